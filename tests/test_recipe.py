@@ -297,8 +297,9 @@ def test_a_missing_dataset_suggests_the_nearest_and_says_where_it_was_looked_for
     assert "did you mean" not in str(caught.value)
 
 
-def test_a_folder_here_that_was_taken_for_a_name_is_told(elsewhere, monkeypatch):
+def test_a_dataset_here_that_was_taken_for_a_name_is_told(elsewhere, monkeypatch):
     (elsewhere / "photos" / "train").mkdir(parents=True)
+    (elsewhere / "photos" / "train" / "manifest.json").touch()
     monkeypatch.chdir(elsewhere)
     for overrides in ([], ["data.root=a"]):
         with pytest.raises((RecipeError, DataError), match=r"\./photos/train$"):

@@ -164,7 +164,7 @@ def test_mistakes(place, inline, tmp_path):
     torch.jit.trace(torch.nn.Linear(2, 2), torch.zeros(1, 2)).save(str(tmp_path / "script.pt"))
     recipe, timm = place / "run" / "recipe.yaml", place / "timm.safetensors"
     for options, exit_code, words in (
-        (("--embedding", tmp_path / "no"), 2, "recipe.yaml"),
+        (("--embedding", tmp_path / "no"), 2, "no such directory"),
         (("--embedding", place / "tests"), 2, "recipe.yaml"),
         (("--embedding", tmp_path / "pickle.bin", "--embedding-model", recipe), None, "pickle.bin"),
         (("--embedding", tmp_path / "torch.pt", "--embedding-model", recipe), None, "torch.pt"),

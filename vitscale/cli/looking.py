@@ -308,8 +308,7 @@ def fewshot(
                 print(json.dumps(found) if as_json else table_of(found))
         return
     with opened(source, step, no_ema, settings, model, image_size, None, batch, precision, max_memory) as finished:
-        with _at_work(finished, "computing representations"):
-            found = measure(finished, tasks, method, counts, seeds, strength, overlap)
+        found = measure(finished, tasks, method, counts, seeds, strength, overlap)
         if finished.accelerator.is_main_process:
             print(json.dumps(found) if as_json else table_of(found))
 
