@@ -55,7 +55,7 @@ class ImageListSource:
                 yield Item(key, labels, _bare(path))
 
     def read(self, part: int, content: bytes) -> bytes:
-        path = (_with_secrets(self, part)[content] if content.startswith(b"\0") else content).decode()
+        path = (_with_secrets(self, part).get(content, content) if content.startswith(b"\0") else content).decode()
         try:
             where = path if is_url(path) else _beside(self.parts[part], path)
             if not is_url(where):
