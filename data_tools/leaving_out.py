@@ -88,12 +88,12 @@ def entries_without(view: ViewWriter, manifest: Manifest, uids: np.ndarray) -> l
         removed, kept = uids_in_shard(manifest, index, uids), None
         if len(removed):
             where = manifest.shards[index].path
-            kept = slots_without(manifest.slots(index), uids_of_slots(manifest, index), removed, where)
+            kept = _slots_without(manifest.slots(index), uids_of_slots(manifest, index), removed, where)
         entries.append(view.entry(index, kept))
     return entries
 
 
-def slots_without(slots: np.ndarray, uid_of: np.ndarray, uids: np.ndarray, where: str) -> np.ndarray:
+def _slots_without(slots: np.ndarray, uid_of: np.ndarray, uids: np.ndarray, where: str) -> np.ndarray:
     """The slots whose uid is not among `uids`.
 
     Args:

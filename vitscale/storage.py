@@ -111,9 +111,9 @@ def filesystem(url: str) -> tuple[Any, str]:
         package = _INSTALL.get(scheme)
         hint = f"pip install {package}" if package else str(error)
         raise RecipeError(f"{url}: reading {scheme}:// needs a package that is not installed: {hint}") from error
+    except OSError:
+        raise
     except Exception as error:  # also of archives, which are opened at once
-        if isinstance(error, OSError):
-            raise
         raise RecipeError(f"{url}: {scheme}:// is not a kind of storage that fsspec supports ({error})") from error
 
 
