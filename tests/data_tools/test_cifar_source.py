@@ -1,4 +1,5 @@
 import io
+import os
 import pickle
 import tarfile
 from collections import Counter
@@ -144,6 +145,26 @@ def test_what_people_may_get_wrong(tmp_path, names, options):
     (tmp_path / "python" / "test_batch").write_bytes(b"cposix\nsystem\n(S'false'\ntR.")
     with refusal(RecipeError, "cifar", f"{names} {options}", {tmp_path: "FOLDER"}):
         open_cifar("SOURCE", [str(folder / name) for name in names], SourceOptions(**options))
+
+
+class Evil:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_nothing_of_the_python_version_is_run(tmp_path, packed):
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    for name in ("batches.meta", "data_batch_1", "test_batch"):
+        (folder / name).write_bytes(pickle.dumps(Evil(tmp_path / "trap")))
+    files = [pack(folder, tmp_path / "cifar.tar.gz")] if packed else sorted(folder.iterdir())
+    with pytest.raises(RecipeError, match=r"cifar-10-binary\.tar\.gz"):
+        open_all(*files)
+    assert not (tmp_path / "trap").exists()
 
 
 @pytest.mark.parametrize("content", [b"", bytes(3072), bytes(3073 * 2 + 1)])
