@@ -12,35 +12,28 @@ another number of ranks losses are rounded otherwise even before equal weights.
 import math
 import os
 import random
-import subprocess
-import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from vitscale.checkpoint import EMA, MASTER, CheckpointReader, CheckpointStore, checkpoint_directory
 from vitscale.errors import EXIT_DONE, CheckpointError, DataError, VitscaleError
 from vitscale.evaluation.finished import trained_recipe
-from vitscale.files.durable import write_text
 from vitscale.flops.accounting import exaflops
 from vitscale.flops.records import read_run
 from vitscale.flops.work import recipe_work
-from vitscale.launch import Pretraining, count_devices
-from vitscale.launch.clusters import Job, launch_command
-from vitscale.recipe import Recipe, differences, override, validate_recipe
+from vitscale.launch import count_devices
+from vitscale.recipe import Recipe, differences, override
 from vitscale.recipe.datasets import find_dataset
-from vitscale.runs.checkpoint_index import CheckpointIndex, data_root, find_path, index_text
+from vitscale.replay.repeating import bare_recipe, repeated
+from vitscale.runs.checkpoint_index import CheckpointIndex, data_root, find_path
 from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.done import covered_files, read_done, write_verified
 from vitscale.runs.metrics import MetricsLog, Row
-from vitscale.runs.names import CHECKPOINTS, DONE_FILE, INDEX_FILE, METRICS_FILE, RECIPE_FILE, step_folder
+from vitscale.runs.names import DONE_FILE, METRICS_FILE, RECIPE_FILE
 from vitscale.runs.reading import count, number, read_object
 from vitscale.shards import Manifest
 from vitscale.shards.verify import verify as verify_shards
@@ -175,7 +168,7 @@ class _Verification:
             return
         if asked.ranks is not None:
             trained.split(asked.ranks)  # raises before all the data are read
-        self.plan = plan_run(_bare(trained), 0, 1)
+        self.plan = plan_run(bare_recipe(trained), 0, 1)
         self.macs = recipe_work(trained, self.plan.num_classes).accounting_macs
         self.log.refresh()
         self.rows = {row["step"]: row for row in self.log.rows}
@@ -343,7 +336,7 @@ class _Verification:
         """Repeat steps (first, last] from the checkpoint of `first`, and compare them with what the run recorded."""
         evaluation = self.trained.dump()["evaluation"] if self.asked.everything and self.asked.evaluations else {}
         ranks = self._ranks(self.readers[min(step for step in self.readers if step >= last)].index.world_size)
-        with _copy(_bare(self.trained, evaluation), self.readers.get(first), last, ranks) as (log, store):
+        with repeated(bare_recipe(self.trained, evaluation), self.readers.get(first), last, ranks) as (log, store):
             ours = {row["step"]: row for row in log.rows}
             if last in self.readers:
                 self.states[last] = self._compare_state(first, last, store.open(last))
@@ -420,8 +413,8 @@ class _Verification:
     def _evaluated(self, step: int) -> _Values:
         """Evaluate a checkpoint as the run did."""
         reader, recipe = self.readers[step], self._here(step)
-        once = _bare(recipe, recipe.dump()["evaluation"] | {"every": {"steps": step}})
-        with _copy(once, reader, step, self._ranks(reader.index.world_size)) as (log, _):
+        once = bare_recipe(recipe, recipe.dump()["evaluation"] | {"every": {"steps": step}})
+        with repeated(once, reader, step, self._ranks(reader.index.world_size)) as (log, _):
             return dict(log.evaluations).get(step, {})
 
     def _compare_evaluation(self, step: int) -> Finding:
@@ -494,45 +487,6 @@ def _chosen(links: Sequence[tuple[int, int]], results: Sequence[int], steps: flo
         else:
             rest.append(first)
     return sorted([*found, *((first, first + int(steps)) for first in rest[-1:] if steps)])
-
-
-def _bare(recipe: Recipe, evaluation: Mapping[str, Any] | None = None) -> Recipe:
-    """The run's recipe without everything that does not affect its steps; with this `evaluation`, if any."""
-    content = recipe.dump()
-    content["logging"] |= {"every": 1, "trackers": [], "batch_digest": True}
-    content["evaluation"] = {**(evaluation or {}), "inspect": None}
-    content["selection"] = None
-    content["checkpoint"] = {"keep": 1_000_000, "tail": None}
-    del content["profile"]
-    return validate_recipe(content, "the recipe of the run")
-
-
-@contextmanager
-def _copy(
-    recipe: Recipe, start: CheckpointReader | None, last: int, ranks: int
-) -> Iterator[tuple[MetricsLog, CheckpointStore]]:
-    """Continue a run from a checkpoint, or from its beginning, to step `last` in a temporary folder.
-
-    Raises `DataError` if that cannot be done on this machine.
-    """
-    with tempfile.TemporaryDirectory(prefix="vitscale-verify-") as temporary:
-        copy, output = Path(temporary, "run"), Path(temporary, "log")
-        copy.mkdir()
-        if start is not None:
-            folder = copy / CHECKPOINTS / step_folder(start.index.step)
-            start.copy(folder)
-            write_text(folder / INDEX_FILE, index_text(replace(start.index, recipe=recipe.dump(), selection={})))
-        (copy / RECIPE_FILE).write_text(yaml.safe_dump(recipe.dump(), sort_keys=False))
-        what = Pretraining(str(copy / RECIPE_FILE), run_dir=copy, ranks=ranks, stop_at=last)
-        command = launch_command(Job(what, max_restarts=0), [sys.executable, "-P", "-m", "vitscale"])
-        with output.open("wb") as file:
-            code = subprocess.call(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
-        if code:
-            text = output.read_text(errors="replace")[-2000:].rstrip()
-            raise DataError(f"what the run did could not be repeated: exit code {code}:\n{text}")
-        log = MetricsLog(copy / METRICS_FILE, whole=True)
-        log.refresh()
-        yield log, CheckpointStore(copy / CHECKPOINTS)
 
 
 def _apart(recorded: Mapping[str, Any], computed: Mapping[str, Any]) -> list[str]:
