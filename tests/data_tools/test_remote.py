@@ -318,4 +318,5 @@ def test_memory_in_and_out(image_folder, local, tmp_path):
         memory.get("/out", str(tmp_path / "out"), recursive=True)
         assert contents(tmp_path / "out") == contents(local)
     finally:
-        memory.rm("/", recursive=True)
+        for folder in ("/pictures", "/out"):  # the rest of memory is other tests' of this process
+            memory.rm(folder, recursive=True)
