@@ -15,7 +15,7 @@ from pydantic import Field
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitscale import data, recipe
+from vitscale import data, extensions, recipe
 from vitscale.cli.recipe_output import show_fields
 from vitscale.data import TrainingInput, draws, to_model_input
 from vitscale.errors import RecipeError
@@ -44,6 +44,7 @@ def make(*settings: str, **blocks) -> Recipe:
 def _example(monkeypatch):
     monkeypatch.syspath_prepend(str(PACKAGE))
     monkeypatch.setenv("VITSCALE_EXTENSIONS", "example_vision, test_extensions absent_package")
+    monkeypatch.setattr(extensions, "named", {})  # which other tests of this process would read in their messages
 
 
 class Brighten(recipe.ImageOperation):
