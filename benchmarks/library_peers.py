@@ -170,7 +170,7 @@ def _outcomes(futures: list[Any]) -> str:
 
 
 def pdq_ours(folder: Path, count: int) -> int:
-    """Compiled by numba."""
+    """The C library's."""
     return len({pdq_hashes(luma[None])[0].tobytes() for luma in _lumas()})
 
 

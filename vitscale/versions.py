@@ -1,4 +1,4 @@
-"""The versions that a result depends on, for `--version` and bug reports. Imports neither torch nor numba."""
+"""The versions that a result depends on, for `--version` and bug reports. Imports no torch."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version

@@ -5,11 +5,10 @@ them beats every clever structure: 5 * 10^9 pairs a second and core with AVX-512
 """
 
 import numpy as np
-from numba import njit, types
-from numba.extending import intrinsic
+
+from vitscale import native
 
 BITS = 256
-_BLOCK = 1024  # hashes: 32 KiB, which stay in the L1 cache while all queries pass
 _ROOM = 1 << 16
 
 
@@ -31,53 +30,12 @@ def near_pairs(
     Returns the pairs' query numbers and hash numbers, int64, and distances, int16, in no particular order.
     """
     stop = index.shape[1] if stop is None else stop
-    pairs = np.empty((_ROOM, 3), np.int64)
-    found = _near_pairs(queries, index, limit, start, stop, pairs)
-    if found > len(pairs):
+    queries, index, found = np.ascontiguousarray(queries), np.ascontiguousarray(index), _ROOM
+    while True:
         pairs = np.empty((found, 3), np.int64)
-        _near_pairs(queries, index, limit, start, stop, pairs)
+        sides = queries.ctypes.data, queries.shape[1], index.ctypes.data, index.shape[1]
+        found = native.load().vitscale_near_pairs(*sides, limit, start, stop, pairs.ctypes.data, len(pairs), 0)
+        if found <= len(pairs):
+            break
     pairs = pairs[:found]
     return pairs[:, 0], pairs[:, 1], pairs[:, 2].astype(np.int16)
-
-
-@intrinsic
-def _popcount(typing_context, word):
-    """Number of set bits of a uint64."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.ctpop(arguments[0])
-
-    return types.uint64(types.uint64), generate
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
-def _near_pairs(queries, index, limit, first_hash, end, pairs):
-    """Write as many pairs as fit into `pairs`; return how many there are."""
-    bound = np.uint64(limit)
-    distances = np.empty(_BLOCK, np.uint64)
-    found = 0
-    for start in range(first_hash, end, _BLOCK):
-        size = min(_BLOCK, end - start)
-        first = index[0, start : start + size]
-        second = index[1, start : start + size]
-        third = index[2, start : start + size]
-        fourth = index[3, start : start + size]
-        for query in range(queries.shape[1]):
-            q0, q1, q2, q3 = queries[0, query], queries[1, query], queries[2, query], queries[3, query]
-            nearest = np.uint64(BITS)
-            for i in range(size):  # branch-free, so that it is vectorised
-                distance = _popcount(first[i] ^ q0)  # type: ignore[call-arg, var-annotated]
-                distance += _popcount(second[i] ^ q1)
-                distance += _popcount(third[i] ^ q2)
-                distance += _popcount(fourth[i] ^ q3)
-                distances[i] = distance
-                nearest = min(nearest, distance)
-            if nearest <= bound:
-                for i in range(size):
-                    if distances[i] <= bound:
-                        if found < len(pairs):
-                            pairs[found, 0] = query
-                            pairs[found, 1] = start + i
-                            pairs[found, 2] = distances[i]
-                        found += 1
-    return found

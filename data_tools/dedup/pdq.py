@@ -7,9 +7,9 @@ as in drawings. The luma is computed in our own way (`luma.py`), so hashes are c
 """
 
 import numpy as np
-from numba import njit
 
 from data_tools.dedup.luma import SIDE
+from vitscale import native
 
 HASH_BYTES = 32
 _SIDE = 16
@@ -25,31 +25,13 @@ def pdq_hashes(lumas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         hashes, uint8 (N, 32), packed bits; and qualities, uint8 (N,): 0 for a flat picture to 100 for one with enough
         contrast.
     """
-    values = _lowest_frequencies(lumas, _COSINES)
+    lumas, values = np.ascontiguousarray(lumas), np.zeros((len(lumas), _SIDE * _SIDE), np.float32)
+    native.load().vitscale_lowest_frequencies(lumas.ctypes.data, len(lumas), _COSINES.ctypes.data, values.ctypes.data)
     lower_middle = values.shape[1] // 2 - 1
     median = np.partition(values, lower_middle, axis=1)[:, lower_middle]
     above = values > median[:, None]
     hashes = np.packbits(above[:, ::-1], axis=1)  # the highest frequency comes first
     return hashes, _qualities(lumas)
-
-
-@njit(nogil=True, cache=True)
-def _lowest_frequencies(lumas, cosines):
-    """float32 (N, 256), summed in the order of Meta's code, because a matrix product would round differently."""
-    values = np.zeros((len(lumas), _SIDE, _SIDE), np.float32)
-    transposed = np.ascontiguousarray(cosines.T)
-    for n in range(len(lumas)):
-        rows = np.zeros((_SIDE, SIDE), np.float32)
-        for i in range(SIDE):
-            pixels = lumas[n, i].astype(np.float32)
-            for k in range(_SIDE):
-                for x in range(SIDE):
-                    rows[k, x] += cosines[k, i] * pixels[x]
-        for i in range(SIDE):
-            for k in range(_SIDE):
-                for m in range(_SIDE):
-                    values[n, k, m] += rows[k, i] * transposed[i, m]
-    return values.reshape(len(lumas), _SIDE * _SIDE)
 
 
 def _qualities(lumas: np.ndarray) -> np.ndarray:

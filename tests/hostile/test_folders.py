@@ -16,11 +16,11 @@ import xxhash
 from hostile.strange_files import IRREGULAR, NO_HANG, PRECIOUS, ROOT, a_hole
 from pydantic import ValidationError
 
-import vitscale
 from vitscale.checkpoint import CheckpointIndex, CheckpointStore, Fragment, LocalDirectory, RemoteDirectory
 from vitscale.errors import CheckpointError, DataError, RecipeError
 from vitscale.files.digests import file_digests
 from vitscale.files.machine_folder import MachineFolder
+from vitscale.files.private_folders import choose_code_folder, private_folder
 from vitscale.runs.checkpoint_index import FileEntry, index_text, parse_index, read_index
 from vitscale.runs.done import read_done
 from vitscale.runs.names import step_folder
@@ -329,19 +329,16 @@ def test_compiled_code_is_kept_where_no_other_user_can_write(
     monkeypatch.setenv("VARIABLE", "")
     (tmp_path / "tmp").mkdir()
     chosen = []
-    for usual in ("", "", str(tmp_path / "usual")):
+    for _ in range(2):
         monkeypatch.delenv("VARIABLE", raising=False)
-        vitscale.choose_code_folder("VARIABLE", usual)
+        choose_code_folder("VARIABLE")
         chosen.append(Path(os.environ["VARIABLE"]))
         if len(chosen) == 1:
             chosen[0].rmdir()
             put(chosen[0])
-            put(tmp_path / "usual")
-    for folder in chosen[1:]:
-        found = folder.lstat()
-        assert stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
-    is_free = put is PLACES["nothing"]
-    assert (chosen[1] == chosen[0]) == is_free and (chosen[2] == tmp_path / "usual") == is_free
+    found = chosen[1].lstat()
+    assert stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    assert (chosen[1] == chosen[0]) == (put is PLACES["nothing"])
 
 
 @ROOT
@@ -356,8 +353,10 @@ def test_nothing_is_believed_below_a_folder_in_which_others_can_rename_it(
     (tmp_path / "link").symlink_to(above)
     for path in (above / "ours", above / "ours" / "new", tmp_path / "link" / "ours"):
         with pytest.raises(PermissionError) if renamed_by == "all" else nullcontext():
-            assert vitscale.private_folder(path) == path.resolve()
+            assert private_folder(path) == path.resolve()
+        monkeypatch.setattr(tempfile, "tempdir", str(path))
         monkeypatch.delenv("VARIABLE", raising=False)
-        vitscale.choose_code_folder("VARIABLE", str(path))
-        assert (os.environ["VARIABLE"] == str(path.resolve())) == (renamed_by == "nobody")
+        path.mkdir(exist_ok=True)
+        choose_code_folder("VARIABLE")
+        assert (os.environ["VARIABLE"] == f"{path.resolve()}/vitscale-variable-0") == (renamed_by == "nobody")
     monkeypatch.delenv("VARIABLE")

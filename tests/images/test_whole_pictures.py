@@ -104,7 +104,7 @@ def test_a_file_of_countless_scans_is_refused():
     [
         ("vitscale.shards.scan, vitscale.shards.contact_sheet", {"torch", "ffcv", "cv2", "numba", "llvmlite"}),
         ("vitscale.data", {"ffcv", "cv2", "numba", "llvmlite"}),  # nothing to be compiled before the first batch
-        ("data_tools.conversion", {"torch", "ffcv", "cv2"}),
+        ("data_tools.conversion, data_tools.dedup.finding", {"torch", "ffcv", "cv2", "numba", "llvmlite"}),
     ],
 )
 def test_heavy_packages_are_not_imported(modules, absent):

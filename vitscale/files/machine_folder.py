@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from vitscale import private_folder
 from vitscale.errors import RecipeError
 from vitscale.files.locks import LockFile, lock, locked, try_lock, unlock
+from vitscale.files.private_folders import private_folder
 
 _IN_USE, _LOCK = "in-use", "lock"
 

@@ -2,9 +2,10 @@
 
 import torch
 
-from vitscale import choose_code_folder, families
+from vitscale import families
 from vitscale import recipe as recipes
 from vitscale.extensions import implementation
+from vitscale.files.private_folders import choose_code_folder
 from vitscale.models.model import Model
 
 

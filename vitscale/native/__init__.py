@@ -1,14 +1,14 @@
 """Finds, loads and checks the library compiled from the C files in this folder, without loading torch or NumPy."""
 
 import ctypes
-from ctypes import POINTER, c_double, c_int, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from vitscale.errors import MachineError
 
-_VERSION = 6  # the C files' version: a checkout may be newer than the library compiled in it
+_VERSION = 7  # the C files' version: a checkout may be newer than the library compiled in it
 _BUILD = "sudo apt-get install -y gcc libjpeg-dev && pip install --editable ."
 _FOLDER = Path(__file__).parent
 
@@ -33,6 +33,11 @@ _FUNCTIONS = {
     "vitscale_decode_slice": ([_ARRAY, c_int64, c_int64, *[_ARRAY] * 9, c_int, c_int, _ARRAY, c_int64, _ARRAY], None),
     "vitscale_operate": ([_ARRAY, c_int64, c_int64, _ARRAY, c_int64, _ARRAY], c_int),
     "vitscale_inception_crop": ([c_int64, *[_ARRAY] * 3, *[c_double] * 4, _ARRAY], None),
+    "vitscale_square_luma": ([_ARRAY, c_int64, _ARRAY, _ARRAY], c_int),
+    "vitscale_without_borders": ([_ARRAY, c_int64, c_int64, _ARRAY], None),
+    "vitscale_lowest_frequencies": ([_ARRAY, c_int64, _ARRAY, _ARRAY], None),
+    "vitscale_near_pairs": ([*[_ARRAY, c_int64] * 2, *[c_int64] * 3, _ARRAY, c_int64, c_int], c_int64),
+    "vitscale_aligned": ([_ARRAY] * 5, c_float),
 }
 
 

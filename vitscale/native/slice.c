@@ -59,4 +59,4 @@ void vitscale_decode_slice(const uint8_t *stored, int64_t stored_bytes, int64_t 
 }
 
 /* Of all functions here; vitscale/native/__init__.py expects the same. */
-int vitscale_version(void) { return 6; }
+int vitscale_version(void) { return 7; }

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import xxhash
 
-from vitscale import private_folder
 from vitscale.errors import DataError
 from vitscale.files.locks import try_lock
+from vitscale.files.private_folders import private_folder
 from vitscale.shards.manifest import ShardEntry
 from vitscale.storage import never, pause, regular
 

@@ -1,6 +1,3 @@
-import os
-import subprocess
-import sys
 from itertools import pairwise
 
 import numpy as np
@@ -152,46 +149,3 @@ def test_hardly_anything_but_border_is_like_nothing(photos):
         assert correlation(one, one, WHOLE, mirrored=False, **bare) == 0
     apart = {"inside_query": Window(0, 0, 0.5, 1), "inside_image": Window(0.5, 0, 0.5, 1)}
     assert correlation(one, one, WHOLE, mirrored=False, **apart) == 0
-
-
-# ------------------------------------------------------------------------------------------------------ any processor
-
-CORRELATIONS = """
-import numpy as np
-from dedup_data import make_photo
-from data_tools.dedup import alignment
-from data_tools.dedup.luma import Window, square_luma
-
-exact, aligned = [], alignment._aligned
-def kept(*arguments):
-    exact.append(float(aligned(*arguments)))
-    return exact[-1]
-alignment._aligned = kept  # before three decimals are left
-lumas = []
-for seed in range(20):
-    photo = make_photo(seed, 160, 200)
-    lumas += [square_luma(np.asarray(one)) for one in (photo, photo.crop((9, 5, 190, 152)))]
-windows = Window(0, 0, 1, 1), Window(0.05, 0.05, 0.9, 0.9), Window(0.1, 0.0, 0.8, 0.8)
-frame = Window(0.1, 0.05, 0.8, 0.85)
-for i, query in enumerate(lumas):
-    for image in lumas[max(0, i - 3) : i + 4]:
-        for window in windows:
-            for inside in (None, frame):
-                alignment.correlation(query, image, window, mirrored=i % 5 == 0, inside_query=inside)
-print(len(exact), *[value.hex() for value in exact])
-"""
-
-
-@pytest.mark.slow
-def test_every_processor_finds_the_same(tmp_path):
-    """What vector instructions a processor has decides nothing: indexes and decisions travel between machines."""
-    found = []
-    for name, options in (("native", {}), ("generic", {"NUMBA_CPU_NAME": "generic"})):
-        paths = os.pathsep.join(path for path in sys.path if path)
-        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / name), "PYTHONPATH": paths} | options
-        done = subprocess.run(
-            [sys.executable, "-c", CORRELATIONS], env=environment, capture_output=True, text=True, check=True
-        )
-        found.append(done.stdout.split())
-    assert int(found[0][0]) == len(found[0]) - 1 > 1000
-    assert found[0] == found[1]

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from data_tools.dedup.hamming import near_pairs, words
+from vitscale import native
 
 faiss = pytest.importorskip("faiss", reason="faiss-cpu is not installed")
 
@@ -64,3 +65,12 @@ def test_nothing_to_compare():
     assert none.shape == (4, 0)
     for queries, index in ((none, some), (some, none), (none, none)):
         assert [len(column) for column in near_pairs(queries, index, 256)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", [1, 2])
+def test_processors_without_newer_instructions_find_the_same(kind):
+    index, queries = words(made_hashes(2501, 1)), words(made_hashes(40, 2))
+    sides = queries.ctypes.data, 40, index.ctypes.data, 2501
+    pairs = np.empty((100_000, 3), np.int64)
+    found = native.load().vitscale_near_pairs(*sides, 90, 1, 2500, pairs.ctypes.data, len(pairs), kind)
+    assert by_query(*pairs[:found].T) == by_query(*near_pairs(queries, index, 90, 1, 2500))
