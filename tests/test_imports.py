@@ -35,8 +35,8 @@ LAYERS = (
 # Rooms that know less than what lies below them.
 KNOWS_ONLY = {
     "data_tools": {
-        *("vitscale", "errors", "files", "images", "machine", "ray_cluster", "recipe", "safe_text", "shards"),
-        *("storage", "table", "vtab", "wording"),
+        *("vitscale", "errors", "files", "images", "machine", "native", "ray_cluster", "recipe", "safe_text"),
+        *("shards", "storage", "table", "vtab", "wording"),
     }
 }
 # Packages that only these rooms know. Whatever else has to start at once does not load them.
