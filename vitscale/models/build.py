@@ -1,6 +1,9 @@
 """Builds the model of a recipe."""
 
+from types import MethodType
+
 import torch
+from torch import nn
 
 from vitscale import choose_code_folder, families
 from vitscale import recipe as recipes
@@ -38,7 +41,9 @@ def build_of_block(
 def compile_blocks(model: Model, backend: str = "inductor") -> None:
     """Have torch compile every block and residual unit by itself, once for all that are alike; names stay as they are.
 
-    Shapes are static: another batch size compiles anew. `backend` is one of torch's names.
+    Only their `forward` is compiled, so that hooks of a block, such as waiting for its weights, run outside of the
+    graph; hooks of modules within it do not run. Shapes are static: another batch size compiles anew. `backend` is one
+    of torch's names.
     """
     from torch._dynamo import config  # imported only to compile: it takes a second
 
@@ -53,4 +58,10 @@ def compile_blocks(model: Model, backend: str = "inductor") -> None:
     # Torch counts by code, which blocks share. Units differ in shape, and each has one shape in training.
     config.recompile_limit = max(config.recompile_limit, len(blocks) + 8)
     for block in blocks:
-        block.compile(fullgraph=True, dynamic=False, backend=backend)
+        forward = torch.compile(type(block).forward, fullgraph=True, dynamic=False, backend=backend)
+        block.forward = MethodType(forward, block)  # as a method it is bound anew when the block is copied
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `compile_blocks` has compiled the module, with all within it."""
+    return "forward" in vars(module)
