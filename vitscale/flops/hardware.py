@@ -26,7 +26,7 @@ class Board:
         bandwidth: bytes/s of that memory, for the slowest variant; None if we are not sure.
         link: bytes/s that one device can send to the others of its node: by NVLink if a board connects all by it, else
             by its PCIe slot.
-        network: bytes/s for each device that a node of its maker can send to other nodes, as that node's user guide says;
+        network: bytes/s for each device that a node of its maker can send to other nodes, by that node's user guide;
             None if we are not sure. Nodes of others may have fewer adapters.
     """
 

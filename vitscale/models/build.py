@@ -1,6 +1,8 @@
 """Builds the model of a recipe."""
 
+from collections.abc import Callable
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,12 +40,12 @@ def build_of_block(
     return family.of(block, image_size=image_size, num_classes=num_classes, checkpoint_every=checkpoint_every)
 
 
-def compile_blocks(model: Model, backend: str = "inductor") -> None:
+def compile_blocks(model: Model, backend: str | Callable[..., Any] = "inductor") -> None:
     """Have torch compile every block and residual unit by itself, once for all that are alike; names stay as they are.
 
     Only their `forward` is compiled, so that hooks of a block, such as waiting for its weights, run outside of the
-    graph; hooks of modules within it do not run. Shapes are static: another batch size compiles anew. `backend` is one
-    of torch's names.
+    graph; hooks of modules within it do not run. Shapes are static: another batch size compiles anew. `backend` is
+    torch.compile's.
     """
     from torch._dynamo import config  # imported only to compile: it takes a second
 
