@@ -40,14 +40,18 @@ def build_of_block(
     return family.of(block, image_size=image_size, num_classes=num_classes, checkpoint_every=checkpoint_every)
 
 
-def compile_blocks(model: Model, backend: str | Callable[..., Any] = "inductor") -> None:
+def compile_blocks(
+    model: Model, backend: str | Callable[..., Any] = "inductor", activation_budget: float | None = None
+) -> None:
     """Have torch compile every block and residual unit by itself, once for all that are alike; names stay as they are.
 
     Only their `forward` is compiled, so that hooks of a block, such as waiting for its weights, run outside of the
     graph; hooks of modules within it do not run. Shapes are static: another batch size compiles anew. `backend` is
-    torch.compile's.
+    torch.compile's. `activation_budget` is the share of activations that blocks keep for the backward pass, in (0, 1];
+    None leaves that to torch.
     """
     from torch._dynamo import config  # imported only to compile: it takes a second
+    from torch._functorch import config as functorch_config
 
     choose_code_folder("TORCHINDUCTOR_CACHE_DIR")  # torch's own choice in /tmp may be another user's; Triton's is in it
 
@@ -56,6 +60,8 @@ def compile_blocks(model: Model, backend: str | Callable[..., Any] = "inductor")
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in torch.compiler.config.cache_key_tag:
         torch.compiler.config.cache_key_tag += capability
+    if activation_budget is not None:
+        functorch_config.activation_memory_budget = activation_budget
     blocks = model.units()
     # Torch counts by code, which blocks share. Units differ in shape, and each has one shape in training.
     config.recompile_limit = max(config.recompile_limit, len(blocks) + 8)
