@@ -1,6 +1,4 @@
-"""The tensors of every micro-batch, interpolated from a few, as they grow linearly with images and blocks; and so the
-largest micro-batch that fits.
-"""
+"""The tensors of every micro-batch, interpolated from a few, and the largest micro-batch that fits."""
 
 from collections.abc import Callable
 
