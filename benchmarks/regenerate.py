@@ -34,6 +34,7 @@ COMMANDS = {
     "ridge_scale": "",
     "network": "--rounds 4 --steps 3",
     "many_nodes": "--nodes 1000",
+    "step_traffic": "",
     "looking_inside": "",
     "looking_inside_h14": "--model ViT-H/14 --image-size 518 --images 16 --rounds 0",
 }

@@ -294,7 +294,7 @@ def test_recipe_prints_what_would_run(place):
     result = run(program("vitscale"), "recipe", "h14_jft", "--set", "seed=5")
     assert result.returncode == 0
     shown = yaml.safe_load(result.stdout)
-    assert shown["seed"] == 5 and shown["batch"] == {"global": 4096, "micro_max": 128}
+    assert shown["seed"] == 5 and shown["batch"] == {"global": 4096, "micro_max": "auto"}
     assert run(program("vitscale"), "recipe", "h14_jtf").returncode == 2
 
 

@@ -154,7 +154,13 @@ def test_epochs_are_rounded_as_decimals():
 
 @pytest.mark.parametrize(
     ("global_batch", "world", "micro_max", "expected"),
-    [(4096, 8, 128, (128, 4)), (96, 2, 20, (16, 3)), (7, 1, 4, (1, 7)), (64, 64, 128, (1, 1))],
+    [
+        (4096, 8, 128, (128, 4)),
+        (4096, 8, "auto", (128, 4)),
+        (96, 2, 20, (16, 3)),
+        (7, 1, 4, (1, 7)),
+        (64, 64, 128, (1, 1)),
+    ],
 )
 def test_micro_batch_is_the_largest_divisor_that_fits(tmp_path, global_batch, world, micro_max, expected):
     settings = [f"batch.global={global_batch}", f"batch.micro_max={micro_max}"]

@@ -77,6 +77,7 @@ MISTAKES = [
     ("data.crop.area=[0.5, 0.1]", ["data.crop", "area"]),
     ("objective={on: 0.1, off: 0.2}", ["objective", "on", "off"]),
     ("parallelism={zero_stage: 3, compile: true}", ["parallelism", "compile", "3"]),
+    ("parallelism.activation_budget=0.5", ["parallelism", "activation_budget", "compile"]),
     ("parallelism.zero_stage=4", ["parallelism.zero_stage", "4"]),
     ("parallelism.zero_stage=true", ["parallelism.zero_stage", "True", "integer"]),
     ("optimizer.lr=.inf", ["optimizer.lr", "inf"]),

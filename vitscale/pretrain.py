@@ -126,6 +126,7 @@ def pretrain(options: argparse.Namespace) -> None:
             from vitscale.training import distributed
             from vitscale.training.branch import check_branch
             from vitscale.training.initial_weights import check_initial_weights
+            from vitscale.training.micro_max import settle_micro_max
             from vitscale.training.precision import settle_precision
             from vitscale.training.progress import tell
             from vitscale.training.run_plan import plan_run
@@ -142,12 +143,14 @@ def pretrain(options: argparse.Namespace) -> None:
                 return
             if options.smoke:
                 write_smoke_data(smoke_data, world_size)
+            recipe, chosen_size = settle_micro_max(recipe, run_dir, local_rank, world_size)
             plan = plan_run(recipe, rank, world_size)
             check_initial_weights(recipe, list(plan.manifest.class_names), run_dir)
             check_teacher(recipe, list(plan.manifest.class_names))
             check_branch(recipe, plan, run_dir)
-            if chosen is not None and rank == 0:
-                tell(chosen)
+            for words in (chosen, chosen_size):
+                if words is not None and rank == 0:
+                    tell(words)
         except VitscaleError as error:
             if os.environ.get("LOCAL_RANK", "0") != "0":
                 error.on_all_ranks()  # ranks of one machine see the same recipe and files, so its first one reports

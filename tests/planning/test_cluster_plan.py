@@ -81,7 +81,9 @@ def test_the_slowest_link_of_a_ring_bounds_it(stage):
     assert slow.network - slow.latency == pytest.approx(10 * (fast.network - fast.latency), rel=0.1)  # or another way
     assert slow.waiting > fast.waiting
     assert make_cluster(H100, 8).ring_rate == 450e9
-    assert make_cluster(H100, 16).ring_rate == 50e9
+    assert make_cluster(H100, 16).ring_rate == 400e9  # eight adapters of 400 Gbit/s
+    assert make_cluster(H100, 16, network=900e9).ring_rate == 450e9
+    assert make_cluster(find_device("l40s"), 16).ring_rate == 32e9
     assert time_of(make_cluster(H100, 1), stage, 0, 8)[0].network == 0
 
 
@@ -147,7 +149,7 @@ def test_the_command_says_what_it_assumes():
     small = ["--set", "model.depth=2", "--set", "batch.global=64"]
     result = run("h14_jft", "--devices", 16, "--hardware", "H100", *small)
     assert result.exit_code == 0, result.output
-    for words in ("best", "Assumed:", "50 GB/s of network", "40% of the peak", "kB a stored image", "On paper"):
+    for words in ("best", "Assumed:", "400 GB/s of network", "40% of the peak", "kB a stored image", "On paper"):
         assert words in result.output
     found = json.loads(run("h14_jft", "--devices", 16, "--hardware", "h100", "--mfu", 0.3, "--json", *small).output)
     assert {(one["zero_stage"], one["activation_checkpointing"]) for one in found["choices"]} == {

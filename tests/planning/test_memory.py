@@ -5,6 +5,7 @@ from toy_recipes import make_recipe
 
 from vitscale.machine import available_memory, has_bf16_instructions
 from vitscale.planning import expected_memory, largest_micro_batch
+from vitscale.planning.micro_batches import USABLE, fitting_micro_batch
 from vitscale.training.engine import derive_config
 
 WIDE = {"patch_size": 14, "width": 4096, "depth": 2, "mlp_dim": 16384, "num_heads": 32}
@@ -58,6 +59,16 @@ def test_the_largest_micro_batch_is_the_last_that_fits(device):
         found = largest_micro_batch(recipe, 10, 2, needs[size], device)
         assert found == max(other for other in sizes if needs[other] <= needs[size]) >= size
     assert largest_micro_batch(recipe, 10, 2, min(needs.values()) - 1, device) is None
+
+
+def test_an_automatic_micro_batch_is_the_largest_that_fits_and_divides():
+    recipe = make_recipe(SMALL, 96, batch={"global": 24, "micro_max": "auto"})
+    needs = {size: expected_memory(recipe, 10, 2, size, "cuda").device_bytes for size in (1, 2, 3, 4, 6, 12)}
+    for size, most in needs.items():
+        found = fitting_micro_batch(recipe, 10, 2, 1.02 * most / USABLE)  # it interpolates, which counts a little more
+        assert size <= found and needs[found] <= 1.02 * most
+    assert fitting_micro_batch(recipe, 10, 2, 80e9) == 12
+    assert fitting_micro_batch(recipe, 10, 2, 1e6) == 1
 
 
 def test_elements_in_flight_are_those_that_training_asks_for():

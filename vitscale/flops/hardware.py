@@ -26,11 +26,14 @@ class Board:
         bandwidth: bytes/s of that memory, for the slowest variant; None if we are not sure.
         link: bytes/s that one device can send to the others of its node: by NVLink if a board connects all by it, else
             by its PCIe slot.
+        network: bytes/s for each device that a node of its maker can send to other nodes, by that node's user guide;
+            None if we are not sure. Nodes of others may have fewer adapters.
     """
 
     memory: float | None = None
     bandwidth: float | None = None
     link: float | None = None
+    network: float | None = None
 
 
 @dataclass(frozen=True)
@@ -118,15 +121,16 @@ DEVICES = (
     Device("tpuv3", r"TPU v3", {"bf16": 61.5e12}, 131, _TPUV3),
 )
 
+# DGX A100: eight adapters of 200 Gbit/s (ConnectX-6), as many as devices. DGX H100, H200 and B200: eight of 400 Gbit/s.
 _BOARDS = {
     "gb200": Board(link=900e9),
-    "b200": Board(link=900e9),
-    "h200": Board(141e9, 4.8e12, 450e9),
+    "b200": Board(link=900e9, network=50e9),
+    "h200": Board(141e9, 4.8e12, 450e9, 50e9),
     "h200-nvl": Board(141e9, 4.8e12, 64e9),
-    "h100": Board(80e9, 3.35e12, 450e9),
+    "h100": Board(80e9, 3.35e12, 450e9, 50e9),
     "h100-pcie": Board(80e9, 2e12, 64e9),
     "h100-nvl": Board(94e9, 3.9e12, 64e9),
-    "a100": Board(None, 1.555e12, 300e9),  # 40 or 80 GB
+    "a100": Board(None, 1.555e12, 300e9, 25e9),  # 40 or 80 GB
     "a100-pcie": Board(80e9, 1.935e12, 32e9),
     "a100-pcie-40gb": Board(40e9, 1.555e12, 32e9),
     "a30": Board(24e9, 933e9, 32e9),

@@ -1,6 +1,6 @@
 """Models: images in [-1, 1] -> tokens, representation, logits. Nothing here knows of training."""
 
-from vitscale.models.build import build_model, compile_blocks, weight_dtype
+from vitscale.models.build import build_model, compile_blocks, is_compiled, weight_dtype
 from vitscale.models.initialise import Initialiser, constant, initial_value, initialise, normal
 from vitscale.models.model import Model
 from vitscale.models.outputs import BlockTokens, Outputs
@@ -15,6 +15,7 @@ __all__ = [
     "constant",
     "initial_value",
     "initialise",
+    "is_compiled",
     "normal",
     "weight_dtype",
 ]

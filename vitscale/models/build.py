@@ -1,6 +1,11 @@
 """Builds the model of a recipe."""
 
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
 import torch
+from torch import nn
 
 from vitscale import families
 from vitscale import recipe as recipes
@@ -36,12 +41,18 @@ def build_of_block(
     return family.of(block, image_size=image_size, num_classes=num_classes, checkpoint_every=checkpoint_every)
 
 
-def compile_blocks(model: Model, backend: str = "inductor") -> None:
+def compile_blocks(
+    model: Model, backend: str | Callable[..., Any] = "inductor", activation_budget: float | None = None
+) -> None:
     """Have torch compile every block and residual unit by itself, once for all that are alike; names stay as they are.
 
-    Shapes are static: another batch size compiles anew. `backend` is one of torch's names.
+    Only their `forward` is compiled, so that hooks of a block, such as waiting for its weights, run outside of the
+    graph; hooks of modules within it do not run. Shapes are static: another batch size compiles anew. `backend` is
+    torch.compile's. `activation_budget` is the share of activations that blocks keep for the backward pass, in (0, 1];
+    None leaves that to torch.
     """
     from torch._dynamo import config  # imported only to compile: it takes a second
+    from torch._functorch import config as functorch_config
 
     choose_code_folder("TORCHINDUCTOR_CACHE_DIR")  # torch's own choice in /tmp may be another user's; Triton's is in it
 
@@ -50,8 +61,16 @@ def compile_blocks(model: Model, backend: str = "inductor") -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in torch.compiler.config.cache_key_tag:
         torch.compiler.config.cache_key_tag += capability
+    if activation_budget is not None:
+        functorch_config.activation_memory_budget = activation_budget
     blocks = model.units()
     # Torch counts by code, which blocks share. Units differ in shape, and each has one shape in training.
     config.recompile_limit = max(config.recompile_limit, len(blocks) + 8)
     for block in blocks:
-        block.compile(fullgraph=True, dynamic=False, backend=backend)
+        forward = torch.compile(type(block).forward, fullgraph=True, dynamic=False, backend=backend)
+        block.forward = MethodType(forward, block)  # as a method it is bound anew when the block is copied
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `compile_blocks` has compiled the module, with all within it."""
+    return "forward" in vars(module)

@@ -58,7 +58,7 @@ class Cluster:
         """The rate at which each rank of a ring can send, in bytes/s.
 
         A ring enters and leaves each node once, so the network carries what one rank sends, not what all of the node's
-        ranks send. Several rings share a node's adapters.
+        ranks send. Several rings, as many as there are adapters, share a node's network.
         """
         if self.devices == 1:
             return math.inf
@@ -97,8 +97,12 @@ def make_cluster(
         )
     if nodes is not None and nodes * devices_per_node != devices:
         raise RecipeError(f"--nodes {nodes} x --devices-per-node {devices_per_node} is not --devices {devices}")
-    if devices > devices_per_node and network is None:
-        assumed.append(f"{NETWORK / GB:g} GB/s of network a node, one adapter of 400 Gbit/s (--network)")
+    if network is None:
+        own = device.board.network
+        network = NETWORK if own is None else own * devices_per_node
+        source = "one adapter of 400 Gbit/s" if own is None else f"{own / GB:g} for each device as in its maker's nodes"
+        if devices > devices_per_node:
+            assumed.append(f"{network / GB:g} GB/s of network a node, {source} (--network)")
     link = device.board.link or LINK
     if devices_per_node > 1:
         source = "datasheet" if device.board.link else "that of the device is not known"
@@ -110,7 +114,7 @@ def make_cluster(
         devices=devices,
         devices_per_node=devices_per_node,
         memory=memory or device.board.memory or 0.0,
-        network=network or NETWORK,
+        network=network,
         link=link,
         efficiency=efficiency or EFFICIENCY,
         assumptions=tuple(assumed),

@@ -1,11 +1,34 @@
-"""The tensors of every micro-batch, interpolated from a few: they grow linearly with images and blocks."""
+"""The tensors of every micro-batch, interpolated from a few, and the largest micro-batch that fits."""
 
 from collections.abc import Callable
 
+from vitscale.planning.memory import memory_of
+from vitscale.planning.parameters import model_parameters
 from vitscale.planning.tensors import StepTensors, step_tensors
 from vitscale.recipe import Recipe
 
+USABLE = 0.95
+"""The share of a device's memory that is planned for: CUDA and NCCL take the rest, or it is lost to fragmentation."""
+
 _FEW_BLOCKS = 2
+_MOST = 1024  # images that keep every device busy, whatever the model
+
+
+def fitting_micro_batch(recipe: Recipe, num_classes: int, world_size: int, device_bytes: float) -> int:
+    """The largest micro-batch up to 1,024 images with which a rank fits into a CUDA device with so much memory.
+
+    It divides the rank's part of the global batch. If none is expected to fit, the smallest.
+    """
+    micro, accumulation = recipe.split(world_size)
+    per_rank, together = micro * accumulation, recipe.objective.together
+    sizes = [size for size in range(together, min(per_rank, _MOST) + 1, together) if per_rank % size == 0]
+    parameters, tensors = model_parameters(recipe, num_classes), tensors_by_micro_batch(recipe, num_classes, sizes[-1])
+
+    def fits(size: int) -> bool:
+        memory = memory_of(recipe, parameters, tensors(size), world_size, size < per_rank, "cuda")
+        return memory.device_bytes <= USABLE * device_bytes
+
+    return max((size for size in sizes if fits(size)), default=sizes[0])
 
 
 def tensors_by_micro_batch(recipe: Recipe, num_classes: int, largest: int) -> Callable[[int], StepTensors]:

@@ -15,7 +15,7 @@ from vitscale.planning.cluster import GB, Cluster
 from vitscale.planning.communication import Collective, communication
 from vitscale.planning.failures import Failures, Saving
 from vitscale.planning.memory import Memory, memory_of
-from vitscale.planning.micro_batches import tensors_by_micro_batch
+from vitscale.planning.micro_batches import USABLE, tensors_by_micro_batch
 from vitscale.planning.parameters import Parameters, model_parameters
 from vitscale.planning.step_time import HIDDEN, OVERLAPPED, StepTime, overlaps, step_time
 from vitscale.recipe import Muon, Recipe
@@ -24,7 +24,6 @@ from vitscale.shards import Manifest
 STAGES = (0, 1, 2, 3)
 RECOMPUTATIONS = (0, 1, 2)
 STORAGE = 2 * GB
-_USABLE = 0.95  # share of a device's memory: CUDA and NCCL take the rest, or it is lost to fragmentation
 _AS_FAST = 0.01  # relative differences below this are less than the model can resolve
 _MANY = 8
 _SPARES = 3
@@ -291,7 +290,7 @@ def _choice(recipe: Recipe, work: Work, parameters: Parameters, cluster: Cluster
         time=time,
         images_per_s=images_per_s,
         mfu=utilisation,
-        fits=memory.device_bytes <= _USABLE * cluster.memory,
+        fits=memory.device_bytes <= USABLE * cluster.memory,
     )
 
 
@@ -315,7 +314,7 @@ def _verdict(choice: Choice, best: Choice | None, cluster: Cluster) -> str:
         return "best"
     needs, has = choice.memory.device_bytes / GB, cluster.memory / GB
     if not choice.fits:
-        return "does not fit" + ("" if needs > has else f": {1 - _USABLE:.0%} are kept free")
+        return "does not fit" + ("" if needs > has else f": {1 - USABLE:.0%} are kept free")
     assert best is not None, "what fits is compared with the best of what fits"
     slower = choice.time.total / best.time.total - 1
     if slower > _AS_FAST:
@@ -417,7 +416,9 @@ def _image_bytes(recipe: Recipe) -> tuple[float, str]:
 
 
 def _assumed_of_time(recipe: Recipe, cluster: Cluster) -> list[str]:
-    said = [f"{1 - _USABLE:.0%} of the memory stay free, for CUDA, NCCL and fragments"]
+    said = [f"{1 - USABLE:.0%} of the memory stay free, for CUDA, NCCL and fragments"]
+    if recipe.parallelism.activation_budget is not None:
+        said.append("all activations are kept: what parallelism.activation_budget saves and recomputes is not counted")
     if cluster.devices > 1:
         said.append(
             "rings and trees with NCCL's latencies of a hop; the slowest link carries what one rank sends; no slow rank"

@@ -22,7 +22,8 @@ HIDDEN = 0.5
 
 OVERLAPPED = 0.8
 """The same with `parallelism.overlap`: of the backward pass for gradients and of the forward pass for weights. The last
-bucket of gradients and the first of weights do not count, because nothing is computed while they are sent.
+bucket of gradients and the first of weights, or of a compiled block's weights, do not count, because nothing is
+computed while they are sent.
 benchmarks/network.py measured it with compute and network on separate devices.
 """
 
@@ -124,11 +125,14 @@ def _overlapped(
 ) -> float:
     """The seconds of message time that computing hides, with buckets that are sent as soon as they are full."""
     stage, (_, accumulation) = recipe.parallelism.zero_stage, recipe.split(world_size)
-    bucket = min(1.0, elements_in_flight(recipe)["reduce_bucket_size"] / sum(parameters.trained))
+    total = sum(parameters.trained)
+    bucket = min(1.0, elements_in_flight(recipe)["reduce_bucket_size"] / total)
+    block = sum(sum(layer.trained) for layer in parameters.layers if layer.block == 0) / total
+    awaited = max(bucket, block) if recipe.parallelism.compile else bucket  # a compiled block waits for all its weights
     times = accumulation if stage == 2 else 1
     backward = (_BACKWARD * compute + recompute) / accumulation * times  # stage 1 sends only in the last one
     forward = (1 - _BACKWARD) * compute / accumulation  # new weights are awaited only in the first one
-    gradients, weights = seconds["backward"] * (1 - bucket / times), seconds["passes"] * (1 - bucket)
+    gradients, weights = seconds["backward"] * (1 - bucket / times), seconds["passes"] * (1 - awaited)
     return min(gradients, OVERLAPPED * backward) + min(weights, OVERLAPPED * forward)
 
 

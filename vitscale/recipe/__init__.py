@@ -41,7 +41,7 @@ from vitscale.recipe.reading import (
     validate_recipe,
 )
 from vitscale.recipe.schedule import Course
-from vitscale.recipe.schema import Ema, Init, Recipe
+from vitscale.recipe.schema import MICRO_MAX_ON_CPU, Ema, Init, Recipe
 from vitscale.recipe.smoke import smoke_form
 from vitscale.recipe.watching import Anomalies, Policy, Spike
 
@@ -49,6 +49,7 @@ __all__ = [
     "DATA_ROOT_VARIABLE",
     "FREE_ON_BRANCHING",
     "FREE_ON_RESUME",
+    "MICRO_MAX_ON_CPU",
     "SGD",
     "Adafactor",
     "AdamW",

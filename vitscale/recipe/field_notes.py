@@ -41,7 +41,7 @@ _KEYS_BY_UNIT = {
     "objective.mixing.cutmix_share objective.on objective.off objective.label_smoothing objective.threshold",
     "share, 0 to 1": "model.dropout model.drop_path data.check_rate data.crop.area data.crop.fraction "
     "data.eval_crop.fraction data.operations.N.area objective.keep objective.share objective.mixing.cutmix_sides "
-    "evaluation.fewshot.crop.fraction",
+    "evaluation.fewshot.crop.fraction parallelism.activation_budget",
     NO_UNIT: "seed model.width_factor model.norm_eps model.layer_scale model.position.base "
     "model.position.registers_base data.crop.aspect data.operations.N.jitter data.operations.N.brightness "
     "data.operations.N.contrast data.operations.N.saturation data.operations.N.aspect objective.mixing.mixup "

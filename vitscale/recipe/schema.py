@@ -28,23 +28,34 @@ from vitscale.recipe.schedule import Schedule
 from vitscale.recipe.watching import Anomalies, Check, Logging, Profile
 from vitscale.storage import is_url
 
+MICRO_MAX_ON_CPU = 128
+"""What `batch.micro_max: auto` is on CPUs, whose memory is not what limits their speed."""
+
 
 class Batch(Block):
     """The global batch is the experiment; micro-batch and accumulation follow from it and the world size."""
 
     # `global` is a Python keyword, hence the alias.
     global_size: Annotated[int, Field(ge=1, le=2**31, alias="global", description="images per update, over all ranks")]
-    micro_max: int = Field(128, ge=1, description="largest micro-batch a rank computes at once")
+    micro_max: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description="largest micro-batch a rank computes at once; auto: what fits into a CUDA device by the plan, at "
+        "most 1024, and 128 on CPUs, chosen once when the run begins",
+    )
 
     def split(self, world_size: int) -> tuple[int, int]:
-        """(micro-batch, accumulation steps) of each rank; their product times the world size is the global batch."""
+        """(micro-batch, accumulation steps) of each rank; their product times the world size is the global batch.
+
+        Where `micro_max` is `auto` it counts as on CPUs: see training/micro_max.py.
+        """
         per_rank, rest = divmod(self.global_size, world_size)
         if rest:
             raise RecipeError(
                 f"batch.global {self.global_size} does not divide by the {world_size} ranks of this launch; "
                 f"use a world size that divides it"
             )
-        micro = max(size for size in range(1, min(per_rank, self.micro_max) + 1) if per_rank % size == 0)
+        most = MICRO_MAX_ON_CPU if self.micro_max == "auto" else self.micro_max
+        micro = max(size for size in range(1, min(per_rank, most) + 1) if per_rank % size == 0)
         return micro, per_rank // micro
 
 
@@ -120,6 +131,13 @@ class Parallelism(Block):
         description="overlap sending of gradients and weights with computation; halves gradient traffic in stages 1 "
         "and 2",
     )
+    activation_budget: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="with compile: share of a block's activations that may be kept for the backward pass; what is "
+        "cheapest is recomputed. null: torch's choice; memory plans do not count what this saves",
+    )
     hpz_size: int = Field(
         1,
         ge=1,
@@ -138,6 +156,8 @@ class Parallelism(Block):
             raise ValueError("offload: optimizer needs zero_stage 1, 2 or 3")
         if self.compile and self.zero_stage == 3:
             raise ValueError("compile: true needs zero_stage 0, 1 or 2: stage 3 gathers weights within a block")
+        if self.activation_budget is not None and not self.compile:
+            raise ValueError(f"activation_budget: {self.activation_budget:g} needs compile: true, which applies it")
         return self
 
     @property

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vitscale.models import is_compiled
 from vitscale.planning.bucket_sizes import MOST_UNDER_WAY
 from vitscale.training.lean_deepspeed import deepspeed
 
@@ -259,22 +260,16 @@ class Exchange:
                 bucket.gathering = None
 
     def _wait_before_use(self) -> None:
-        """Have each module wait for its own weights; compiled modules cannot, so the whole model waits for theirs."""
-        compiled = {
-            inner
-            for module in self._engine.module.modules()
-            if module._compiled_call_impl is not None
-            for inner in module.modules()
-        }
-        at_once: dict[_Bucket, None] = {}
-        for module in self._engine.module.modules():
-            own = {self._bucket_of[each]: None for each in module.parameters(recurse=False) if each in self._bucket_of}
-            if module in compiled:
-                at_once |= own
-            elif own:
+        """Have each module wait for its own weights, and a compiled one for those of all within it, which have no hooks
+        of their own.
+        """
+        compiled = [module for module in self._engine.module.modules() if is_compiled(module)]
+        within = {inner for module in compiled for inner in module.modules()}
+        for module in compiled + [module for module in self._engine.module.modules() if module not in within]:
+            parameters = module.parameters(recurse=module in within)
+            own = {self._bucket_of[each]: None for each in parameters if each in self._bucket_of}
+            if own:
                 module.register_forward_pre_hook(partial(self._await, own))
-        if at_once:
-            self._engine.module.register_forward_pre_hook(partial(self._await, at_once))
 
 
 class ScatteredSums:

@@ -126,7 +126,7 @@ class Learner:
 
             self._say(f"{train_in_float8(objective.backbone.blocks, self._world.device)} dense layers train in float8")
         if self._recipe.parallelism.compile:
-            compile_blocks(objective.backbone)
+            compile_blocks(objective.backbone, activation_budget=self._recipe.parallelism.activation_budget)
         return objective
 
     @property

@@ -45,7 +45,9 @@ class Attention(nn.Module):
         qkv = self.qkv(x_BTD)
         if self.query_bias is not None and self.value_bias is not None:
             qkv = qkv + torch.cat([self.query_bias, torch.zeros_like(self.query_bias), self.value_bias])
-        query, key, value = qkv.view(B, T, 3, self.num_heads, head_dim).permute(2, 0, 3, 1, 4)  # each (B, A, T, d)
+        # Not by `permute`: the three gradients would be put together in its order, and be copied once more for `qkv`.
+        parts = qkv.view(B, T, 3, self.num_heads, head_dim).unbind(2)
+        query, key, value = (part.transpose(1, 2) for part in parts)  # each (B, A, T, d)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if rotation_2Nd is not None:
@@ -176,7 +178,8 @@ class AttentionPool(nn.Module):
         """(B, T, D) -> (B, D)"""
         B, T, D = x_BTD.shape
         query = self.query(self.probe.expand(B, 1, D)).view(B, 1, self.num_heads, -1).transpose(1, 2)
-        key, value = self.key_value(x_BTD).view(B, T, 2, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        parts = self.key_value(x_BTD).view(B, T, 2, self.num_heads, -1).unbind(2)
+        key, value = (part.transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(query, key, value)
         x_BD = self.out(mixed.reshape(B, D))
         return x_BD + self.mlp(self.norm(x_BD))
