@@ -132,7 +132,9 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     if recipe.deepspeed:
         _check_blocks(config)
     if _is_single(config, world_size) and recipe.precision != "fp32":
-        config["data_types"] = {"grad_accum_dtype": "bf16"}  # DeepSpeed accumulates nothing; zero_update.py does, in fp32
+        config["data_types"] = {
+            "grad_accum_dtype": "bf16"
+        }  # DeepSpeed accumulates nothing; zero_update.py does, in fp32
     return config
 
 
@@ -250,7 +252,7 @@ def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -
 
     It gets extra attributes. `fragments` needs three of them to handle the optimizer's state: `whole_shapes` (parameter
     -> shape), `kept` (trained parameter -> kind -> shape) and `kept_in_bf16` (kinds). `exchange` is None if DeepSpeed
-    gathers the weights itself.
+    gathers the weights itself, `zero_update` if it measures and clips the gradients itself.
     """
     _quieten()
     freeze(recipe, objective)
@@ -274,18 +276,19 @@ def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -
             {name: recipe.axes(name, shape) for name, shape in engine.whole_shapes.items()},
             are_shared=recipe.parallelism.zero_stage > 0,
         )
-    engine.exchange, is_single = None, _is_single(config, dist.get_world_size())
+    is_single = _is_single(config, dist.get_world_size())
+    is_summed = recipe.parallelism.zero_stage == 1 and engine.gradient_accumulation_steps() > 1
+    like_bf16 = is_single and is_summed and recipe.precision != "fp32"
+    engine.exchange = engine.zero_update = None
     if exchanges:
         engine.exchange = Exchange(engine, engine.communication_data_type)
     elif recipe.parallelism.overlap and dist.get_world_size() > 1 and dist.get_backend() == "gloo":
         ScatteredSums(engine)
     elif is_single:
-        RankGradients(engine)
-    is_ours = "torch_autocast" not in config and not getattr(engine.optimizer, "cpu_offload", True)
-    if is_ours and type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer":
-        sums = recipe.parallelism.zero_stage == 1 and engine.gradient_accumulation_steps() > 1
-        like_bf16 = is_single and sums and recipe.precision != "fp32"
-        ZeroUpdate(engine, is_pooled=exchanges, like_bf16=like_bf16)
+        RankGradients(engine, engine.communication_data_type if like_bf16 else torch.float32)
+    is_zero = type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer"
+    if is_zero and not engine.optimizer.cpu_offload and "torch_autocast" not in config:
+        engine.zero_update = ZeroUpdate(engine, is_pooled=exchanges, like_bf16=like_bf16)
     if recipe.parallelism.zero_stage == 0 and engine.world_size == 1:
         engine.enable_backward_allreduce = False  # it would copy every gradient twice, even on a single rank
     if recipe.parallelism.zero_stage == 0 and not is_plain(recipe):

@@ -2,7 +2,7 @@
 
 What remains DeepSpeed's (0.19.8): the flat weights and masters, and `step`, which asks for the norm, drops an update
 whose norm is not finite, calls torch's optimizer once for each group, rounds the masters and has the weights gathered;
-on several ranks without `parallelism.overlap` also the sums over micro-batches and ranks, and all of its BF16_Optimizer.
+on several ranks without `parallelism.overlap` the sums over micro-batches and ranks, too, and its BF16_Optimizer whole.
 Not used any more: its search of every gradient for infinities, which the norm shows; its norm and its clipping, a few
 kernels for each parameter; and on one rank its hooks and buckets, which copy every gradient three times.
 
@@ -29,10 +29,11 @@ class RankGradients:
 
     Args:
         engine: of ZeRO 1 or 2, on one rank, with a DeepSpeedZeroOptimizer.
+        rounded_to: the number format to which a step's sum is rounded, as if it were sent.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine, self._optimizer = engine, engine.optimizer
+    def __init__(self, engine: Any, rounded_to: torch.dtype = torch.float32) -> None:
+        self._engine, self._optimizer, self._rounded_to = engine, engine.optimizer, rounded_to
         self._flats: list[Tensor] = []  # (elements of a group,), fp32, from a step's first gradient to its update
         self._views: dict[nn.Parameter, Tensor] = {}  # where each parameter's gradient lies in them
         self._missing: set[nn.Parameter] = set()  # without a gradient in this step
@@ -82,6 +83,8 @@ class RankGradients:
             torch._foreach_copy_([self._views[parameter] for parameter in at_once], gradients)
         for parameter in self._missing.difference(at_once):
             self._views[parameter].zero_()
+        for flat in self._flats if self._rounded_to != torch.float32 else ():
+            flat.copy_(flat.to(self._rounded_to))
         for index, parameters in enumerate(self._optimizer.round_robin_bit16_groups):
             # The norm is taken of these: of the gradients themselves where they have been taken just now.
             given = [self._views[each] if each.grad is None else each.grad for each in parameters]
@@ -122,7 +125,7 @@ def as_partition(gradients: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
 class ZeroUpdate:
     """Measures and clips an engine's gradients once they are averaged; its optimizer is a DeepSpeedZeroOptimizer.
 
-    On CUDA all norms are taken in fp32 and together. On CPUs every bit is as DeepSpeed's own: norms in fp64 and by group,
+    On CUDA all norms are taken in fp32 and together. On CPUs every bit is DeepSpeed's own: norms in fp64 and by group,
     but together in fp32 where its BF16_Optimizer would accumulate.
 
     Args:
