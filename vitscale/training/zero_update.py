@@ -77,17 +77,16 @@ class RankGradients:
             return
         if not self._flats:
             self._lay_out()
-        at_once = [parameter for parameter in self._views if parameter.grad is not None]
+        at_once = {each: each.grad for each in self._views if each.grad is not None}
         if at_once:
-            gradients = [parameter.grad for parameter in at_once]
-            torch._foreach_copy_([self._views[parameter] for parameter in at_once], gradients)
+            torch._foreach_copy_([self._views[parameter] for parameter in at_once], list(at_once.values()))
         for parameter in self._missing.difference(at_once):
             self._views[parameter].zero_()
         for flat in self._flats if self._rounded_to != torch.float32 else ():
             flat.copy_(flat.to(self._rounded_to))
         for index, parameters in enumerate(self._optimizer.round_robin_bit16_groups):
             # The norm is taken of these: of the gradients themselves where they have been taken just now.
-            given = [self._views[each] if each.grad is None else each.grad for each in parameters]
+            given = [at_once.get(parameter, self._views[parameter]) for parameter in parameters]
             self._optimizer.averaged_gradients[index] = as_partition(given, self._flats[index])
             for parameter in parameters:
                 parameter.grad = None
