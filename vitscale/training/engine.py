@@ -132,9 +132,7 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     if recipe.deepspeed:
         _check_blocks(config)
     if _is_single(config, world_size) and recipe.precision != "fp32":
-        config["data_types"] = {
-            "grad_accum_dtype": "bf16"
-        }  # DeepSpeed accumulates nothing; zero_update.py does, in fp32
+        config["data_types"] = {"grad_accum_dtype": "bf16"}  # as above: zero_update.py accumulates
     return config
 
 
@@ -286,7 +284,7 @@ def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -
         ScatteredSums(engine)
     elif is_single:
         RankGradients(engine, engine.communication_data_type if like_bf16 else torch.float32)
-    is_zero = type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer"
+    is_zero = type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer"  # not its BF16_Optimizer
     if is_zero and not engine.optimizer.cpu_offload and "torch_autocast" not in config:
         engine.zero_update = ZeroUpdate(engine, is_pooled=exchanges, like_bf16=like_bf16)
     if recipe.parallelism.zero_stage == 0 and engine.world_size == 1:

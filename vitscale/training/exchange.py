@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from vitscale.planning.bucket_sizes import MOST_UNDER_WAY
 from vitscale.training.lean_deepspeed import deepspeed
-from vitscale.training.zero_update import as_partition, stop_reducing, unfilled
+from vitscale.training.zero_update import Partition, stop_reducing, unfilled
 
 
 def in_buckets(groups: Iterable[dict[str, Any]], elements: int) -> list[dict[str, Any]]:
@@ -231,8 +231,7 @@ class Exchange:
                 self._receive()
             for bucket in self._buckets:
                 share, bucket.share = bucket.share, None
-                assert share is not None
-                self._optimizer.averaged_gradients[bucket.index] = as_partition([share], share)
+                self._optimizer.averaged_gradients[bucket.index] = Partition([share], share)
 
     # ---- Weights -----------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 from vitscale.training.lean_deepspeed import deepspeed
 
+# (gradients, flat): what DeepSpeed takes for this rank's part of a group's gradient, the second is what it applies.
+Partition = deepspeed.runtime.zero.stage_1_and_2.GradPartitionBufferGroup
+
 
 class RankGradients:
     """The gradients of a single rank, summed over micro-batches in fp32.
@@ -45,15 +48,11 @@ class RankGradients:
 
     def _lay_out(self) -> None:
         optimizer = self._optimizer
-        for weights, parameters, places in zip(
-            optimizer.bit16_groups_flat,
-            optimizer.round_robin_bit16_groups,
-            optimizer.round_robin_bit16_offsets,
-            strict=True,
-        ):
-            flat = unfilled(weights, dict(zip(parameters, places, strict=True)), torch.float32)
+        for index, parameters in enumerate(optimizer.round_robin_bit16_groups):
+            places = dict(zip(parameters, optimizer.round_robin_bit16_offsets[index], strict=True))
+            flat = unfilled(optimizer.bit16_groups_flat[index], places, torch.float32)
             self._flats.append(flat)
-            for parameter, place in zip(parameters, places, strict=True):
+            for parameter, place in places.items():
                 self._views[parameter] = flat.narrow(0, place, parameter.numel()).view(parameter.shape)
         self._missing = set(self._views)
 
@@ -87,9 +86,7 @@ class RankGradients:
         for index, parameters in enumerate(self._optimizer.round_robin_bit16_groups):
             # The norm is taken of these: of the gradients themselves where they have been taken just now.
             given = [at_once.get(parameter, self._views[parameter]) for parameter in parameters]
-            self._optimizer.averaged_gradients[index] = as_partition(given, self._flats[index])
-            for parameter in parameters:
-                parameter.grad = None
+            self._optimizer.averaged_gradients[index] = Partition(given, self._flats[index])
         self._flats, self._views = [], {}
 
 
@@ -113,12 +110,6 @@ def unfilled(weights: Tensor, places: dict[nn.Parameter, int], dtype: torch.dtyp
         if end < begin:
             values[end:begin].zero_()
     return values
-
-
-def as_partition(gradients: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
-    """What DeepSpeed takes for this rank's part of a group's gradient: its tensors, and the vector that it applies."""
-    partition: list[Tensor] = deepspeed.runtime.zero.stage_1_and_2.GradPartitionBufferGroup(gradients, flat)
-    return partition
 
 
 class ZeroUpdate:
@@ -167,16 +158,12 @@ class ZeroUpdate:
     @torch.no_grad()
     def _clip(self, flats: Sequence[Tensor], norm: Tensor) -> None:
         """Clip this rank's part of the gradients of a group, or have the optimizer do it in its step, next."""
-        optimizer = self._optimizer
-        optimizer.optimizer.grad_scale = None
-        if not optimizer.clip_grad:
+        limit, optimizer = self._optimizer.clip_grad, self._optimizer.optimizer
+        optimizer.grad_scale = None
+        if not limit:
             return
-        excess = (norm + 1e-6) / optimizer.clip_grad
-        factor = optimizer.clip_grad / (norm + 1e-6) if self._like_bf16 else 1.0 / excess
-        if factor >= 1:
-            return
-        if self.clips_inside:
-            optimizer.optimizer.grad_scale = flats[0].new_full((), float(excess))
-        else:
-            for flat in flats:
-                flat.mul_(factor)
+        factor = limit / (norm + 1e-6) if self._like_bf16 else 1.0 / ((norm + 1e-6) / limit)
+        if factor < 1 and self.clips_inside:
+            optimizer.grad_scale = flats[0].new_full((), 1.0 / float(factor))
+        for flat in flats if factor < 1 and not self.clips_inside else ():
+            flat.mul_(factor)
