@@ -24,6 +24,7 @@ COMMANDS = {
     "train_step": "--models ViT-Ti/16 ViT-B/16",
     "train_step_compiled": "--models ViT-Ti/16 ViT-B/16 --compile --contenders trainer bare timm",
     "trainer_overhead": "",
+    "update_traffic": "",
     "zero_stages": "",
     "scaling": "",
     "startup": "",

@@ -25,8 +25,9 @@ def test_states_are_the_rule_of_thumb():
 def test_offloading_moves_the_optimizer_to_the_host():
     on_device, on_host = (
         expected_memory(
-            make_recipe(SMALL, 96, parallelism={"offload": where}, checkpoint={"background": False}),
-            10,
+            # Wide, as with an offloaded optimizer DeepSpeed's buckets of a constant size are on the device.
+            make_recipe(WIDE, parallelism={"offload": where}, checkpoint={"background": False}),
+            1000,
             1,
             device="cuda",
         )

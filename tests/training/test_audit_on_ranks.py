@@ -104,6 +104,8 @@ def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     jobs += [job(f"right-{name}", blocks) for name, blocks in RIGHT.items()]
     jobs.append(job("right-used-twice", content(2), faults.used_twice))
     jobs += [job(f"right-unused-{p}", content(0, precision=p), faults.unused) for p in ("fp32", "bf16")]
+    overlap = content(1, parallelism={"zero_stage": 1, "overlap": True})
+    jobs.append(job("right-unused-overlap", overlap, faults.unused))
     skipping = content(2, check={"audit_every": 1}, anomalies={"non_finite": "skip"})
     jobs.append(job("right-with-a-batch-left-out", skipping, partial(poison, positions={1: "nan"})))
     jobs.append(job("warned", content(2, check={"audit_every": EVERY, "audit": "warn"}), faults.skipped_bucket))
@@ -125,7 +127,9 @@ def test_the_rank_is_named_whose_part_came_twice(root):
     assert "twice the part of rank 1" in error_of(root, "doubled_bucket-3")["message"]
 
 
-@pytest.mark.parametrize("name", [*RIGHT, "used-twice", "unused-fp32", "unused-bf16", "with-a-batch-left-out"])
+@pytest.mark.parametrize(
+    "name", [*RIGHT, "used-twice", "unused-fp32", "unused-bf16", "unused-overlap", "with-a-batch-left-out"]
+)
 def test_a_right_update_is_not_doubted(root, name):
     assert len(metrics(root, f"right-{name}")) == STEPS
 

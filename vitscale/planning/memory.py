@@ -183,6 +183,10 @@ def _model_states(
             sent = min((MOST_UNDER_WAY + 1) * bucket, total)
             sent_word = 4 if recipe.parallelism.reduce_dtype == "fp32" else 2
             workspace = sent_word * (2 * sent if device == "cpu" else sent + sent // world_size)
+        case 1 | 2 if world_size == 1 and recipe.parallelism.offload == "none":
+            # Without accumulation all gradients are copied to fp32 at once, and dropped when their norm is known.
+            accumulated, gradients, update = (4 * total, 4 * total, 0) if accumulates else (0, word * total, 4 * total)
+            workspace = 0
         case 1 if accumulates and is_bf16 and recipe.parallelism.offload == "none":
             # DeepSpeed's BF16_Optimizer: a whole fp32 sum besides the gradients, reduced in place.
             accumulated, gradients, update, workspace = 4 * total, 6 * total, 0, 0

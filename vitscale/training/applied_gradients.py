@@ -34,4 +34,5 @@ class AppliedGradients:
 
     def _keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for piece in fragments.stepped(fragments.pieces_of(self._engine), optimizer):
-            self._pieces.append(GradientPiece(piece.name, piece.start, piece.of_gradient().float().cpu().clone()))
+            values = fragments.given_gradient(piece, optimizer).float().cpu().clone()
+            self._pieces.append(GradientPiece(piece.name, piece.start, values))

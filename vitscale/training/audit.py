@@ -196,7 +196,7 @@ class Audit:
         for piece in fragments.stepped(self._pieces, optimizer):
             if piece in self._applied:
                 continue
-            key, gradient = self._key(piece.name), piece.of_gradient()
+            key, gradient = self._key(piece.name), fragments.given_gradient(piece, optimizer)
             dot, square = project(gradient, piece.start, key, torch.tensor([piece.length]))[0].tolist()
             self._applied[piece] = dot, math.sqrt(square)
             places = sample(piece.length, _SAMPLED, key).to(piece.flat.device)

@@ -25,6 +25,7 @@ from vitscale.training.lean_deepspeed import deepspeed
 from vitscale.training.parameter_groups import BASE_DECAY, LR_FACTOR, freeze, parameter_groups
 from vitscale.training.schedule import Rates
 from vitscale.training.whole_tensors import WholeTensorOptimizer
+from vitscale.training.zero_update import RankGradients, ZeroUpdate
 from vitscale.wording import describe_mistake
 
 # The keys that a `deepspeed:` block may have: DeepSpeed itself silently accepts any unknown top-level key.
@@ -130,7 +131,16 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     config["zero_optimization"] = bucket_sizes(stage, exchanges) | config["zero_optimization"]
     if recipe.deepspeed:
         _check_blocks(config)
+    if _is_single(config, world_size) and recipe.precision != "fp32":
+        config["data_types"] = {"grad_accum_dtype": "bf16"}  # as above: zero_update.py accumulates
     return config
+
+
+def _is_single(config: dict[str, Any], world_size: int) -> bool:
+    """Whether a single rank sums its gradients itself (zero_update.py): in ZeRO 1 and 2, on its own device."""
+    zero = config["zero_optimization"]
+    is_tried = not any(key in zero for key in _OFFLOADING) and "torch_autocast" not in config
+    return world_size == 1 and zero["stage"] in (1, 2) and is_tried
 
 
 def is_plain(recipe: Recipe) -> bool:
@@ -240,7 +250,7 @@ def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -
 
     It gets extra attributes. `fragments` needs three of them to handle the optimizer's state: `whole_shapes` (parameter
     -> shape), `kept` (trained parameter -> kind -> shape) and `kept_in_bf16` (kinds). `exchange` is None if DeepSpeed
-    gathers the weights itself.
+    gathers the weights itself, `zero_update` if it measures and clips the gradients itself.
     """
     _quieten()
     freeze(recipe, objective)
@@ -264,11 +274,19 @@ def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -
             {name: recipe.axes(name, shape) for name, shape in engine.whole_shapes.items()},
             are_shared=recipe.parallelism.zero_stage > 0,
         )
-    engine.exchange = None
+    is_single = _is_single(config, dist.get_world_size())
+    is_summed = recipe.parallelism.zero_stage == 1 and engine.gradient_accumulation_steps() > 1
+    like_bf16 = is_single and is_summed and recipe.precision != "fp32"
+    engine.exchange = engine.zero_update = None
     if exchanges:
         engine.exchange = Exchange(engine, engine.communication_data_type)
     elif recipe.parallelism.overlap and dist.get_world_size() > 1 and dist.get_backend() == "gloo":
         ScatteredSums(engine)
+    elif is_single:
+        RankGradients(engine, engine.communication_data_type if like_bf16 else torch.float32)
+    is_zero = type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer"  # not its BF16_Optimizer
+    if is_zero and not engine.optimizer.cpu_offload and "torch_autocast" not in config:
+        engine.zero_update = ZeroUpdate(engine, is_pooled=exchanges, like_bf16=like_bf16)
     if recipe.parallelism.zero_stage == 0 and engine.world_size == 1:
         engine.enable_backward_allreduce = False  # it would copy every gradient twice, even on a single rank
     if recipe.parallelism.zero_stage == 0 and not is_plain(recipe):

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from vitscale.models import is_compiled
 from vitscale.planning.bucket_sizes import MOST_UNDER_WAY
 from vitscale.training.lean_deepspeed import deepspeed
+from vitscale.training.zero_update import Partition, stop_reducing, unfilled
 
 
 def in_buckets(groups: Iterable[dict[str, Any]], elements: int) -> list[dict[str, Any]]:
@@ -61,6 +62,8 @@ class _Bucket:
         places: parameter -> where it begins in `weights`.
         awaited: parameters whose gradients this backward pass has not made yet.
         sums: gradients (elements of `weights`,), until they are sent; None before the first.
+        missing: parameters whose gradients are not in `sums` yet.
+        streams: those on which gradients were added, on CUDA.
         share: this rank's part of the mean over ranks, in fp32, summed over micro-batches.
         gathering: the all-gather of the weights, while it is under way.
     """
@@ -71,6 +74,8 @@ class _Bucket:
     places: dict[nn.Parameter, int]
     awaited: set[nn.Parameter] = field(default_factory=set)
     sums: Tensor | None = None
+    missing: set[nn.Parameter] = field(default_factory=set)
+    streams: set[torch.cuda.Stream] = field(default_factory=set)
     share: Tensor | None = None
     gathering: dist.Work | None = None
 
@@ -145,14 +150,10 @@ class Exchange:
         return found
 
     def _take_over(self) -> None:
-        """Have DeepSpeed sum nothing, ask for one norm instead of one a group, and gather weights by `gather`."""
+        """Have DeepSpeed sum nothing, and gather weights by `gather`."""
         optimizer = self._optimizer
-        for hook in optimizer._grad_acc_hooks:
-            hook.remove()
-        optimizer._grad_acc_hooks.clear()
-        self._engine.enable_backward_allreduce = False
+        stop_reducing(self._engine)
         optimizer.backward_epilogue = self._end_backward
-        optimizer.scaled_global_norm = self._norm
         optimizer.update_lp_params = partial(self._refresh, optimizer.update_lp_params)
         optimizer.bit16_groups_flat = _Gathered(optimizer.bit16_groups_flat, self)
         deepspeed.runtime.zero.stage_1_and_2.all_gather_dp_groups = _all_gather
@@ -172,9 +173,15 @@ class Exchange:
         if not self._is_in_backward:
             self._begin_backward()
         bucket.awaited.remove(parameter)  # a second gradient within one backward pass would come too late
-        values = self._sums(bucket).narrow(0, bucket.places[parameter], parameter.numel())
-        values.add_(parameter.grad.reshape(-1))
+        values = self._sums(bucket).narrow(0, bucket.places[parameter], parameter.numel()).view(parameter.shape)
+        if parameter in bucket.missing:
+            values.copy_(parameter.grad)
+            bucket.missing.remove(parameter)
+        else:
+            values.add_(parameter.grad)
         parameter.grad = None
+        if values.is_cuda:
+            bucket.streams.add(torch.cuda.current_stream())
         if self._sends_each or self._is_last:
             while self._complete < len(self._buckets) and not self._buckets[self._complete].awaited:
                 self._send(self._buckets[self._complete])
@@ -188,12 +195,18 @@ class Exchange:
         if bucket.sums is None:
             is_summed = not self._sends_each and self._engine.gradient_accumulation_steps() > 1
             dtype = torch.float32 if is_summed else self._reduce_dtype
-            bucket.sums = torch.zeros_like(bucket.weights, dtype=dtype)
+            bucket.sums = unfilled(bucket.weights, bucket.places, dtype)
+            bucket.missing = set(bucket.places)
         return bucket.sums
 
     def _send(self, bucket: _Bucket) -> None:
-        values = self._sums(bucket).to(self._reduce_dtype)
-        bucket.sums = None
+        for stream in bucket.streams:  # autograd may have called hooks on several
+            torch.cuda.current_stream().wait_stream(stream)
+        bucket.streams.clear()
+        sums = self._sums(bucket)
+        for parameter in bucket.missing:
+            sums.narrow(0, bucket.places[parameter], parameter.numel()).zero_()
+        values, bucket.sums = sums.to(self._reduce_dtype), None
         self._under_way.append((bucket, _ReduceScatter(values, self._group)))
         self._complete += 1
         while len(self._under_way) > MOST_UNDER_WAY:
@@ -219,19 +232,7 @@ class Exchange:
                 self._receive()
             for bucket in self._buckets:
                 share, bucket.share = bucket.share, None
-                gradients = deepspeed.runtime.zero.stage_1_and_2.GradPartitionBufferGroup([share], share)
-                self._optimizer.averaged_gradients[bucket.index] = gradients
-
-    def _norm(self, norm_type: float = 2) -> Tensor:
-        """The norm of all gradients; -1 if it is not finite, as in DeepSpeed."""
-        given = [
-            (self._optimizer.averaged_gradients[index][0], parameters[0])
-            for index, parameters in enumerate(self._optimizer.params_in_partition)
-            if parameters  # else there is padding only
-        ]
-        gradients, parameters = ([pair[place] for pair in given] for place in (0, 1))
-        norm: Tensor = self._optimizer.get_grad_norm_direct(gradients, parameters, norm_type)
-        return norm
+                self._optimizer.averaged_gradients[bucket.index] = Partition([share], share)
 
     # ---- Weights -----------------------------------------------------------------------------------------------------
 

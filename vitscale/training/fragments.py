@@ -228,6 +228,12 @@ def stepped(pieces: Iterable[Piece], optimizer: torch.optim.Optimizer) -> Iterat
     return (piece for piece in pieces if piece.flat in given)
 
 
+def given_gradient(piece: Piece, optimizer: torch.optim.Optimizer) -> Tensor:
+    """A piece of the gradient by which a torch optimizer is about to step; fused ones may clip as they read it."""
+    scale = getattr(optimizer, "grad_scale", None)
+    return piece.of_gradient() if scale is None else piece.of_gradient() / scale
+
+
 def pieces_of(engine: Any) -> Iterator[Piece]:
     names = {parameter: name for name, parameter in engine.module.named_weights()}
     optimizer = engine.optimizer

@@ -1,7 +1,7 @@
 """The objective under DeepSpeed: updates, predictions, and what checkpoints hold of them.
 
-This module, engine.py, fragments.py and averaging.py are all that knows DeepSpeed. The learner keeps no step count: the
-loop passes the step in.
+This module, engine.py, zero_update.py, fragments.py and averaging.py are all that knows DeepSpeed. The learner keeps no
+step count: the loop passes the step in.
 """
 
 import contextlib
