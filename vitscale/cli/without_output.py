@@ -15,8 +15,7 @@ from vitscale.errors import DataError
 from vitscale.launch.clusters import shell_line
 from vitscale.replay.seen import History
 from vitscale.replay.without import branch_recipe, cost_of, drawn_from, is_finished, start_before
-from vitscale.runs.metrics import MetricsLog
-from vitscale.runs.names import METRICS_FILE
+from vitscale.runs.run import Run
 from vitscale.safe_text import without_secrets
 from vitscale.storage import is_url, join, without_file_scheme
 from vitscale.wording import counted
@@ -96,11 +95,9 @@ def _notes(history: History, run: Path) -> Iterator[str]:
     init = history.recipe.init
     if init is not None and not init.continues:
         yield f"it began with the weights of {init.source}: ask that run whether these have seen the samples"
-    if history.recipe.data.bad_samples == "substitute":
-        log = MetricsLog(run / METRICS_FILE, whole=True)
-        log.refresh()
-        if any(row.get("bad_samples") for row in log.rows):
-            yield "damaged samples were replaced by others of their shards, and which these were is told nowhere"
+    is_substituting = history.recipe.data.bad_samples == "substitute"
+    if is_substituting and any(row.get("bad_samples") for row in Run(run).metrics.rows):
+        yield "damaged samples were replaced by others of their shards, and which these were is told nowhere"
 
 
 def _told(found: dict[str, Any]) -> Iterator[str]:

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from vitscale.checkpoint import checkpoint_directory
-from vitscale.errors import CheckpointError, DataError
-from vitscale.flops.records import read_run
+from vitscale.errors import CheckpointError
 from vitscale.recipe import Duration, Recipe, read_recipe, validate_recipe
 from vitscale.replay.seen import History
 from vitscale.runs.checkpoint_index import data_root, find_path
 from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.done import read_done
 from vitscale.runs.names import RECIPE_FILE
+from vitscale.runs.run import Run
 from vitscale.shards import Manifest
 from vitscale.shards.opening import open_shard
 from vitscale.storage import is_url
@@ -103,13 +103,13 @@ def _continuing(path: Path, step: int) -> dict[str, Any]:
 def cost_of(run_dir: Path, history: History, step: int) -> Cost:
     """The cost of the run's steps after `step`, which a branch from there has to repeat."""
     steps = history.steps - step
-    try:
-        run = read_run(run_dir)
-    except DataError:
+    run = Run(run_dir)
+    spent = run.cost
+    if spent is None:
         return Cost(steps, None, None, None, None)
-    per_step = run.exaflops * run.recipe.batch.global_size / run.images
-    hours = steps * run.recipe.batch.global_size / run.images_per_s / 3600
-    return Cost(steps, steps * per_step, hours, run.images_per_s, run.world_size)
+    per_step = spent.exaflops * run.recipe.batch.global_size / spent.images
+    hours = steps * run.recipe.batch.global_size / spent.images_per_s / 3600
+    return Cost(steps, steps * per_step, hours, spent.images_per_s, spent.world_size)
 
 
 def branch_recipe(history: History, start: Start, view: str, root: str | None) -> Recipe:
