@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from data_tools.images import ImageOptions, Reject, store_image
-from data_tools.sources import IMAGE_SUFFIXES
 from vitscale.cli.prediction import image_files
 from vitscale.errors import DataError, RecipeError
 from vitscale.replay.seen import Content, History, SampleLocation
+from vitscale.shards.images import IMAGE_SUFFIXES, ImageOptions, Reject, store_image
 from vitscale.storage import read_bytes, read_text, regular
 from vitscale.wording import counted
 
