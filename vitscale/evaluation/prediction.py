@@ -1,4 +1,4 @@
-"""`vitscale predict`: image files -> classes and probabilities."""
+"""Predictions for image files: classes and their probabilities."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
