@@ -84,7 +84,7 @@ def _device_notes(run: Run, cost: Cost) -> list[str]:
 
 def _mfu(run: Run, images: int, device: Device | None, device_seconds: float | None) -> float | None:
     """MFU if the metrics have none: from images a device-second, on the device that the user names."""
-    num_classes = run.recipe.model.num_classes or (run.index and run.index.num_classes)
+    num_classes = run.recipe.model.num_classes or (None if run.index is None else run.index.num_classes)
     if device is None or device_seconds is None or not num_classes or run.recipe.precision not in device.peak:
         return None
     macs = recipe_work(run.recipe, num_classes).macs
