@@ -29,10 +29,10 @@ from paired import median_ratio
 from photos import extract, parsed, photos_parser
 from PIL import Image
 
-from data_tools.images import ImageOptions
 from data_tools.shard_task import shard_name
 from vitscale.files.digests import file_digests
 from vitscale.images import crc32c
+from vitscale.shards.images import ImageOptions
 
 OTHERS = ("FFCV", "checksums")
 PASS_THROUGH_TARGET, TRANSCODING_TARGET, CHECKSUMS_LIMIT = 2.5, 1.0, 0.1

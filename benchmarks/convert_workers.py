@@ -19,9 +19,9 @@ from paired import median_ratio
 from photos import extract, parsed, photos_parser
 
 from data_tools.conversion import convert
-from data_tools.images import ImageOptions
 from data_tools.machine import Machine
 from data_tools.request import Request
+from vitscale.shards.images import ImageOptions
 
 
 def seconds_of_shards(source: Path, out: Path, workers: int) -> tuple[float, int]:

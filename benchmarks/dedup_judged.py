@@ -31,12 +31,12 @@ from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.pair_sheet import write_pair_sheet
 from data_tools.dedup.pictures import small_picture
 from data_tools.dedup.variants import window_of
-from data_tools.images import StoredImage, store_image
 from data_tools.machine import Machine
 from data_tools.request import Request
 from data_tools.sources import SourceOptions, open_source
 from vitscale.cli.embedding import opened_embedder
 from vitscale.shards.decisions import DECISIONS_NAME, read_decisions
+from vitscale.shards.images import StoredImage, store_image
 
 DRAWN = 48  # pairs of a sheet
 

@@ -26,8 +26,8 @@ from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.match import Match
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.variants import LEVELS, variants_of
-from data_tools.images import StoredImage, store_image
 from data_tools.sources.folder import FolderSource
+from vitscale.shards.images import StoredImage, store_image
 
 BATCH = 64
 CROSSED = (

@@ -41,7 +41,6 @@ from photos import COLLECTIONS, extract
 from PIL import Image
 
 from data_tools.conversion import convert
-from data_tools.images import ImageOptions
 from data_tools.machine import Machine
 from data_tools.request import Request
 from data_tools.sources import SourceOptions
@@ -50,6 +49,7 @@ from vitscale.data.hashing import combine, mix
 from vitscale.errors import VitscaleError
 from vitscale.recipe import ImageOperation
 from vitscale.shards import Manifest, ShardFile, StoredSample, write_shard
+from vitscale.shards.images import ImageOptions
 
 SIDE, BATCH, AREA, ASPECT = 224, 256, (0.05, 1.0), (3 / 4, 4 / 3)
 SMALL = 256  # pixels

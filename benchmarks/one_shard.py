@@ -7,10 +7,10 @@ import pyarrow as pa
 
 from data_tools.conversion_plan import PLAN
 from data_tools.dedup.against import NamedIndex
-from data_tools.images import ImageOptions
 from data_tools.output import Output
 from data_tools.shard_task import ShardReport, ShardTask
 from data_tools.sources.folder import FolderSource
+from vitscale.shards.images import ImageOptions
 
 
 class Uncounted:

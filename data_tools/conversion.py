@@ -63,9 +63,6 @@ def convert(
     machine, console = machine or Machine(), console or Console(quiet=True)
     output = Output.at(str(out), machine.work)
     _refuse_nested(request.src, output.where)
-    # Imported before anything long starts: a missing FFCV is noticed here rather than in the first worker.
-    import data_tools.images  # noqa: F401
-
     with _disk_errors(output.where):
         if output.is_complete(request.split_names):
             return _already(request, output)

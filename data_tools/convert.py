@@ -16,7 +16,6 @@ from data_tools.conversion_plan import ConversionPlan
 from data_tools.dedup.against import name_indexes, open_matcher
 from data_tools.dedup.report import tables
 from data_tools.finishing import Outcome
-from data_tools.images import JPEG_QUALITY, ImageOptions
 from data_tools.locks import ALL_TASKS, TaskRange
 from data_tools.machine import Engine, Machine
 from data_tools.probe import MAX_SHARD_SAMPLES, Probe
@@ -32,6 +31,7 @@ from vitscale.cli.entry import EXIT_INTERRUPTED
 from vitscale.errors import RecipeError, VitscaleError
 from vitscale.shards import DEFAULT_CAPACITY
 from vitscale.shards.beton import expected_bytes
+from vitscale.shards.images import JPEG_QUALITY, ImageOptions
 from vitscale.table import Console
 from vitscale.wording import counted
 

@@ -7,15 +7,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from data_tools.dedup.against import NamedIndex
-from data_tools.images import ImageOptions
 from data_tools.listing import fingerprint
 from data_tools.sources import Kind, SourceOptions
-from data_tools.sources.source import IMAGE_SUFFIXES
 from data_tools.splits import SplitRule
 from vitscale import storage
 from vitscale.errors import RecipeError
 from vitscale.safe_text import without_secrets
 from vitscale.shards import DEFAULT_CAPACITY
+from vitscale.shards.images import IMAGE_SUFFIXES, ImageOptions
 
 
 @dataclass(frozen=True)

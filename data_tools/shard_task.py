@@ -18,12 +18,12 @@ import pyarrow as pa
 from data_tools.dedup.against import Candidate, Comparison, NamedIndex, open_matcher
 from data_tools.dedup.fingerprint import ALGORITHM, Fingerprint, fingerprint
 from data_tools.engines.task import Progress
-from data_tools.images import ImageOptions, Reject, StoredImage, store_image
 from data_tools.output import Output
-from data_tools.sources.source import TooLarge, without_surrogates
+from data_tools.sources.source import without_surrogates
 from vitscale.errors import DataError
 from vitscale.shards import NO_LABEL, ShardEntry, ShardStats, StoredSample, write_shard
 from vitscale.shards.decisions import write_decisions
+from vitscale.shards.images import ImageOptions, Reject, StoredImage, TooLarge, store_image
 from vitscale.shards.provenance import PROVENANCE, REJECTS, provenance_path, write_provenance, write_rejects
 
 # Errors that a second try would not cure: the file is missing, or we may not read it.

@@ -13,8 +13,8 @@ from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.settings import Preset
 from data_tools.engines.inline import run_inline
-from data_tools.images import StoredImage, store_image
 from data_tools.sources import SourceOptions, open_source
+from vitscale.shards.images import StoredImage, store_image
 
 NAMES = [f"{i:02d}.png" for i in range(11)]
 

@@ -148,7 +148,7 @@ def test_imports_run_one_way():
         ("vitscale/runs/names.py", "try:\n    import torch.nn as nn\nexcept ImportError:\n    pass", "torch"),
         ("vitscale/evaluation/build.py", "from deepspeed import comm", "deepspeed"),
         ("vitscale/pretrain.py", "from data_tools.convert import main", "data_tools"),
-        ("data_tools/images.py", "from vitscale.models import layers", "models"),
+        ("data_tools/classes.py", "from vitscale.models import layers", "models"),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path, file, statement, expected):

@@ -19,10 +19,10 @@ from data_tools.dedup.pdq import HASH_BYTES, pdq_hashes
 from data_tools.dedup.pictures import small_picture
 from data_tools.dedup.variants import CROPS, crops_of
 from data_tools.engines.task import Progress
-from data_tools.images import Reject, store_image
 from data_tools.sources import Source
 from data_tools.sources.source import without_surrogates
 from vitscale.errors import DataError
+from vitscale.shards.images import Reject, store_image
 from vitscale.shards.provenance import write_tables
 
 

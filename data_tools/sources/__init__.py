@@ -15,12 +15,13 @@ from data_tools.sources.fields import NO_LABELS, refuse_fields
 from data_tools.sources.folder import FolderSource
 from data_tools.sources.image_list import LIST_SUFFIXES, open_image_list
 from data_tools.sources.parquet import open_parquet
-from data_tools.sources.source import IMAGE_SUFFIXES, Item, Source, SourceOptions
+from data_tools.sources.source import Item, Source, SourceOptions
 from data_tools.sources.tar import TAR_SUFFIXES, open_tars
 from data_tools.sources.tfrecord import open_tfrecords
 from vitscale import storage
 from vitscale.errors import RecipeError
 from vitscale.shards import MANIFEST_NAME
+from vitscale.shards.images import IMAGE_SUFFIXES
 
 __all__ = ["KINDS", "Item", "Kind", "Source", "SourceOptions", "open_source"]
 

@@ -16,8 +16,9 @@ from data_tools.sources.archive import (
     stem_of,
     suffix_of,
 )
-from data_tools.sources.source import IMAGE_SUFFIXES, NO_IMAGE, Item, path_item, visible_path
+from data_tools.sources.source import NO_IMAGE, Item, path_item, visible_path
 from vitscale.errors import DataError
+from vitscale.shards.images import IMAGE_SUFFIXES
 
 
 @dataclass(frozen=True)

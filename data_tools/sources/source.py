@@ -12,24 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from vitscale.errors import DataError
-
-# HEIC is listed although Pillow does not read it: a collection of HEIC files must be reported, not overlooked.
-# fmt: off
-IMAGE_SUFFIXES = (
-    ".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg",
-    ".mpo", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp",
-)
-# fmt: on
-
-MAX_IMAGE_BYTES = 1 << 30  # of an image file, which has to fit in memory
+from vitscale.shards.images import IMAGE_SUFFIXES
 
 HIDDEN = "hidden"
 NO_IMAGE = "no image suffix"
 NO_FILE = "neither file nor folder"
-
-
-class TooLarge(OSError):
-    """An image file has more than MAX_IMAGE_BYTES."""
 
 
 class Item(NamedTuple):
@@ -85,12 +72,6 @@ class Source(Protocol):
     def read(self, part: int, content: bytes) -> bytes:
         """The bytes of one image file. Raises OSError (TooLarge, before reading) or StorageError."""
         ...
-
-
-def refuse_too_large(size: int) -> None:
-    """Raise TooLarge for a file that is larger than MAX_IMAGE_BYTES."""
-    if size > MAX_IMAGE_BYTES:
-        raise TooLarge(f"{size:,} bytes; at most {MAX_IMAGE_BYTES:,} are accepted")
 
 
 def without_surrogates(text: str) -> str:

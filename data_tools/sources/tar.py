@@ -16,9 +16,10 @@ from data_tools.sources.archive import (
 from data_tools.sources.fields import NO_LABELS, refuse_fields
 from data_tools.sources.label_list import labelled, read_label_list
 from data_tools.sources.nested_tar import NestedTarSource, SynsetTarSource, are_synsets
-from data_tools.sources.source import IMAGE_SUFFIXES, Item, Source, SourceOptions, path_item, visible_path
+from data_tools.sources.source import Item, Source, SourceOptions, path_item, visible_path
 from data_tools.sources.webdataset import WebDatasetSource, sample_name
 from vitscale.errors import DataError, RecipeError
+from vitscale.shards.images import IMAGE_SUFFIXES
 
 __all__ = ["TAR_SUFFIXES", "TarSource", "is_tar", "open_tars"]
 

@@ -20,7 +20,7 @@ import numpy as np
 from data_tools.sources.fields import NO_LABELS
 from data_tools.sources.label_rule import LabelRule
 from data_tools.sources.parts import is_gzip, open_part, part_names, reading, unpacked
-from data_tools.sources.source import Item, SourceOptions, numbered_label, refuse_too_large
+from data_tools.sources.source import Item, SourceOptions, numbered_label
 from data_tools.sources.tf_example import (
     Feature,
     Span,
@@ -32,6 +32,7 @@ from data_tools.sources.tf_example import (
     read_records,
 )
 from vitscale.errors import DataError, RecipeError
+from vitscale.shards.images import refuse_too_large
 from vitscale.storage import is_url
 from vitscale.wording import counted
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from data_tools.sources.archive import is_tar, open_archive, read_place, stem_of
 from data_tools.sources.fields import NO_LABELS
-from data_tools.sources.source import HIDDEN, IMAGE_SUFFIXES, Item, numbered_label, visible_path
+from data_tools.sources.source import HIDDEN, Item, numbered_label, visible_path
 from vitscale.errors import DataError
+from vitscale.shards.images import IMAGE_SUFFIXES
 
 LABEL_FIELDS = ("label", "labels", "cls", "class")
 OTHER_FIELD = "neither image nor label of its sample"

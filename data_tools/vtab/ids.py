@@ -15,10 +15,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from data_tools.images import Reject, store_image
 from data_tools.vtab.source import PartSource
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.durable import write_text
+from vitscale.shards.images import Reject, store_image
 from vitscale.wording import describe_mistake
 
 IDS_NAME = "ids.json"

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from data_tools.conversion import convert
-from data_tools.images import ImageOptions
 from data_tools.machine import Machine
 from data_tools.request import Request
 from data_tools.views import ViewWriter
@@ -26,6 +25,7 @@ from data_tools.vtab.source import FoundImage, OpenCopy, open_copy
 from data_tools.vtab.tasks import Takes
 from vitscale.errors import DataError, RecipeError
 from vitscale.shards import MANIFEST_NAME, Manifest
+from vitscale.shards.images import ImageOptions
 from vitscale.shards.opening import open_shard
 from vitscale.table import Console
 

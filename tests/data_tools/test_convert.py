@@ -11,13 +11,13 @@ from messages import refusal
 
 from data_tools.classes import read_classes
 from data_tools.conversion import convert
-from data_tools.images import store_image
 from data_tools.machine import Machine
 from data_tools.request import Request
 from vitscale.errors import DataError, RecipeError
 from vitscale.files.digests import file_digests
 from vitscale.images import decode
 from vitscale.shards import Manifest, ShardFile
+from vitscale.shards.images import store_image
 
 ONE = Machine(workers=1)
 

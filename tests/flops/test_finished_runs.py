@@ -8,10 +8,10 @@ import yaml
 
 from vitscale.errors import DataError, RecipeError
 from vitscale.flops.hardware import find_device
-from vitscale.flops.records import read_run
 from vitscale.flops.runs import runs_table
 from vitscale.recipe import load_recipe
 from vitscale.runs.checkpoint_index import CheckpointIndex, index_text
+from vitscale.runs.run import Run
 
 # Steps 1 to 10 took 2 s each, 11 to 15 took 4 s each.
 LINES = [
@@ -50,7 +50,7 @@ def finish(directory, evaluation, **more):
 
 
 def view_of(directory, device=None, count=None, price=None):
-    return runs_table([read_run(directory)], device, count, price)
+    return runs_table([Run(directory)], device, count, price)
 
 
 def row_of(directory, device=None, count=None, price=None):
@@ -170,17 +170,17 @@ def test_a_small_utilisation_is_not_none():
 def test_broken_records(run_dir, spoil, error, word):
     spoil(run_dir)
     with pytest.raises(error, match=word):
-        read_run(run_dir)
+        view_of(run_dir)
 
 
 @pytest.mark.parametrize(("best_step", "top1"), [(None, 0.25), (10, 0.5), (15, 0.25), (12, None)])
 def test_the_evaluation_is_that_of_the_selected_step(run_dir, best_step, top1):
     """Of step 12 there is none."""
     finish(run_dir, {"validation/top1": 0.25}, **({} if best_step is None else {"best_step": best_step}))
-    assert read_run(run_dir).evaluation.get("validation/top1") == top1
+    assert Run(run_dir).evaluation.get("validation/top1") == top1
 
 
 @pytest.mark.parametrize("top1", [None, "0.5", float("nan"), 10**400, [0.5]])
 def test_what_is_no_number_is_no_evaluation(run_dir, top1):
     finish(run_dir, {"validation/top1": top1})
-    assert read_run(run_dir).evaluation == {}
+    assert Run(run_dir).evaluation == {}

@@ -32,7 +32,6 @@ from small_disk import small_disk
 from data_tools.dedup.closest import Pair
 from data_tools.dedup.pair_sheet import write_pair_sheet
 from data_tools.engines.inline import run_inline
-from data_tools.images import Reject, store_image
 from data_tools.listing import ListingTask
 from data_tools.sources import SourceOptions, open_source
 from data_tools.sources.tf_example import _masked
@@ -41,6 +40,7 @@ from vitscale import storage
 from vitscale.errors import DataError, VitscaleError
 from vitscale.images import OK, check, read_header
 from vitscale.recipe import group_of, list_recipes, load_recipe
+from vitscale.shards.images import Reject, store_image
 
 LARGEST = 100_000
 RECIPE = "model: {name: ViT-Ti/16}\ndata: {train: a/b}\nbatch: {global: 8}\noptimizer: {name: adamw, lr: 1.0}\n"

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from vitscale.errors import RecipeError, VitscaleError
 from vitscale.evaluation.finished import FinishedModel, evaluate_finished, predicted_classes
-from vitscale.runs.metrics import MetricsLog
-from vitscale.runs.names import METRICS_FILE
+from vitscale.runs.run import Run
 from vitscale.shards import Manifest
 from vitscale.shards.contact_sheet import contact_sheet, first_samples
 from vitscale.table import Console
@@ -120,8 +119,7 @@ class DemoError(VitscaleError):
 def _closing_table(
     model: FinishedModel, run: Path, sheet: Path, values: dict[str, float], tested: int, seconds: float
 ) -> Table:
-    log = MetricsLog(run / METRICS_FILE, whole=True)
-    log.refresh()
+    log = Run(run).metrics
     speeds = sorted(line["images_per_s"] for line in log.rows)
     assert model.recipe is not None, "the model of a run has a recipe"
     table = Table(title="vitscale demo", show_header=False)

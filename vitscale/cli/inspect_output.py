@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vitscale.cli.prediction import image_files, pictures_of
 from vitscale.errors import RecipeError
 from vitscale.evaluation.finished import FinishedModel
 from vitscale.evaluation.placing import join
+from vitscale.evaluation.prediction import image_files, pictures_of
 from vitscale.files.durable import new_folder
 from vitscale.inspection.figures import inspection_figures
 from vitscale.inspection.finished import Pictures, first_of, inspect_model

@@ -172,9 +172,9 @@ def features(
     Beside them are labels, uids and meta.json, which says how they came about. Under `accelerate launch -m vitscale`
     several processes share the images; the files are the same.
     """
-    from vitscale.cli.fewshot_output import FEWSHOT_CROP
     from vitscale.evaluation.build import samples_expected
     from vitscale.evaluation.features import write_features
+    from vitscale.evaluation.representation import FEWSHOT_CROP
 
     crop = FEWSHOT_CROP if view == "fewshot" else None
     with opened(source, step, no_ema, settings, model, image_size, None, batch, precision, max_memory) as finished:
@@ -213,7 +213,7 @@ def predict(
     An image is prepared as conversion and evaluation do it. Probabilities are softmax, or sigmoid where the run was
     trained so. What cannot be read is told, and the exit code is 3.
     """
-    from vitscale.cli.prediction import image_files, predict_files
+    from vitscale.evaluation.prediction import image_files, predict_files
 
     files = image_files(images)
     with opened(
@@ -284,8 +284,9 @@ def fewshot(
     Images are seen as the paper's few-shot evaluation does: resized to a square, of which the central 224 / 256.
     Without SOURCE no model is run: --train and --test are folders that `vitscale features --view fewshot` wrote.
     """
-    from vitscale.cli.fewshot_output import counts_of, measure, measure_features, strength_of, table_of
+    from vitscale.cli.fewshot_output import counts_of, strength_of, table_of
     from vitscale.evaluation.placing import join
+    from vitscale.evaluation.representation import measure, measure_features
 
     counts = counts_of(shots, method)
     if l2 is not None and method != "ridge":

@@ -9,9 +9,10 @@ from typing import Any
 
 from PIL import Image
 
-from vitscale.cli.asked import Asked, asked_samples
+from data_tools.dedup.near import copies_of
 from vitscale.errors import RecipeError
 from vitscale.files.durable import new_folder
+from vitscale.replay.asked import Asked, asked_samples
 from vitscale.replay.seen import History, SampleLocation, Sighting
 from vitscale.table import Console
 from vitscale.wording import counted
@@ -35,7 +36,7 @@ def show_seen(
         )
     with ExitStack() as stack:
         folder = None if out is None else stack.enter_context(new_folder(str(out), "--out"))
-        all_asked = asked_samples(history, samples, near=near)
+        all_asked = asked_samples(history, samples, copies_of if near else None)
         seen = iter(history.sightings([asked.place for asked in all_asked if asked.place is not None]))
         for asked in all_asked:
             sightings = [] if asked.place is None else next(seen)

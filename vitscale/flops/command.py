@@ -90,10 +90,10 @@ def command(
     directories = _once(runs or [])
     device = None if hardware is None else find_device(hardware)
     if runs:
-        from vitscale.flops.records import read_run
         from vitscale.flops.runs import runs_table
+        from vitscale.runs.run import Run
 
-        render(runs_table([read_run(run) for run in directories], device, devices, price), form)
+        render(runs_table([Run(run) for run in directories], device, devices, price), form)
         return
     bought = None
     if device is not None:

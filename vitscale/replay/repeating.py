@@ -19,7 +19,8 @@ from vitscale.launch.clusters import Job, launch_command
 from vitscale.recipe import Recipe, validate_recipe
 from vitscale.runs.checkpoint_index import index_text
 from vitscale.runs.metrics import MetricsLog
-from vitscale.runs.names import CHECKPOINTS, INDEX_FILE, METRICS_FILE, RECIPE_FILE, step_folder
+from vitscale.runs.names import CHECKPOINTS, INDEX_FILE, RECIPE_FILE, step_folder
+from vitscale.runs.run import Run
 
 
 def bare_recipe(recipe: Recipe, evaluation: Mapping[str, Any] | None = None) -> Recipe:
@@ -56,6 +57,4 @@ def repeated(
         if code:
             text = output.read_text(errors="replace")[-2000:].rstrip()
             raise DataError(f"what the run did could not be repeated: exit code {code}:\n{text}")
-        log = MetricsLog(copy / METRICS_FILE, whole=True)
-        log.refresh()
-        yield log, CheckpointStore(copy / CHECKPOINTS)
+        yield Run(copy).metrics, CheckpointStore(copy / CHECKPOINTS)

@@ -23,18 +23,17 @@ from vitscale.checkpoint import EMA, MASTER, CheckpointReader, CheckpointStore, 
 from vitscale.errors import EXIT_DONE, CheckpointError, DataError, VitscaleError
 from vitscale.evaluation.finished import trained_recipe
 from vitscale.flops.accounting import exaflops
-from vitscale.flops.records import read_run
 from vitscale.flops.work import recipe_work
 from vitscale.launch import count_devices
 from vitscale.recipe import Recipe, differences, override
 from vitscale.recipe.datasets import find_dataset
 from vitscale.replay.repeating import bare_recipe, repeated
 from vitscale.runs.checkpoint_index import CheckpointIndex, data_root, find_path
-from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.done import covered_files, read_done, write_verified
-from vitscale.runs.metrics import MetricsLog, Row
+from vitscale.runs.metrics import Row
 from vitscale.runs.names import DONE_FILE, METRICS_FILE, RECIPE_FILE
 from vitscale.runs.reading import count, number, read_object
+from vitscale.runs.run import Run
 from vitscale.shards import Manifest
 from vitscale.shards.verify import verify as verify_shards
 from vitscale.training.found_weights import Named, digests, find_weights
@@ -136,10 +135,10 @@ class _Verification:
 
     def __init__(self, run_dir: Path, asked: Asked, say: Callable[[str], None]) -> None:
         self.run_dir, self.asked, self.say = run_dir, asked, say
-        self.recipe, self.done = recipe_of_run(run_dir), read_done(run_dir)
+        self.finished, self.done = Run(run_dir), read_done(run_dir)
+        self.recipe = self.finished.recipe
         self.store = CheckpointStore(checkpoint_directory(self.recipe, run_dir))
         self.readers: dict[int, CheckpointReader] = {}
-        self.log = MetricsLog(run_dir / METRICS_FILE, whole=True)
         self.recorded: dict[int, list[tuple[str, _Values]]] = defaultdict(list)  # step -> files and their values
         self.states: dict[int, Finding] = {}  # at the ends of the links that were repeated
         self.exact: dict[int, float] = {}  # steps whose state is equal to the last bit -> share that sums may differ by
@@ -170,7 +169,7 @@ class _Verification:
             trained.split(asked.ranks)  # raises before all the data are read
         self.plan = plan_run(bare_recipe(trained), 0, 1)
         self.macs = recipe_work(trained, self.plan.num_classes).accounting_macs
-        self.log.refresh()
+        self.log = self.finished.metrics
         self.rows = {row["step"]: row for row in self.log.rows}
         yield from self._metrics()
         yield from self._records()
@@ -318,10 +317,13 @@ class _Verification:
             if found or folder == report:
                 wrong[where] = [] if found and done is not None else [f"{name} is not a finished run"]
             for entry in found:
-                run = read_run(self.run_dir)
-                known = {"images": run.images, "hours": run.seconds / 3600, "exaflops": run.exaflops, "step": run.step}
+                run, cost = self.finished, self.finished.cost
+                if cost is None:
+                    raise DataError(f"{self.run_dir}: {METRICS_FILE} has no training step yet")
+                known = {"images": cost.images, "hours": cost.seconds / 3600}
+                known |= {"exaflops": cost.exaflops, "step": cost.step}
                 if "entries" in content:  # of a study: the step is that of the metrics, the cost with the trunk's
-                    known = {"step": run.best_step or run.step, "exaflops": self._exaflops(run.step)}
+                    known = {"step": run.best_step or cost.step, "exaflops": self._exaflops(cost.step)}
                 wrong[where] += _mistakes(entry, known) + _mistakes(_object(entry, "metrics"), run.evaluation)
         for where, lines in wrong.items():
             yield Finding(where, not lines, "; ".join(lines[:3]) or f"says what the checkpoints and {METRICS_FILE} say")

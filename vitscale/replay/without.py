@@ -1,24 +1,35 @@
 """Branches of a run that have never seen given samples: the step to start from, the cost, and the branch's recipe."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from vitscale.checkpoint import checkpoint_directory
 from vitscale.errors import CheckpointError, DataError
-from vitscale.flops.records import read_run
+from vitscale.launch.clusters import shell_line
 from vitscale.recipe import Duration, Recipe, read_recipe, validate_recipe
+from vitscale.replay.asked import Near, asked_samples
 from vitscale.replay.seen import History
 from vitscale.runs.checkpoint_index import data_root, find_path
 from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.done import read_done
 from vitscale.runs.names import RECIPE_FILE
+from vitscale.runs.run import Run
+from vitscale.safe_text import without_secrets
 from vitscale.shards import Manifest
 from vitscale.shards.opening import open_shard
-from vitscale.storage import is_url
+from vitscale.storage import is_url, join, without_file_scheme
 from vitscale.training.run_plan import schedule_in_steps
+from vitscale.wording import counted
+
+RECIPE_NAME = "branch.yaml"
+
+Write = Callable[[Manifest, np.ndarray, str, Mapping[str, bytes]], Manifest]
+"""(a dataset, uids to leave out, a new folder, contents of more files for it) -> the dataset that was written."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +114,13 @@ def _continuing(path: Path, step: int) -> dict[str, Any]:
 def cost_of(run_dir: Path, history: History, step: int) -> Cost:
     """The cost of the run's steps after `step`, which a branch from there has to repeat."""
     steps = history.steps - step
-    try:
-        run = read_run(run_dir)
-    except DataError:
+    run = Run(run_dir)
+    spent = run.cost
+    if spent is None:
         return Cost(steps, None, None, None, None)
-    per_step = run.exaflops * run.recipe.batch.global_size / run.images
-    hours = steps * run.recipe.batch.global_size / run.images_per_s / 3600
-    return Cost(steps, steps * per_step, hours, run.images_per_s, run.world_size)
+    per_step = spent.exaflops * run.recipe.batch.global_size / spent.images
+    hours = steps * run.recipe.batch.global_size / spent.images_per_s / 3600
+    return Cost(steps, steps * per_step, hours, spent.images_per_s, spent.world_size)
 
 
 def branch_recipe(history: History, start: Start, view: str, root: str | None) -> Recipe:
@@ -156,3 +167,79 @@ def drawn_from(view: Manifest, uids: np.ndarray) -> list[int]:
             with open_shard(view, number, with_keys=False) as shard:
                 found += np.intersect1d(shard.file.uid[shard.slots], uids).tolist()
     return found
+
+
+def leave_out(
+    samples: Sequence[str], run: Path, out: str | None, root: str | None, write: Write, near: Near | None = None
+) -> dict[str, Any]:
+    """Find where a branch without some samples has to start; if `out` is given, write its dataset and recipe.
+
+    Args:
+        samples: names of samples, as in `asked_samples`.
+        run: the run's directory.
+        out: a new folder, or URL; None to write nothing.
+        root: where the run's data are now; by default where they were.
+        write: writes a dataset without samples.
+        near: finds copies of images, to be left out as well.
+
+    Returns what `vitscale without --json` prints. Raises `RecipeError`, `DataError`, `CheckpointError` and
+    `StorageError`.
+    """
+    history = History.of(run, root)
+    asked = asked_samples(history, samples, near)
+    places = list({each.place.uid: each.place for each in asked if each.place is not None}.values())
+    first, times = history.updates(places)
+    seen = np.flatnonzero(first)
+    earliest = None if not len(seen) else int(seen[np.argmin(first[seen])])
+    uids = np.array(sorted(place.uid for place in places if place.at[-1] is not None), np.int64)
+    finished = is_finished(history, run)
+    found: dict[str, Any] = {
+        "run": str(run),
+        "steps": history.steps,
+        "is_finished": finished,
+        "data": history.newest.where,
+        "samples": history.newest.num_samples,
+        "uids": uids.tolist(),
+        "left_out_already": [place.uid for place in places if place.at[-1] is None],
+        "not_in_data": [each.what for each in asked if each.place is None],
+        "seen": len(seen),
+        "updates": int(times.sum()),
+        "first_step": None if earliest is None else int(first[earliest]),
+        "first_uid": None if earliest is None else places[earliest].uid,
+        "notes": list(_notes(history, run)),
+        "start": None,
+        "again": None,
+        "view": None,
+        "recipe": None,
+        "command": None,
+    }
+    needs_branch = earliest is not None or (not finished and len(uids) > 0)
+    if needs_branch:
+        # If an unfinished run has not seen them yet, it would later: the branch starts at its newest checkpoint.
+        start = start_before(run, history.steps + 1 if earliest is None else int(first[earliest]))
+        found |= {"start": asdict(start), "again": asdict(cost_of(run, history, start.step))}
+    if out is None or not (needs_branch or len(uids)):
+        return found
+    where = without_file_scheme(out) if is_url(out) else str(Path(without_file_scheme(out)).expanduser().absolute())
+    beside: dict[str, bytes] = {}
+    if needs_branch:
+        recipe = branch_recipe(history, start, where, root)
+        beside[RECIPE_NAME] = without_secrets(yaml.safe_dump(recipe.dump(), sort_keys=False)).encode()
+        found["recipe"] = join(where, RECIPE_NAME)
+        of_branch = run.with_name(f"{run.resolve().name}-without")
+        found["command"] = shell_line(["vitscale", "launch", found["recipe"], "--run-dir", str(of_branch)])
+    view = write(history.newest, uids, where, beside)
+    if drawn := drawn_from(view, np.array([place.uid for place in places], np.int64)):
+        raise DataError(f"{view.where}: still has {counted(len(drawn), 'sample')} of those named, as uid {drawn[0]}")
+    found["view"] = {"where": view.where, "sha256": view.sha256, "samples": view.num_samples, "drawn": len(drawn)}
+    return found
+
+
+def _notes(history: History, run: Path) -> Iterator[str]:
+    """Notes about what the order alone does not show."""
+    init = history.recipe.init
+    if init is not None and not init.continues:
+        yield f"it began with the weights of {init.source}: ask that run whether these have seen the samples"
+    is_substituting = history.recipe.data.bad_samples == "substitute"
+    if is_substituting and any(row.get("bad_samples") for row in Run(run).metrics.rows):
+        yield "damaged samples were replaced by others of their shards, and which these were is told nowhere"

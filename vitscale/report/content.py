@@ -9,10 +9,11 @@ from typing import Any
 
 from vitscale.errors import RecipeError, VitscaleError
 from vitscale.page import Figures
+from vitscale.report import records
 from vitscale.report.datasets import Dataset, deduplication, open_dataset, shown_path
 from vitscale.report.paper import beside_the_paper
-from vitscale.report.records import Record, read_record
 from vitscale.runs.names import RECIPE_FILE
+from vitscale.runs.run import Run
 from vitscale.studies.reading import studies_dir
 from vitscale.studies.results import read_results
 from vitscale.versions import versions
@@ -25,10 +26,10 @@ _COUNTED = ("/top1", "/top5")  # metrics that are shares of the images
 
 @dataclass(frozen=True)
 class _Item:
-    """A run of the report: what its study says about it, and its directory's record if it has begun."""
+    """A run of the report: what its study says about it, and the run itself if it has begun."""
 
     name: str
-    record: Record | None
+    run: Run | None
     entry: Mapping[str, Any]
     problem: str = ""
 
@@ -40,18 +41,18 @@ class _Item:
     @property
     def metrics(self) -> Mapping[str, float]:
         """The metrics at its end; none before."""
-        if self.entry and (self.record is None or self.entry["state"] != "done"):
+        if self.entry and (self.run is None or self.entry["state"] != "done"):
             return self.entry["metrics"] if self.entry["state"] == "done" else {}
-        return self.record.metrics if self.record is not None and self.record.is_done else {}
+        return self.run.evaluation if self.run is not None else {}
 
     @property
     def state(self) -> str:
         """Its state in a word, for people."""
         if self.entry and self.entry["state"] not in ("waiting", "running"):
             return str(self.entry["state"])
-        if self.record is None:
+        if self.run is None:
             return "not begun"
-        return "done" if self.record.is_done else "unfinished"
+        return "done" if self.run.is_done else "unfinished"
 
 
 def gather(
@@ -67,8 +68,8 @@ def gather(
     Raises `RecipeError` for what is neither, or is named twice, and `DataError` if records are broken.
     """
     study, items = _items(sources)
-    records = _all_records(items)
-    given = {item.record.directory.resolve() for item in items if item.record is not None}
+    runs = _all_runs(items)
+    given = {item.run.directory.resolve() for item in items if item.run is not None}
     policies: list[dict[str, Any]] = []
     datasets: dict[tuple[str, str | None], Dataset] = {}
     results = list(_results(items, policies, datasets))
@@ -88,13 +89,13 @@ def gather(
         "paper": beside_the_paper(results),
         "deduplication": _deduplications(items, datasets),
         "datasets": [dataset.content() for dataset in datasets.values()],
-        "compute": _compute(records, given),
+        "compute": _compute(runs, given),
         "inspections": [{"folder": str(folder), **_inspection(figures)} for folder, figures in inspected],
         "runs": [_run(item) for item in items]
         + [
-            {"role": "begun with", "state": "done" if record.is_done else "unfinished", "why": "", **record.content()}
-            for record in records
-            if record.directory.resolve() not in given
+            {"role": "begun with", "state": "done" if run.is_done else "unfinished", "why": "", **records.content(run)}
+            for run in runs
+            if run.directory.resolve() not in given
         ],
     }
 
@@ -118,16 +119,16 @@ def _items(sources: Sequence[Path]) -> tuple[dict[str, Any] | None, list[_Item]]
     for source in sources:
         found = read_results(source) if not (source / RECIPE_FILE).is_file() else None
         if found is None:
-            record = read_record(source)
-            if record.run is None:
+            run = records.read_run(source)
+            if run.cost is None:
                 raise RecipeError(f"{source}: nothing to report yet: the run has not written its first metrics")
-            items.append(_Item(record.name, record, {}))
+            items.append(_Item(run.name, run, {}))
             continue
         if study is not None:
             raise RecipeError(f"{source} is a second study; a report takes one study and any number of runs")
         study = found
         items += [_entry_item(source, entry) for entry in found["entries"]]
-    names = [item.record.directory.resolve() for item in items if item.record is not None]
+    names = [item.run.directory.resolve() for item in items if item.run is not None]
     if twice := [str(name) for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise RecipeError(f"{twice[0]} is named twice; name each run once")
     return study, items
@@ -138,22 +139,22 @@ def _entry_item(folder: Path, entry: Mapping[str, Any]) -> _Item:
     if not (directory / RECIPE_FILE).is_file():
         return _Item(str(entry["name"]), None, entry)
     try:
-        return _Item(str(entry["name"]), read_record(directory), entry)
+        return _Item(str(entry["name"]), records.read_run(directory), entry)
     except VitscaleError as error:  # of one entry: the page shows it beside the others
         return _Item(str(entry["name"]), None, entry, str(error))
 
 
-def _all_records(items: Sequence[_Item]) -> list[Record]:
-    """The records of all runs, and of those that they go back to, each once."""
-    found: dict[Path, Record] = {}
+def _all_runs(items: Sequence[_Item]) -> list[Run]:
+    """All runs, and those that they go back to, each once."""
+    found: dict[Path, Run] = {}
     for item in items:
-        for record in item.record.chain if item.record is not None else []:
-            found.setdefault(record.directory.resolve(), record)
+        for run in item.run.chain if item.run is not None else []:
+            found.setdefault(run.directory.resolve(), run)
     return list(found.values())
 
 
 def _run(item: _Item) -> dict[str, Any]:
-    entry, record = item.entry, item.record
+    entry, run = item.entry, item.run
     content: dict[str, Any] = {
         "role": "entry" if entry else "run",
         "name": item.name,
@@ -163,8 +164,8 @@ def _run(item: _Item) -> dict[str, Any]:
         "settings": _shown_settings(entry.get("settings") or []),
         "recipe_sha256": entry.get("recipe_sha256"),
     }
-    if record is not None:
-        content |= {**record.content(), "name": item.name}
+    if run is not None:
+        content |= {**records.content(run), "name": item.name}
     return content
 
 
@@ -188,28 +189,28 @@ def _results(
     for item in items:
         groups.setdefault(_but_for_the_seed(item), []).append(item)
     for group in groups.values():
-        first = next((item for item in group if item.record is not None), None)
-        if first is None or first.record is None:
+        first = next((item for item in group if item.run is not None), None)
+        if first is None or first.run is None:
             continue
         done = [item for item in group if item.metrics]
         for metric in sorted({key for item in done for key in item.metrics}):
             values = [item.metrics[metric] for item in done if metric in item.metrics]
-            named, crop = first.record.recipe.measured_on(metric)
-            policy = None if crop is None else _letter(policies, first.record.policy(crop))
-            dataset = None if named is None else _dataset(datasets, first.record, named)
+            named, crop = first.run.recipe.measured_on(metric)
+            letter = None if crop is None else _letter(policies, records.policy(first.run, crop))
+            dataset = None if named is None else _dataset(datasets, first.run, named)
             yield {
                 "label": _label(first),
                 "part": first.entry.get("part"),
-                "model": first.record.recipe.model.describe(),
-                "begins_with": first.record.trunk.begins_with,
-                "pretraining_data": first.record.chain[-1].recipe.data.train if first.record.trunk.parent else None,
-                "pretraining_samples": _samples(first.record.chain[-1]),
-                "exaflops": _exaflops(first.record),
+                "model": first.run.recipe.model.describe(),
+                "begins_with": records.begins_with(first.run.trunk),
+                "pretraining_data": first.run.chain[-1].recipe.data.train if first.run.trunk.parent else None,
+                "pretraining_samples": _samples(first.run.chain[-1]),
+                "exaflops": _exaflops(first.run),
                 "task": None if named is None else task_of(named),
                 "dataset": named,
                 "split": item_split(first, metric),
                 "metric": metric,
-                "policy": policy,
+                "policy": letter,
                 "mean": statistics.fmean(values),
                 "std": statistics.stdev(values) if len(values) > 1 else None,
                 "interval": _interval(statistics.fmean(values), dataset) if metric.endswith(_COUNTED) else None,
@@ -239,18 +240,11 @@ def _but_for_the_seed(item: _Item) -> str:
     if item.entry:
         keys = ("part", "from", "dataset", "choice", "grid", "recipe")
         content = {key: item.entry.get(key) for key in keys}
-        if item.record is not None and item.record.recipe.first_step:
-            content["from"] = _recipe_but_for_the_seed(item.record)  # branches of trunks that differ in their seed
+        if item.run is not None and item.run.recipe.first_step:
+            content["from"] = item.run.but_for_the_seed  # branches of trunks that differ in their seed
         return json.dumps([content, item.split], sort_keys=True)
-    assert item.record is not None
-    return json.dumps(_recipe_but_for_the_seed(item.record), sort_keys=True)
-
-
-def _recipe_but_for_the_seed(record: Record) -> dict[str, Any]:
-    content = record.recipe.dump() | {"seed": None}
-    if record.recipe.first_step and record.parent is not None:
-        content["init"] = {**content["init"], "from": _recipe_but_for_the_seed(record.parent)}
-    return content
+    assert item.run is not None
+    return json.dumps(item.run.but_for_the_seed, sort_keys=True)
 
 
 def _label(item: _Item) -> str:
@@ -264,21 +258,21 @@ def _label(item: _Item) -> str:
 def _seed(item: _Item) -> int | None:
     if item.entry.get("seed") is not None:
         return int(item.entry["seed"])
-    return None if item.record is None else item.record.recipe.seed
+    return None if item.run is None else item.run.recipe.seed
 
 
-def _exaflops(record: Record, until: int | None = None) -> float | None:
+def _exaflops(run: Run, until: int | None = None) -> float | None:
     """exaFLOPs of a run, or of its steps up to one, and of the runs that it goes back to: trunks up to the branch."""
-    if record.run is None:
+    if run.cost is None:
         return None
-    first = record.recipe.first_step
-    share = 1.0 if until is None else (until - first) / (record.run.step - first)
-    before = 0.0 if record.parent is None else _exaflops(record.parent, first or None)
-    return None if before is None else before + share * record.run.exaflops
+    first = run.recipe.first_step
+    share = 1.0 if until is None else (until - first) / (run.cost.step - first)
+    before = 0.0 if run.parent is None else _exaflops(run.parent, first or None)
+    return None if before is None else before + share * run.cost.exaflops
 
 
-def _samples(record: Record) -> int | None:
-    return None if record.index is None else record.index.num_samples
+def _samples(run: Run) -> int | None:
+    return None if run.index is None else run.index.num_samples
 
 
 def task_of(dataset: str) -> str:
@@ -300,11 +294,11 @@ def _letter(policies: list[dict[str, Any]], policy: dict[str, Any]) -> str:
 # ---- Data ------------------------------------------------------------------------------------------------------------
 
 
-def _dataset(datasets: dict[tuple[str, str | None], Dataset], record: Record, name: str) -> Dataset:
+def _dataset(datasets: dict[tuple[str, str | None], Dataset], run: Run, name: str) -> Dataset:
     """A dataset, opened once for each root: two runs may mean different folders by one name."""
-    key = name, record.recipe.data.root
+    key = name, run.recipe.data.root
     if key not in datasets:
-        datasets[key] = open_dataset(record, name)
+        datasets[key] = open_dataset(run, name)
     return datasets[key]
 
 
@@ -312,25 +306,25 @@ def _deduplications(items: Sequence[_Item], datasets: dict[tuple[str, str | None
     """Every pair of a training set and a set that the trained model, or one derived from it, is evaluated on."""
     found: dict[tuple[str, str, str, str], dict[str, Any]] = {}
     for item in items:
-        if item.record is None:
+        if item.run is None:
             continue
-        fewshot = item.record.recipe.evaluation.fewshot
+        fewshot = item.run.recipe.evaluation.fewshot
         names = [task.test for task in fewshot.tasks] if fewshot is not None else []
-        validation = item.record.recipe.evaluation.validation
+        validation = item.run.recipe.evaluation.validation
         if validation is not None and item.split == "dev":
-            _dataset(datasets, item.record, validation)  # its manifest is listed; a part of the training set is no test
+            _dataset(datasets, item.run, validation)  # its manifest is listed; a part of the training set is no test
         elif validation is not None:
             names.append(validation)
         role = "training"
-        for record in item.record.chain:
-            opened = _dataset(datasets, record, record.recipe.data.train)
+        for run in item.run.chain:
+            opened = _dataset(datasets, run, run.recipe.data.train)
             for name in names:
-                test = _dataset(datasets, item.record, name)
+                test = _dataset(datasets, item.run, name)
                 where = [one.manifest.where if one.manifest is not None else one.name for one in (opened, test)]
                 key = where[0], where[1], role, name
                 if key not in found:
                     found[key] = deduplication(opened, test, role)
-            if record is item.record.trunk:
+            if run is item.run.trunk:
                 role = "pre-training"
     return sorted(found.values(), key=lambda row: (row["test"], row["role"], row["train"]))
 
@@ -338,25 +332,25 @@ def _deduplications(items: Sequence[_Item], datasets: dict[tuple[str, str | None
 # ---- Compute ---------------------------------------------------------------------------------------------------------
 
 
-def _compute(records: Sequence[Record], given: Iterable[Path]) -> dict[str, Any]:
+def _compute(runs: Sequence[Run], given: Iterable[Path]) -> dict[str, Any]:
     """What all reported runs together have spent, and what those before them have."""
     inside = set(given)
 
-    def of(chosen: Sequence[Record]) -> dict[str, Any]:
-        runs = [record.run for record in chosen if record.run is not None]
-        seconds = [run.device_seconds for run in runs]
+    def of(chosen: Sequence[Run]) -> dict[str, Any]:
+        costs = [run.cost for run in chosen if run.cost is not None]
+        seconds = [cost.device_seconds for cost in costs]
         return {
-            "runs": len(runs),
-            "images": sum(run.images for run in runs),
-            "exaflops": sum(run.exaflops for run in runs),
+            "runs": len(costs),
+            "images": sum(cost.images for cost in costs),
+            "exaflops": sum(cost.exaflops for cost in costs),
             "device_hours": sum(one for one in seconds if one is not None) / 3600,
             "runs_without_device_hours": sum(one is None for one in seconds),
         }
 
     return {
-        "reported": of([record for record in records if record.directory.resolve() in inside]),
-        "begun_with": of([record for record in records if record.directory.resolve() not in inside]),
-        "all": of(records),
+        "reported": of([run for run in runs if run.directory.resolve() in inside]),
+        "begun_with": of([run for run in runs if run.directory.resolve() not in inside]),
+        "all": of(runs),
     }
 
 

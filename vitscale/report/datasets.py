@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from vitscale.errors import VitscaleError
-from vitscale.report.records import Record
+from vitscale.runs.run import Run
 from vitscale.shards import Manifest
 from vitscale.shards.decisions import DECISIONS_NAME, read_decisions
 from vitscale.shards.opening import local_copy
@@ -40,10 +40,10 @@ class Dataset:
         }
 
 
-def open_dataset(record: Record, name: str) -> Dataset:
+def open_dataset(run: Run, name: str) -> Dataset:
     """A dataset of a run's recipe. Raises nothing: a report of runs whose data have gone still has all the rest."""
     try:
-        return Dataset(name, Manifest.load(record.place_of(name)))
+        return Dataset(name, Manifest.load(run.place_of(name)))
     except VitscaleError as error:
         return Dataset(name, None, str(error))
 

@@ -33,9 +33,12 @@ def recipe_of_run(run_dir: Path) -> Recipe:
     Raises `RecipeError` if there is none.
     """
     saved = run_dir / RECIPE_FILE
-    if not saved.is_file():
-        what = f"it has no {saved.name}" if run_dir.is_dir() else "there is no such directory"
-        raise RecipeError(f"{run_dir} is not a run directory: {what}")
+    try:
+        if not saved.is_file():
+            what = f"it has no {saved.name}" if run_dir.is_dir() else "there is no such directory"
+            raise RecipeError(f"{run_dir} is not a run directory: {what}")
+    except OSError as error:
+        raise RecipeError(f"{str(run_dir)[:100]} cannot be read: {error.strerror}") from None
     return read_recipe(saved)
 
 

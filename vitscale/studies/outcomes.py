@@ -7,9 +7,9 @@ from pathlib import Path
 from vitscale.errors import RecipeError
 from vitscale.recipe import Recipe, changes, differences, read_recipe
 from vitscale.runs.done import read_done
-from vitscale.runs.metrics import MetricsLog
-from vitscale.runs.names import METRICS_FILE, RECIPE_FILE
+from vitscale.runs.names import RECIPE_FILE
 from vitscale.runs.reading import count, number
+from vitscale.runs.run import Run
 from vitscale.studies.expansion import Entry
 
 
@@ -35,14 +35,10 @@ def read_outcome(run_dir: Path) -> Outcome | None:
     done = read_done(run_dir)
     if done is None:
         return None
-    values, step, best = done.get("evaluation"), count(done.get("step")), count(done.get("best_step"))
-    if best is not None and best != step:
-        log = MetricsLog(run_dir / METRICS_FILE, whole=True)
-        log.refresh()
-        values, step = next((found for at, found in reversed(log.evaluations) if at == best), values), best
-    known = values if isinstance(values, dict) else {}
-    metrics = {key: value for key, found in known.items() if (value := number(found)) is not None}
-    return Outcome(metrics, step, count(done.get("step")), number(done.get("exaflops")))
+    run, steps = Run(run_dir), count(done.get("step"))
+    return Outcome(
+        run.evaluation, steps if run.best_step is None else run.best_step, steps, number(done.get("exaflops"))
+    )
 
 
 def changed_fields(run_dir: Path, recipe: Recipe) -> list[str]:

@@ -1,4 +1,4 @@
-"""`vitscale predict`: image files -> classes and probabilities."""
+"""Predictions for image files: classes and their probabilities."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -8,14 +8,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from data_tools.images import ImageOptions, Reject, store_image
-from data_tools.sources import IMAGE_SUFFIXES
 from vitscale.data import EvalTransform
 from vitscale.data.preview import views_of
 from vitscale.errors import DataError, RecipeError
 from vitscale.evaluation.finished import FinishedModel
 from vitscale.ranks import gather
 from vitscale.shards import MANIFEST_NAME
+from vitscale.shards.images import IMAGE_SUFFIXES, ImageOptions, Reject, store_image
 
 _AT_ONCE = 64  # images per process
 

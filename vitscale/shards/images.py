@@ -15,12 +15,19 @@ from typing import Any
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from data_tools.sources.source import TooLarge, refuse_too_large
-from data_tools.unreadable import explain_unreadable
 from vitscale.errors import RecipeError
 from vitscale.files.unpacked import most_pixels
 from vitscale.images import MAX_SIDE, OK, SUBSAMPLING, Header, decode, encode, read_header
+from vitscale.shards.unreadable import explain_unreadable
 
+# HEIC is listed although Pillow does not read it: a collection of HEIC files must be reported, not overlooked.
+# fmt: off
+IMAGE_SUFFIXES = (
+    ".avif", ".bmp", ".gif", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg",
+    ".mpo", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp",
+)
+# fmt: on
+MAX_IMAGE_BYTES = 1 << 30  # of an image file, which has to fit in memory
 JPEG_QUALITY = 95
 MAX_PIXELS = 89_478_485  # above this Pillow warns of a decompression bomb: 256 MiB of RGB
 
@@ -37,6 +44,16 @@ _TURNS = {
 _ALPHA_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
 _JPEG_FORMATS = ("JPEG", "MPO")  # MPO: a JPEG followed by more pictures, as many cameras write it
 _DRAWINGS = ("EPS", "WMF", "EMF")  # Pillow needs other programs to render these
+
+
+class TooLarge(OSError):
+    """An image file has more than MAX_IMAGE_BYTES."""
+
+
+def refuse_too_large(size: int) -> None:
+    """Raise TooLarge for a file that is larger than MAX_IMAGE_BYTES."""
+    if size > MAX_IMAGE_BYTES:
+        raise TooLarge(f"{size:,} bytes; at most {MAX_IMAGE_BYTES:,} are accepted")
 
 
 @dataclass(frozen=True)

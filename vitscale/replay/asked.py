@@ -1,23 +1,24 @@
 """The samples that people ask about, given by uids, image files, folders, and lists of these."""
 
-import json
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from data_tools.images import ImageOptions, Reject, store_image
-from data_tools.sources import IMAGE_SUFFIXES
-from vitscale.cli.prediction import image_files
 from vitscale.errors import DataError, RecipeError
+from vitscale.evaluation.prediction import image_files
 from vitscale.replay.seen import Content, History, SampleLocation
+from vitscale.shards.images import IMAGE_SUFFIXES, ImageOptions, Reject, store_image
 from vitscale.storage import read_bytes, read_text, regular
 from vitscale.wording import counted
 
 _NAMED = 20  # uids in a message
 _HEAD = 4096  # bytes of a file that are enough to tell a list from an image
+
+
+Near = Callable[[Sequence[Path], str], Sequence[tuple[str, int, str]]]
+"""(files of images, a dataset's path or URL) -> the file, the copy's uid and the rule that found it, for each copy."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,14 @@ class Asked:
     place: SampleLocation | None
 
 
-def asked_samples(history: History, named: Sequence[str], *, near: bool) -> list[Asked]:
-    """The samples that were named, in that order, followed by copies of the images if `near`.
+def asked_samples(history: History, named: Sequence[str], near: Near | None = None) -> list[Asked]:
+    """The samples that were named, in that order, followed by the copies of the images that `near` finds.
 
     Args:
         history: the run's history, which finds the samples.
         named: uids, image files, folders of these, text files with a uid or a file per line, or `-` for such lines on
             standard input.
-        near: whether to find copies of the images, as de-duplication does.
+        near: finds copies of images, as de-duplication does; None to find none.
 
     Raises `DataError` for unknown uids, files that are neither images nor lists, and if nothing is named; `RecipeError`
     for `near` without an image; `StorageError`.
@@ -72,7 +73,7 @@ def asked_samples(history: History, named: Sequence[str], *, near: bool) -> list
         found += [Asked(str(entry), "the image itself", place) for place in of_image[entry]]
         if not of_image[entry] and not near:
             found.append(Asked(str(entry), "not in the data", None))
-    return found + (_copies(history, images) if near else [])
+    return found + (_copies(history, images, near) if near is not None else [])
 
 
 def _entries(name: str) -> Iterator[int | Path]:
@@ -139,21 +140,8 @@ def _content(history: History, file: Path) -> Content:
     return Content.of(stored.jpeg)
 
 
-def _copies(history: History, images: Sequence[Path]) -> list[Asked]:
+def _copies(history: History, images: Sequence[Path], near: Near) -> list[Asked]:
     """The samples that de-duplication considers copies of the images."""
-    from data_tools.dedup.building import TestSource, build_index
-    from data_tools.dedup.finding import find
-    from data_tools.machine import Machine
-    from data_tools.sources import SourceOptions, open_source
-    from vitscale.shards.decisions import DECISIONS_NAME, read_decisions
-
-    with tempfile.TemporaryDirectory(prefix="vitscale-") as temporary:
-        listed, index, found = (Path(temporary, name) for name in ("images.jsonl", "index", "found"))
-        listed.write_text("".join(json.dumps({"path": str(image.absolute())}) + "\n" for image in images))
-        source = open_source(str(listed), "list", SourceOptions(unlabelled=True))
-        build_index([TestSource("asked", str(listed), source)], index, workers=1)
-        where = history.manifest.where
-        find(where, [str(index)], str(found), Machine(None).runner(where))
-        rows = [row for row in read_decisions(found / DECISIONS_NAME).to_pylist() if row["removed"]]
-    places = history.find([row["train_uid"] for row in rows])
-    return [Asked(row["test_key"], f"a copy by {row['tier']}", place) for row, place in zip(rows, places, strict=True)]
+    found = near(images, history.manifest.where)
+    places = history.find([uid for _, uid, _ in found])
+    return [Asked(image, f"a copy by {rule}", place) for (image, _, rule), place in zip(found, places, strict=True)]

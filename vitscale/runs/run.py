@@ -1,0 +1,241 @@
+"""A run as its directory tells it, finished or under way: recipe, metrics, cost, evaluations, checkpoints, parent.
+
+Torch is not imported and no tensor is read. Each file is read when it is asked for, and once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from vitscale.errors import DataError, RecipeError
+from vitscale.recipe import Recipe, find_dataset
+from vitscale.runs.checkpoint_index import CheckpointIndex, data_root, find_path
+from vitscale.runs.checkpoints import Checkpoints, read_checkpoints
+from vitscale.runs.directory import recipe_of_run
+from vitscale.runs.done import read_done
+from vitscale.runs.metrics import MetricsLog, Row
+from vitscale.runs.names import CHECKPOINTS, DONE_FILE, METRICS_FILE, checkpoints_root
+from vitscale.runs.reading import count, number
+from vitscale.storage import is_url
+
+_GAPS_TOLD = 5
+_MOST_PARENTS = 20
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the steps of a run have cost.
+
+    Attributes:
+        step: the last step in the metrics.
+        images: the number of images that the run itself has trained on.
+        seconds: the time that all steps took.
+        device_seconds: the same, summed over devices; None if nothing tells how many there were.
+        exaflops: exaFLOPs up to that step, without those of a branch's trunk.
+        mfu: the mean over the device-seconds that have one, a fraction; None if none has.
+        world_size: the number of devices in the last steps; None as above.
+        world_sizes: all numbers of devices that it has run on.
+        is_world_size_assumed: whether there are steps whose world size is taken from the newest checkpoint.
+    """
+
+    step: int
+    images: int
+    seconds: float
+    device_seconds: float | None
+    exaflops: float
+    mfu: float | None
+    world_size: int | None
+    world_sizes: tuple[int, ...]
+    is_world_size_assumed: bool
+
+    @property
+    def images_per_s(self) -> float:
+        """Images per second of all devices together, over all steps."""
+        return self.images / self.seconds
+
+
+class Run:
+    """A run, finished or under way.
+
+    Args:
+        directory: the run's directory.
+        seen: the runs that led here by their `parent`; a circle ends there.
+
+    Attributes:
+        recipe: the recipe in that directory.
+
+    Raises `RecipeError` if there is no run; properties raise `DataError` if the record that they read is broken.
+    """
+
+    def __init__(self, directory: str | Path, seen: Sequence[Path] = ()) -> None:
+        self.directory = Path(directory)
+        self.recipe: Recipe = recipe_of_run(self.directory)
+        self._seen = [*seen, self.directory.resolve()]
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.directory.resolve().name
+
+    # ---- Files -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def metrics(self) -> MetricsLog:
+        """All lines of the metrics."""
+        log = MetricsLog(self.directory / METRICS_FILE, whole=True)
+        log.refresh()
+        return log
+
+    @cached_property
+    def checkpoints(self) -> Checkpoints | None:
+        """The checkpoints; None if they are at a URL, where they are not looked at."""
+        root = checkpoints_root(self.recipe, self.directory)
+        return None if is_url(root) else read_checkpoints(Path(root))
+
+    @property
+    def index(self) -> CheckpointIndex | None:
+        """The newest checkpoint's index; None without one, and for checkpoints at a URL."""
+        return None if self.checkpoints is None else self.checkpoints.newest
+
+    @cached_property
+    def done(self) -> dict[str, Any] | None:
+        """The summary of a finished run; None before."""
+        content, path = read_done(self.directory), self.directory / DONE_FILE
+        if content is None and path.exists():
+            raise DataError(f"{path} is damaged: expected a JSON object")
+        return content
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is finished."""
+        return self.done is not None
+
+    # ---- What came of it ---------------------------------------------------------------------------------------------
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run; None if they depend on the number of samples and nothing tells that."""
+        duration, samples = self.recipe.schedule.duration, None if self.index is None else self.index.num_samples
+        if samples is None and duration.epochs is not None:
+            return None
+        return duration.to_steps(samples or 0, self.recipe.batch.global_size)
+
+    @property
+    def best_step(self) -> int | None:
+        """The step that was selected; None before the end, and if nothing selects."""
+        return count((self.done or {}).get("best_step"))
+
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """Values by evaluator/metric at the end: of the best step if there is one, else of the last; none before."""
+        done = self.done or {}
+        values = done.get("evaluation")
+        if self.best_step is not None and self.best_step != done.get("step"):
+            values = dict(self.metrics.evaluations).get(self.best_step)
+        return {
+            key: value
+            for key, value in (values if isinstance(values, dict) else {}).items()
+            if number(value) is not None
+        }
+
+    @cached_property
+    def cost(self) -> Cost | None:
+        """What its steps have cost; None before the first."""
+        lines, first = self._lines, self.recipe.first_step
+        if not lines:
+            return None
+        steps = [first, *(line["step"] for line in lines)]  # the `first` steps were another run's
+        took = [
+            (step - before) * line["step_time_s"] for (before, step), line in zip(pairwise(steps), lines, strict=True)
+        ]
+        told = [count(line.get("world_size")) for line in lines]
+        worlds = [world or (None if self.index is None else self.index.world_size) for world in told]
+        known = [world for world in worlds if world is not None]
+        device_seconds = [seconds * (world or 1) for seconds, world in zip(took, worlds, strict=True)]
+        used = [
+            (mfu, time) for line, time in zip(lines, device_seconds, strict=True) if (mfu := number(line.get("mfu")))
+        ]
+        return Cost(
+            step=steps[-1],
+            images=(steps[-1] - first) * self.recipe.batch.global_size,
+            seconds=sum(took),
+            device_seconds=sum(device_seconds) if len(known) == len(lines) else None,
+            exaflops=lines[-1]["exaflops"] * (1 - first / steps[-1]),
+            mfu=sum(mfu * time for mfu, time in used) / sum(time for _, time in used) if used else None,
+            world_size=worlds[-1],
+            world_sizes=tuple(sorted(set(known))),
+            is_world_size_assumed=self.index is not None and None in told,
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """What is damaged or missing, and what `cost` leaves out."""
+        log, lines, first = self.metrics, self._lines, self.recipe.first_step
+        notes = [] if self.checkpoints is None else [*self.checkpoints.problems]
+        damaged = log.damaged + log.is_torn + len(log.rows) - len(lines)
+        notes += [f"damaged lines of {METRICS_FILE} left out: {damaged}"] if damaged else []
+        notes += _gap_notes([line["step"] for line in lines], self.recipe.logging.every, first)
+        return notes + ([f"a branch; the {first:,} steps before it are in its trunk's cost"] if first else [])
+
+    @cached_property
+    def _lines(self) -> list[Row]:
+        return [line for line in self.metrics.rows if number(line.get("exaflops"))]
+
+    # ---- What it began with ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def parent(self) -> "Run | None":
+        """The run that `init` names, if it is still there and can be read: a checkpoint's folder names its run."""
+        if self.recipe.init is None or len(self._seen) > _MOST_PARENTS:
+            return None
+        source = Path(self.recipe.init.source)
+        if source.parent.name == CHECKPOINTS:
+            source = source.parent.parent
+        place = find_path(str(source), self.index, self.directory)
+        try:
+            if place.resolve() in self._seen:
+                return None
+            parent = Run(place, self._seen)
+            _ = parent.metrics, parent.done
+        except (RecipeError, DataError):
+            return None
+        return parent
+
+    @property
+    def chain(self) -> list["Run"]:
+        """This run and those that it goes back to, the newest first."""
+        return [self, *(self.parent.chain if self.parent is not None else [])]
+
+    @property
+    def trunk(self) -> "Run":
+        """The run whose first step was step 1: this one, or what a branch continues, if that is still there."""
+        return self.parent.trunk if self.recipe.first_step and self.parent is not None else self
+
+    @property
+    def but_for_the_seed(self) -> dict[str, Any]:
+        """What runs that differ only in their seed have in common; branches go with those of the other trunks."""
+        content = self.recipe.dump() | {"seed": None}
+        if self.recipe.first_step and self.parent is not None:
+            content["init"] = {**content["init"], "from": self.parent.but_for_the_seed}
+        return content
+
+    def place_of(self, dataset: str) -> str:
+        """Path or URL of a dataset that the recipe names. Raises `RecipeError` and `DataError`."""
+        root = self.recipe.data.root if self.index is None else data_root(self.recipe, self.index)
+        return find_dataset(dataset, root)
+
+
+def _gap_notes(steps: Sequence[int], every: int, first: int) -> list[str]:
+    """Notes on steps whose metrics are lost. A line is due at every multiple of `every`, and where training stopped."""
+    gaps = []
+    for before, step in pairwise([first, *steps]):
+        covered = (step - 1) // every * every  # the line covers the steps after that one
+        if covered > before:
+            gaps.append(f"{before + 1:,} to {covered:,}")
+    if not gaps:
+        return []
+    more = f" and {len(gaps) - _GAPS_TOLD:,} times more" if len(gaps) > _GAPS_TOLD else ""
+    return [f"steps {', '.join(gaps[:_GAPS_TOLD])}{more} have no metrics; their pace is assumed"]
