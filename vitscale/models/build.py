@@ -10,7 +10,7 @@ from vitscale.models.model import Model
 
 def weight_dtype(recipe: recipes.Recipe) -> torch.dtype:
     """The dtype of the weights that a recipe's model computes with; its precision must no longer be `auto`."""
-    assert recipe.precision != "auto", "which precision auto is depends on a device: see training/precision.py"
+    assert recipe.precision != "auto", "which precision auto is depends on a device: see training/automatic.py"
     return torch.float32 if recipe.precision == "fp32" else torch.bfloat16
 
 
@@ -41,6 +41,7 @@ def compile_blocks(model: Model, backend: str = "inductor") -> None:
     Shapes are static: another batch size compiles anew. `backend` is one of torch's names.
     """
     from torch._dynamo import config  # imported only to compile: it takes a second
+    from torch._inductor import config as inductor_config
 
     choose_code_folder("TORCHINDUCTOR_CACHE_DIR")  # torch's own choice in /tmp may be another user's; Triton's is in it
 
@@ -49,6 +50,7 @@ def compile_blocks(model: Model, backend: str = "inductor") -> None:
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in torch.compiler.config.cache_key_tag:
         torch.compiler.config.cache_key_tag += capability
+    inductor_config.triton.mix_order_reduction = False  # saves nothing in our blocks; was wrong in torch 2.10
     blocks = model.units()
     # Torch counts by code, which blocks share. Units differ in shape, and each has one shape in training.
     config.recompile_limit = max(config.recompile_limit, len(blocks) + 8)

@@ -40,6 +40,8 @@ _FUNCTIONS = {
 def load() -> ctypes.CDLL:
     """The library with its functions declared. Raises MachineError if it is not compiled, or from other C files."""
     found = [library for suffix in EXTENSION_SUFFIXES if (library := _FOLDER / f"_images{suffix}").is_file()]
+    # It uses nothing of Python, so that one which another Python compiled will do.
+    found += sorted(_FOLDER.glob("_images.*.so"))
     if not found:
         raise MachineError(f"the part of vitscale that decodes images is not compiled. Build it with: {_BUILD}")
     try:

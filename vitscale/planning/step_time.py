@@ -96,7 +96,7 @@ def message_time(collective: Collective, cluster: Cluster) -> CollectiveTime:
 def overlaps(recipe: Recipe) -> bool:
     """Whether ranks send while they compute: by default DeepSpeed does so only in stage 3, and never in stage 0."""
     stage = recipe.parallelism.zero_stage
-    if recipe.parallelism.overlap:
+    if recipe.parallelism.overlaps:
         return stage > 0
     asked = recipe.deepspeed.get("zero_optimization", {}).get("overlap_comm")
     return stage > 0 and bool(stage == 3 if asked is None else asked)
