@@ -123,7 +123,7 @@ def test_a_tail_is_saved_where_no_other_checkpoint_is_near_the_end(root, checkpo
 
 
 def test_what_is_left_to_the_device_is_a_function_of_facts():
-    """Off on CPUs, where results stay as they were; on CUDA by compiler, stage and ranks; cuDNN only where it is right."""
+    """Off on CPUs, where results stay as they were; on CUDA by compiler, stage and ranks; cuDNN where it is right."""
     ways = {stage: load_recipe("b16_i1k", [f"parallelism.zero_stage={stage}"]) for stage in range(4)}
     assert [compiling(one, None)[0] or overlapping(one, None)[0] for one in ways.values()] == [False] * 4
     assert [compiling(one, "")[0] for one in ways.values()] == [True, True, True, False]
