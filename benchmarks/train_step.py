@@ -53,7 +53,7 @@ from vitscale.flops.hardware import peak_flops
 from vitscale.flops.work import recipe_work
 from vitscale.planning import expected_memory
 from vitscale.recipe import Recipe
-from vitscale.training.attention import preferred_attention
+from vitscale.training.attention import Attention
 
 CLASSES = 7
 CONTENDERS = ("trainer", "recomputed", "bare", "plain", "timm")
@@ -217,7 +217,7 @@ def work(options: argparse.Namespace) -> None:
     steps = {"bare": bare_step, "plain": loop_step, "timm": loop_step}
     step = trainer_step(options, Path(folder)) if who in OURS else steps[who](options)
     print("ready", 0, flush=True)
-    with contextlib.nullcontext() if who == "timm" else preferred_attention(torch.device(options.device)):
+    with contextlib.nullcontext() if who == "timm" else Attention.on(torch.device(options.device)).preferred():
         for line in sys.stdin:
             began = time.perf_counter()
             for _ in range(int(line)):

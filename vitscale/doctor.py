@@ -228,17 +228,17 @@ def _torch(devices: int | None) -> Iterator[Finding]:
     else:
         yield from _gpus()
     try:
+        from vitscale.training.automatic import missing_for_compiling
         from vitscale.training.distributed import stale_build_locks
-        from vitscale.training.preflight import has_compiler
     except (ImportError, OSError) as error:
         yield Finding("DeepSpeed", "stops", f"cannot be imported: {error}", "pip install --force-reinstall deepspeed")
         return
-    compiles = has_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    missing = missing_for_compiling("cuda" if torch.cuda.is_available() else "cpu")
     yield Finding(
         "compiler",
-        "good" if compiles else "slows",
-        "there for parallelism.compile" if compiles else "not there: parallelism.compile cannot be used",
-        "" if compiles else "sudo apt-get install -y g++ python3-dev openssl",
+        "slows" if missing else "good",
+        f"parallelism.compile cannot be used: no {missing}" if missing else "there for parallelism.compile",
+        "sudo apt-get install -y g++ python3-dev openssl" if missing else "",
     )
     for lock in stale_build_locks():
         found = f"{lock}: left by a killed build; whatever needs that build waits forever"

@@ -88,6 +88,30 @@ def usable_cores(root: Path = Path("/")) -> int:
     return max(1, min(cores, int(cpu_quota(root) or cores)))
 
 
+def cores_near(pci_address: str, root: Path = Path("/")) -> set[int]:
+    """Of the cores that this process is bound to, those of a device's NUMA node; all where that is unknown or none.
+
+    Args:
+        pci_address: the device's, such as "0000:1b:00.0".
+    """
+    bound = os.sched_getaffinity(0)
+    with suppress(OSError, ValueError):
+        node = int((root / "sys/bus/pci/devices" / pci_address / "numa_node").read_text())  # -1 on machines without
+        ranges = (root / f"sys/devices/system/node/node{node}/cpulist").read_text().strip().split(",")
+        ends = [[int(end) for end in each.split("-")] for each in ranges]
+        return bound & {core for each in ends for core in range(each[0], each[-1] + 1)} or bound
+    return bound
+
+
+def divide_memory_finely() -> None:
+    """Have torch's memory on CUDA grow in place, so that it does not end in pieces, unless the environment says how.
+
+    To be called before torch is imported.
+    """
+    if os.environ.keys().isdisjoint({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def share_cores() -> None:
     """Let idle threads of OpenMP sleep, unless the environment says otherwise. To be called before torch is imported.
 

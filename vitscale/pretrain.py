@@ -30,7 +30,7 @@ from vitscale.files.durable import forbid_writing_by_everybody  # noqa: E402
 from vitscale.heartbeat import HEARTBEAT_VARIABLE, tell_launch_why  # noqa: E402
 from vitscale.interruption import Interruption  # noqa: E402
 from vitscale.launch import read_environment  # noqa: E402
-from vitscale.machine import share_cores  # noqa: E402
+from vitscale.machine import divide_memory_finely, share_cores  # noqa: E402
 from vitscale.recipe import Recipe, load_recipe, override, refuse_secrets, smoke_form  # noqa: E402
 from vitscale.runs.names import default_run_dir  # noqa: E402
 from vitscale.safe_text import indented, protect_output  # noqa: E402
@@ -72,6 +72,7 @@ def main() -> None:
     options = parse_arguments()
     forbid_writing_by_everybody()
     share_cores()
+    divide_memory_finely()
     protect_output()
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # the stacks of all threads to standard error
     code = EXIT_DONE
@@ -121,13 +122,16 @@ def pretrain(options: argparse.Namespace) -> None:
             if options.time_limit is not None and not options.time_limit > 0:
                 raise RecipeError(f"--time-limit {options.time_limit:g}: expected minutes above 0")
 
+            if recipe.check.recompute_every is not None:  # read when CUDA starts: products add in one order
+                os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
             # Imported only once there is something to train, as it takes seconds.
             from vitscale.runs.directory import check_run_dir
             from vitscale.training import distributed
+            from vitscale.training.automatic import settle
             from vitscale.training.branch import check_branch
             from vitscale.training.initial_weights import check_initial_weights
             from vitscale.training.micro_max import settle_micro_max
-            from vitscale.training.precision import settle_precision
             from vitscale.training.progress import tell
             from vitscale.training.run_plan import plan_run
             from vitscale.training.teacher import check_teacher
@@ -135,7 +139,7 @@ def pretrain(options: argparse.Namespace) -> None:
             smoke_data = run_dir / f"smoke-data-{world_size}"
             if options.smoke:
                 recipe = override(smoke_form(recipe, smoke_data, world_size).dump(), options.settings, "the smoke form")
-            recipe, chosen = settle_precision(recipe, run_dir, local_rank)
+            recipe, chosen = settle(recipe, run_dir, local_rank, world_size)
             done = check_run_dir(recipe, run_dir, may_resume=options.resume == "auto")
             if done is not None:
                 if os.environ.get("RANK", "0") == "0":
@@ -148,9 +152,8 @@ def pretrain(options: argparse.Namespace) -> None:
             check_initial_weights(recipe, list(plan.manifest.class_names), run_dir)
             check_teacher(recipe, list(plan.manifest.class_names))
             check_branch(recipe, plan, run_dir)
-            for words in (chosen, chosen_size):
-                if words is not None and rank == 0:
-                    tell(words)
+            for words in [*chosen, *([] if chosen_size is None else [chosen_size])] if rank == 0 else []:
+                tell(words)
         except VitscaleError as error:
             if os.environ.get("LOCAL_RANK", "0") != "0":
                 error.on_all_ranks()  # ranks of one machine see the same recipe and files, so its first one reports

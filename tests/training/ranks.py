@@ -120,12 +120,12 @@ def start(entry: Callable[..., None], root: Path, work: Any, world_size: int) ->
 
 def run_smoke_forms(rank: int, world_size: int, port: int, root: Path, stems: list[str]) -> None:
     """Entry point of a rank: two steps of the smoke form of each recipe."""
-    from vitscale.training.precision import settle_precision
+    from vitscale.training.automatic import settle
 
     world = join(rank, world_size, port)
     for stem in stems:
         run_dir = root / "runs" / stem
-        recipe, _ = settle_precision(smoke_form(load_recipe(stem), root, world_size), run_dir, rank)
+        recipe, _ = settle(smoke_form(load_recipe(stem), root, world_size), run_dir, rank, world_size)
         train(recipe, run_dir, world, stop_at=2)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

@@ -4,6 +4,9 @@ import pytest
 from ranks import make_data, make_recipe
 
 from vitscale.errors import DataError, RecipeError
+from vitscale.recipe import load_recipe
+from vitscale.training.attention import attention_order
+from vitscale.training.automatic import compiling, overlapping
 from vitscale.training.run_plan import plan_run
 
 
@@ -117,3 +120,21 @@ def test_a_tail_is_saved_where_no_other_checkpoint_is_near_the_end(root, checkpo
     saves = {step for step in range(1, total + 1) if plan.due(step, total).save}
     every = recipe.checkpoint.every.steps if recipe.checkpoint.every else total
     assert saves == {*range(every, total + 1, every), total, tail} - {None}
+
+
+def test_what_is_left_to_the_device_is_a_function_of_facts():
+    """Off on CPUs, where results stay as they were; on CUDA by compiler, stage and ranks; cuDNN where it is right."""
+    ways = {stage: load_recipe("b16_i1k", [f"parallelism.zero_stage={stage}"]) for stage in range(4)}
+    assert [compiling(one, None)[0] or overlapping(one, None)[0] for one in ways.values()] == [False] * 4
+    assert [compiling(one, "")[0] for one in ways.values()] == [True, True, True, False]
+    assert not compiling(ways[1], "Python.h")[0]
+    assert [overlapping(one, 8)[0] for one in ways.values()] == [False, True, True, False]
+    assert not overlapping(ways[1], 1)[0]
+    firsts = {
+        (tokens, cudnn): (attention_order("auto", {tokens}, is_hopper=True, cudnn=cudnn) or [None])[0]
+        for tokens in (257, 576)
+        for cudnn in (91002, 91900)
+    }
+    assert [key for key, first in firsts.items() if first == "cudnn"] == [(257, 91900)]
+    assert attention_order("auto", {257}, is_hopper=False, cudnn=91900) is None
+    assert attention_order("math", {257}, is_hopper=True, cudnn=91900)[0] == "math"

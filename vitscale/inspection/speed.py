@@ -148,7 +148,8 @@ def largest_between(fits: int, too_large: int, try_it: Callable[[int], bool]) ->
 
 def _images(batch: int, size: int, model: Model, device: torch.device) -> Callable[[], Tensor]:
     dtype = next(model.parameters()).dtype
-    return lambda: torch.zeros(batch, size, size, CHANNELS, dtype=dtype, device=device)
+    # Of all values: products of zeros take less power, and ran up to 13 % faster on an H200.
+    return lambda: torch.rand(batch, size, size, CHANNELS, dtype=dtype, device=device).mul_(2).sub_(1)
 
 
 def _speed(

@@ -16,7 +16,7 @@ from vitscale.models.model import Model
 
 def weight_dtype(recipe: recipes.Recipe) -> torch.dtype:
     """The dtype of the weights that a recipe's model computes with; its precision must no longer be `auto`."""
-    assert recipe.precision != "auto", "which precision auto is depends on a device: see training/precision.py"
+    assert recipe.precision != "auto", "which precision auto is depends on a device: see training/automatic.py"
     return torch.float32 if recipe.precision == "fp32" else torch.bfloat16
 
 
@@ -53,6 +53,7 @@ def compile_blocks(
     """
     from torch._dynamo import config  # imported only to compile: it takes a second
     from torch._functorch import config as functorch_config
+    from torch._inductor import config as inductor_config
 
     choose_code_folder("TORCHINDUCTOR_CACHE_DIR")  # torch's own choice in /tmp may be another user's; Triton's is in it
 
@@ -63,6 +64,7 @@ def compile_blocks(
         torch.compiler.config.cache_key_tag += capability
     if activation_budget is not None:
         functorch_config.activation_memory_budget = activation_budget
+    inductor_config.triton.mix_order_reduction = False  # saves nothing in our blocks; was wrong in torch 2.10
     blocks = model.units()
     # Torch counts by code, which blocks share. Units differ in shape, and each has one shape in training.
     config.recompile_limit = max(config.recompile_limit, len(blocks) + 8)

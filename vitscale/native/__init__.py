@@ -3,7 +3,6 @@
 import ctypes
 from ctypes import POINTER, c_double, c_float, c_int, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 from vitscale.errors import MachineError
@@ -44,22 +43,24 @@ _FUNCTIONS = {
 @cache
 def load() -> ctypes.CDLL:
     """The library with its functions declared. Raises MachineError if it is not compiled, or from other C files."""
-    found = [library for suffix in EXTENSION_SUFFIXES if (library := _FOLDER / f"_images{suffix}").is_file()]
-    if not found:
+    # It uses nothing of Python, so what another version's compiled will do, too.
+    library = max(_FOLDER.glob("_images*.so"), key=lambda path: path.stat().st_mtime, default=None)
+    if library is None:
         raise MachineError(f"the part of vitscale that decodes images is not compiled. Build it with: {_BUILD}")
     try:
-        loaded = ctypes.CDLL(str(found[0]))
+        loaded = ctypes.CDLL(str(library))
         version = loaded.vitscale_version()
         for name, (arguments, result) in _FUNCTIONS.items() if version == _VERSION else ():
             function = getattr(loaded, name)
             function.argtypes, function.restype = arguments, result
     except (OSError, AttributeError) as error:
         raise MachineError(
-            f"{found[0]} cannot be loaded ({error}). It needs libjpeg-turbo (sudo apt-get install -y libjpeg62-turbo); "
-            f"if that is there, build it anew with: {_BUILD}"
+            f"{library} cannot be loaded ({error}). It needs the libjpeg-turbo that it was built with (Debian's "
+            f"is libjpeg62-turbo, Ubuntu's libjpeg-turbo8), installed or beside that file. Else build it anew "
+            f"with: {_BUILD}"
         ) from error
     if version != _VERSION:
-        raise MachineError(f"{found[0]} was compiled from another version of its C files. Build it anew with: {_BUILD}")
+        raise MachineError(f"{library} was compiled from another version of its C files. Build it anew with: {_BUILD}")
     return loaded
 
 

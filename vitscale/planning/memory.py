@@ -127,7 +127,7 @@ def memory_of(
         runtime=_CPU_RUNTIME if device == "cpu" else 0,
         activations=tensors.saved,
         workspace=memory.workspace + tensors.transient,
-        host_loader=(recipe.data.prefetch + _BATCHES_BESIDE_PREFETCH) * per_batch,
+        host_loader=(recipe.data.prefetch + _BATCHES_BESIDE_PREFETCH) * _pinned(per_batch, device),
     )
 
 
@@ -221,7 +221,7 @@ def _model_states(
         update=update + _while_updating(recipe, trained, share, stage, world_size),
         host_optimizer=4 * frozen,
         host_loader=0,
-        host_checkpoint=copied_word * per_rank + copied_moments + copied_frozen_word * frozen,
+        host_checkpoint=_pinned(copied_word * per_rank + copied_moments + copied_frozen_word * frozen, device),
     )
     if recipe.parallelism.offload == "none":
         return memory
@@ -238,6 +238,11 @@ def _model_states(
         update=0,
         host_optimizer=memory.host_optimizer + memory.optimizer + (ema_word + 4 + arriving) * share,
     )
+
+
+def _pinned(size: int, device: DeviceType) -> int:
+    """The bytes that torch takes for a copy on the host: beside CUDA it is pinned, and a power of two."""
+    return 1 << (size - 1).bit_length() if device == "cuda" and size else size
 
 
 def _while_updating(recipe: Recipe, trained: Sequence[int], share: int, stage: int, world_size: int) -> int:

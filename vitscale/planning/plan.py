@@ -76,7 +76,7 @@ class Choice:
         """The arguments of `--set` that make a recipe use this choice."""
         return [
             f"parallelism.zero_stage={self.zero_stage}",
-            *(["parallelism.overlap=true"] if self.overlap else []),
+            *([f"parallelism.overlap={str(self.overlap).lower()}"] if self.zero_stage in (1, 2) else []),
             *([f"parallelism.hpz_size={self.hpz_size}"] if self.hpz_size > 1 else []),
             f"parallelism.activation_checkpointing={self.activation_checkpointing}",
             f"batch.micro_max={self.micro_batch}",
@@ -211,8 +211,8 @@ def make_plan(
     for again in RECOMPUTATIONS:
         tensors = tensors_by_micro_batch(_with(recipe, recipe.parallelism.zero_stage, again), num_classes, sizes[-1])
         for stage in STAGES:
-            divides = recipe.parallelism.offload != "none" or recipe.parallelism.overlap
-            if (stage == 0 and divides) or (stage == 3 and recipe.parallelism.compile):
+            divides = recipe.parallelism.offload != "none" or recipe.parallelism.overlaps
+            if (stage == 0 and divides) or (stage == 3 and recipe.parallelism.compiles):
                 continue  # recipes refuse these combinations
             for micro, (overlap, hpz_size) in product(sizes, _ways_to_send(recipe, stage, cluster)):
                 one = _with(recipe, stage, again, micro, overlap=overlap, hpz_size=hpz_size)
@@ -254,7 +254,7 @@ def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
 
 def _ways_to_send(recipe: Recipe, stage: int, cluster: Cluster) -> list[tuple[bool, int]]:
     """The values of (`overlap`, `hpz_size`) to try: all that would make a difference, unless the recipe sets them."""
-    overlap, hpz_size = recipe.parallelism.overlap, recipe.parallelism.hpz_size
+    overlap, hpz_size = recipe.parallelism.overlaps, recipe.parallelism.hpz_size
     possible = cluster.devices > 1 and recipe.parallelism.offload == "none"
     if stage in (1, 2):
         return [(False, 1), (True, 1)] if possible and not overlap else [(overlap, 1)]
@@ -280,7 +280,7 @@ def _choice(recipe: Recipe, work: Work, parameters: Parameters, cluster: Cluster
     assert utilisation is not None
     return Choice(
         zero_stage=recipe.parallelism.zero_stage,
-        overlap=recipe.parallelism.overlap,
+        overlap=recipe.parallelism.overlaps,
         hpz_size=recipe.parallelism.hpz_size,
         activation_checkpointing=recipe.parallelism.activation_checkpointing,
         micro_batch=micro,
@@ -424,7 +424,7 @@ def _assumed_of_time(recipe: Recipe, cluster: Cluster) -> list[str]:
             "rings and trees with NCCL's latencies of a hop; the slowest link carries what one rank sends; no slow rank"
         )
         stages = "stage 3, as is DeepSpeed's default (overlap_comm)"
-        if recipe.parallelism.overlap:
+        if recipe.parallelism.overlaps:
             stages = "stage 3"
         elif overlaps(_with(recipe, 2, 0)):
             stages = "stages 1 to 3"

@@ -97,7 +97,7 @@ def message_time(collective: Collective, cluster: Cluster) -> CollectiveTime:
 def overlaps(recipe: Recipe) -> bool:
     """Whether ranks send while they compute: by default DeepSpeed does so only in stage 3, and never in stage 0."""
     stage = recipe.parallelism.zero_stage
-    if recipe.parallelism.overlap:
+    if recipe.parallelism.overlaps:
         return stage > 0
     asked = recipe.deepspeed.get("zero_optimization", {}).get("overlap_comm")
     return stage > 0 and bool(stage == 3 if asked is None else asked)
@@ -128,7 +128,8 @@ def _overlapped(
     total = sum(parameters.trained)
     bucket = min(1.0, elements_in_flight(recipe)["reduce_bucket_size"] / total)
     block = sum(sum(layer.trained) for layer in parameters.layers if layer.block == 0) / total
-    awaited = max(bucket, block) if recipe.parallelism.compile else bucket  # a compiled block waits for all its weights
+    # A compiled block waits for all its weights.
+    awaited = max(bucket, block) if recipe.parallelism.compiles else bucket
     times = accumulation if stage == 2 else 1
     backward = (_BACKWARD * compute + recompute) / accumulation * times  # stage 1 sends only in the last one
     forward = (1 - _BACKWARD) * compute / accumulation  # new weights are awaited only in the first one

@@ -28,9 +28,9 @@ from vitscale.runs.names import RECIPE_FILE
 from vitscale.safe_text import protect_output
 from vitscale.training import distributed, fragments
 from vitscale.training.applied_gradients import AppliedGradients, GradientPiece
-from vitscale.training.attention import preferred_attention
+from vitscale.training.attention import Attention
+from vitscale.training.automatic import settle
 from vitscale.training.learner import Learner
-from vitscale.training.precision import settle_precision
 from vitscale.training.preflight import preflight
 from vitscale.training.replicas import checksum
 from vitscale.training.run_plan import plan_run
@@ -75,8 +75,7 @@ class Prover:
 
     def run(self, steps: int = STEPS) -> dict[str, Any] | None:
         """Make `steps` updates. Returns what was found on rank 0, and None on the others."""
-        has_bias = self._recipe.model.has_attention_bias
-        with preferred_attention(self._world.device, has_bias=has_bias):
+        with Attention.of(self._recipe, self._world.device).preferred():
             before = self._gather(0, [])[0]
             for step in range(steps):
                 before = self._take_step(step, before)
@@ -165,7 +164,7 @@ def main() -> None:
     folder, code = Path(sys.argv[1]), 0
     rank, size, local_rank, _ = read_environment()
     try:
-        recipe, _ = settle_precision(load_recipe(str(folder / RECIPE_FILE)), folder / "run", local_rank)
+        recipe, _ = settle(load_recipe(str(folder / RECIPE_FILE)), folder / "run", local_rank, size)
         result = Prover(recipe, distributed.start(rank, size, local_rank), folder).run()
         if result is not None:
             (folder / PROOF_FILE).write_text(json.dumps(result))

@@ -109,6 +109,10 @@ class Objective(Block):
         """A form of it that runs in seconds on any machine; by default itself."""
         return self
 
+    def kept(self, recipe: "Recipe") -> int | None:
+        """The number of patches of each image that the model sees in training, rounded; None for all."""
+        return None
+
     @property
     def together(self) -> int:
         """The number of slots of the global batch computed together: micro-batches are multiples of it."""
@@ -191,7 +195,7 @@ class Classification(Objective):
             )
 
     def kept(self, recipe: "Recipe") -> int | None:
-        """The number of patches of each image that the model sees in training, rounded; None for all."""
+        """As `Objective.kept`."""
         patches = recipe.model.patches(recipe.data.image_size)
         if self.keep == 1 or patches is None:
             return None

@@ -125,11 +125,20 @@ class Parallelism(Block):
     )
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="data type of gradient sums over the ranks")
     offload: Literal["none", "optimizer"] = Field("none", description="optimizer: keep its state in host memory")
-    compile: bool = Field(False, description="compile each block with torch.compile; evaluation stays eager")
-    overlap: bool = Field(
-        False,
+    compile: bool | Literal["auto"] = Field(
+        "auto",
+        description="compile each block with torch.compile; evaluation stays eager. auto: on CUDA below stage 3 where "
+        "there is a compiler",
+    )
+    overlap: bool | Literal["auto"] = Field(
+        "auto",
         description="overlap sending of gradients and weights with computation; halves gradient traffic in stages 1 "
-        "and 2",
+        "and 2. auto: in these, on CUDA",
+    )
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = Field(
+        "auto",
+        description="torch's implementation of attention on CUDA; auto: cuDNN's on Hopper where it is known to be "
+        "right, else flash",
     )
     activation_budget: float | None = Field(
         None,
@@ -147,23 +156,33 @@ class Parallelism(Block):
 
     @model_validator(mode="after")
     def _possible(self) -> "Parallelism":
-        if self.overlap and (self.zero_stage == 0 or self.offload != "none"):
+        if self.overlaps and (self.zero_stage == 0 or self.offload != "none"):
             raise ValueError("overlap: true needs zero_stage 1, 2 or 3, and offload: none")
         if self.hpz_size > 1 and (self.zero_stage != 3 or self.offload != "none"):
             raise ValueError(f"hpz_size: {self.hpz_size} needs zero_stage 3, and offload: none")
         # One at most: of stages 0 and 3.
         if self.offload == "optimizer" and self.zero_stage == 0:
             raise ValueError("offload: optimizer needs zero_stage 1, 2 or 3")
-        if self.compile and self.zero_stage == 3:
+        if self.compiles and self.zero_stage == 3:
             raise ValueError("compile: true needs zero_stage 0, 1 or 2: stage 3 gathers weights within a block")
         if self.activation_budget is not None and not self.compile:
             raise ValueError(f"activation_budget: {self.activation_budget:g} needs compile: true, which applies it")
         return self
 
     @property
+    def compiles(self) -> bool:
+        """Whether blocks are compiled; where that is left to the device: see training/automatic.py."""
+        return self.compile is True
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether sending overlaps with computing; where that is left to the device: see training/automatic.py."""
+        return self.overlap is True
+
+    @property
     def exchanges(self) -> bool:
         """Whether several ranks send by training/exchange.py, and not by DeepSpeed."""
-        return self.overlap and self.zero_stage in (1, 2)
+        return self.overlaps and self.zero_stage in (1, 2)
 
     def hpz_ranks(self, world_size: int) -> int:
         """How many of so many ranks keep a copy of the weights between them; 1 if none do, or it would be all.

@@ -12,18 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from vitscale.errors import MachineError, PeerLostError, RecipeError
 from vitscale.heartbeat import HEARTBEAT_VARIABLE
-from vitscale.machine import usable_cores
+from vitscale.machine import cores_near, usable_cores
 from vitscale.training.lean_deepspeed import deepspeed
 from vitscale.training.progress import tell
 
 _STALE_LOCK_SECONDS = 1800
 _AFTER_THE_WATCHDOG_S = 60
+_THREADS_BESIDE_A_GPU = 4  # for what the host computes meanwhile, which is little
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 _HAS_A_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _store: dist.TCPStore | None = None  # the rendezvous lives as long as this does
@@ -59,7 +61,13 @@ def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # no audit would see such sums
         backend = "nccl"
+        threads = threads_of_a_rank(os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", str(size))))
+        if threads is not None:
+            torch.set_num_threads(min(threads, _THREADS_BESIDE_A_GPU))
+        _stay_near(device)
+        gc.disable()  # ranks would pause at different times; the trainer collects where it logs
     else:
         device, backend = torch.device("cpu"), "gloo"
         _keep_freed_memory()
@@ -102,8 +110,16 @@ def _keep_freed_memory() -> None:
         library.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
 
 
+def _stay_near(device: torch.device) -> None:
+    """Bind this process and its later threads to the cores of the device's NUMA node, if the system tells which."""
+    facts: Any = torch.cuda.get_device_properties(device)  # torch's types lack these fields
+    with contextlib.suppress(AttributeError, OSError):  # of another torch; cores that were taken from us meanwhile
+        address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+        os.sched_setaffinity(0, cores_near(address))
+
+
 def threads_of_a_rank(environment: Mapping[str, str], local_size: int) -> int | None:
-    """Threads that a rank on CPUs computes with: its share of the cores; None to leave it to OMP_NUM_THREADS.
+    """Threads that a rank computes with on the CPU: its share of the cores; None to leave it to OMP_NUM_THREADS.
 
     torchrun sets that to 1 for several ranks, whatever the machine has; if anyone else sets 1, it is meant.
     """

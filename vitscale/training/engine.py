@@ -91,7 +91,7 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         zero["memory_efficient_linear"] = False
         zero["zero_hpz_partition_size"] = recipe.parallelism.hpz_ranks(world_size)
     exchanges = recipe.parallelism.exchanges and world_size > 1
-    if recipe.parallelism.overlap and world_size > 1:
+    if recipe.parallelism.overlaps and world_size > 1:
         # In stages 1 and 2 exchange.py sums and gathers instead of DeepSpeed, whose keys for that have no effect.
         zero |= {"overlap_comm": stage == 3, "reduce_scatter": True, "use_multi_rank_bucket_allreduce": True}
         if exchanges:
@@ -175,7 +175,7 @@ def _add(config: dict[str, Any], extra: dict[str, Any], prefix: str = "") -> dic
 def _check_sending(recipe: Recipe, config: dict[str, Any], exchanges: bool) -> None:
     """Refuse keys that `overlap` would silently ignore, and those that it or `hpz_size` was not tried with."""
     refused = [key for key in _NOT_WITH_OVERLAP if key in config] if exchanges else []
-    if recipe.parallelism.overlap or recipe.parallelism.hpz_size > 1:
+    if recipe.parallelism.overlaps or recipe.parallelism.hpz_size > 1:
         refused += [f"zero_optimization.{key}" for key in _OFFLOADING if key in config["zero_optimization"]]
     if refused:
         raise RecipeError(f"deepspeed.{refused[0]}: not together with parallelism.overlap or parallelism.hpz_size")
@@ -280,7 +280,7 @@ def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -
     engine.exchange = engine.zero_update = None
     if exchanges:
         engine.exchange = Exchange(engine, engine.communication_data_type)
-    elif recipe.parallelism.overlap and dist.get_world_size() > 1 and dist.get_backend() == "gloo":
+    elif recipe.parallelism.overlaps and dist.get_world_size() > 1 and dist.get_backend() == "gloo":
         ScatteredSums(engine)
     elif is_single:
         RankGradients(engine, engine.communication_data_type if like_bf16 else torch.float32)

@@ -102,7 +102,7 @@ class Learner:
         self.engine = build_engine(recipe, self._make_objective(), plan.config)
         if recipe.parallelism.zero_stage == 0 and recipe.precision != "fp32" and plan.accumulation > 1:
             Fp32Accumulation(self.engine)
-        is_compiled = recipe.parallelism.compile
+        is_compiled = recipe.parallelism.compiles
         normalise = torch.compile(to_model_input, fullgraph=True, dynamic=False) if is_compiled else to_model_input
         self._to_input = TrainingInput(recipe, normalise)
         self.shapes = fragments.shapes(self.engine)
@@ -125,7 +125,7 @@ class Learner:
             from vitscale.models.float8 import train_in_float8  # only those who ask for it need torchao
 
             self._say(f"{train_in_float8(objective.backbone.blocks, self._world.device)} dense layers train in float8")
-        if self._recipe.parallelism.compile:
+        if self._recipe.parallelism.compiles:
             compile_blocks(objective.backbone, activation_budget=self._recipe.parallelism.activation_budget)
         return objective
 
@@ -283,7 +283,7 @@ class Learner:
         try:
             with (
                 average.in_place_of_weights() if average is not None else contextlib.nullcontext(),
-                self._eager(),  # batches of other sizes would each be compiled anew
+                self.eager(),  # batches of other sizes would each be compiled anew
             ):
                 yield
         finally:
@@ -317,10 +317,10 @@ class Learner:
     def compare_computation(self, batch: Batch, step: int) -> None:
         """Check that all ranks compute the same. Raises `ReplicaError`."""
         images, zero = batch.images[: self._plan.micro_batch], self._recipe.parallelism.zero_stage
-        with self._eager():  # what is compiled by several processes may differ in its last bits
+        with self.eager():  # what is compiled by several processes may differ in its last bits
             replicas.compare_computation(self.engine, images, self._world, self._normalised, step, zero)
 
-    def _eager(self) -> contextlib.AbstractContextManager[None]:
+    def eager(self) -> contextlib.AbstractContextManager[None]:
         """A context in which blocks run uncompiled."""
-        is_compiled = self._recipe.parallelism.compile
+        is_compiled = self._recipe.parallelism.compiles
         return torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()

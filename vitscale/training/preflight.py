@@ -11,7 +11,6 @@ import platform
 import secrets
 import shutil
 import socket
-import sysconfig
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -34,8 +33,8 @@ from vitscale.planning.tensors import DeviceType
 from vitscale.ranks import gather, on_rank_zero, write_on_rank_zero
 from vitscale.recipe import Recipe, changes
 from vitscale.training import distributed
+from vitscale.training.automatic import missing_for_compiling, slowness_of_bf16
 from vitscale.training.lean_deepspeed import deepspeed
-from vitscale.training.precision import slowness_of_bf16
 from vitscale.training.run_plan import RunPlan
 from vitscale.training.trackers import absent_packages
 
@@ -69,8 +68,7 @@ def preflight(
     _check_agreement(ranks, recipe)
     expected = partial(expected_memory, recipe, plan.num_classes, world.size, plan.micro_batch, device)
     memory = Memory(**on_rank_zero(lambda: asdict(expected())))
-    _check_compiler(world, ranks)
-    _check_float8(ranks)
+    _check_able(ranks)
     _check_trackers(recipe)
     warnings = on_rank_zero(lambda: check_splits(recipe, plan.manifest))
     warnings += _check_load(world, ranks) + _check_bf16(recipe, world, ranks)
@@ -104,7 +102,7 @@ class _Rank:
         host_memory: bytes free on its machine, for all its ranks together; None if unknown.
         load: processes that wanted a core of its machine in the last minute, for each core that it may use.
         has_bf16: whether the device has bf16 arithmetic of its own; None if unknown.
-        can_compile: whether torch finds a compiler for the device; true if the recipe does not compile.
+        without_compiler: what it lacks for compiling; empty if nothing, or if the recipe does not compile.
         without_float8: why it cannot train in float8; empty if it can, or need not.
     """
 
@@ -114,7 +112,7 @@ class _Rank:
     host_memory: int | None
     load: float
     has_bf16: bool | None
-    can_compile: bool
+    without_compiler: str
     without_float8: str
 
 
@@ -130,10 +128,12 @@ def _look_around(recipe: Recipe, plan: RunPlan, world: distributed.World) -> _Ra
     free, has_bf16 = None, has_bf16_instructions()
     if world.device.type == "cuda":
         free, has_bf16 = torch.cuda.mem_get_info(world.device)[0], torch.cuda.is_bf16_supported(False)
-    can_compile = not recipe.parallelism.compile or has_compiler(world.device)
+    without_compiler = missing_for_compiling(world.device.type) if recipe.parallelism.compiles else ""
     without_float8 = _without_float8(world.device) if recipe.precision == "fp8" else ""
     load = os.getloadavg()[0] / usable_cores()
-    return _Rank(socket.gethostname(), identity, free, available_memory(), load, has_bf16, can_compile, without_float8)
+    return _Rank(
+        socket.gethostname(), identity, free, available_memory(), load, has_bf16, without_compiler, without_float8
+    )
 
 
 def _without_float8(device: torch.device) -> str:
@@ -144,22 +144,6 @@ def _without_float8(device: torch.device) -> str:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _FIRST_WITH_FLOAT8:
         return f"has a {torch.cuda.get_device_name(device)}, which does not compute in float8: use precision bf16"
     return ""
-
-
-def has_compiler(device: torch.device) -> bool:
-    """Whether this machine has what `parallelism.compile` needs."""
-    if device.type == "cuda":
-        from torch.utils._triton import has_triton
-
-        return has_triton() and any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang"))
-    from torch._inductor import cpp_builder, exc
-
-    if shutil.which("openssl") is None:  # torch uses it for the digests of headers that it precompiles
-        return False
-    try:
-        return bool(cpp_builder.get_cpp_compiler()) and Path(sysconfig.get_path("include"), "Python.h").exists()
-    except exc.InvalidCxxCompiler:
-        return False
 
 
 def code_fingerprint(package: Path) -> str:
@@ -257,21 +241,15 @@ def _check_bf16(recipe: Recipe, world: distributed.World, ranks: Sequence[_Rank]
     ]
 
 
-def _check_compiler(world: distributed.World, ranks: Sequence[_Rank]) -> None:
-    without = [index for index, rank in enumerate(ranks) if not rank.can_compile]
-    if without:
-        missing = "Triton with a C compiler (gcc, or what CC names)"
-        if world.device.type == "cpu":
-            missing = "C++ compiler (g++, or what CXX names) with the header files of Python and the program openssl"
-        raise MachineError(
-            f"parallelism.compile: {_describe(without, ranks)} has no {missing}; install it, or leave compile out"
-        ).on_all_ranks()
-
-
-def _check_float8(ranks: Sequence[_Rank]) -> None:
-    for reason in sorted({rank.without_float8 for rank in ranks} - {""}):
-        where = _describe([index for index, rank in enumerate(ranks) if rank.without_float8 == reason], ranks)
-        raise MachineError(f"precision fp8: {where} {reason}").on_all_ranks()
+def _check_able(ranks: Sequence[_Rank]) -> None:
+    """Raise `MachineError` if a rank cannot do what the recipe asks for."""
+    for key, reasons in {
+        "parallelism.compile": [one.without_compiler and f"has no {one.without_compiler}" for one in ranks],
+        "precision fp8": [one.without_float8 for one in ranks],
+    }.items():
+        for reason in sorted({*reasons} - {""}):
+            where = _describe([index for index, other in enumerate(reasons) if other == reason], ranks)
+            raise MachineError(f"{key}: {where} {reason}").on_all_ranks()
 
 
 def _check_trackers(recipe: Recipe) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitscale.errors import ReplicaError
 from vitscale.ranks import gather
@@ -64,7 +65,7 @@ def compare_computation(
     dist.broadcast(same, source)
     has_gradient = zero < 3  # under ZeRO 3 the order in which parameters are gathered must not change
     engine.eval()
-    with torch.set_grad_enabled(has_gradient), _reproducibly():
+    with torch.set_grad_enabled(has_gradient), _reproducibly(world.device):
         inputs = to_input(same).requires_grad_(has_gradient)
         # Not by the engine, which would take the backward pass for one of its own.
         outputs = (engine.module if has_gradient else engine)(inputs)
@@ -78,13 +79,17 @@ def compare_computation(
 
 
 @contextlib.contextmanager
-def _reproducibly() -> Iterator[None]:
-    """A context without kernels that add in a varying order, such as attention's backward pass on CUDA."""
+def _reproducibly(device: torch.device) -> Iterator[None]:
+    """A context without kernels that add in a varying order.
+
+    With `warn_only` torch keeps that of attention's backward pass on CUDA; only its plain formula has none.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        yield
+        with sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else contextlib.nullcontext():
+            yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warns)
 

@@ -6,6 +6,7 @@ and the report prints and records (reporting.py). The step is the only clock: wh
 """
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from vitscale.models import Outputs
 from vitscale.ranks import agreed, write_on_rank_zero
 from vitscale.recipe import Recipe
 from vitscale.training import audit, distributed, fragments
-from vitscale.training.attention import preferred_attention
+from vitscale.training.attention import Attention
 from vitscale.training.audit import Finding
 from vitscale.training.branch import trunk_checkpoint
 from vitscale.training.claim import Claim
@@ -71,6 +72,7 @@ class Trainer:
         self.claim = Claim(run_dir, recipe)
         for line in preflight(recipe, plan, run_dir, world, fragments.checkpoint_bytes(recipe, plan.num_classes)):
             say(line)
+        self._attention = Attention.of(recipe, world.device)
         self._begin("making the model")
         self.learner = Learner(recipe, plan, world, say)
         self._border = StepBorder(recipe, plan, self.report)
@@ -129,8 +131,7 @@ class Trainer:
         if self.interruption is not None:
             self.interruption.save_first()
         self._border.begin()
-        has_bias = self.recipe.model.has_attention_bias
-        with self.report.progress(self.state.step), preferred_attention(self.world.device, has_bias=has_bias):
+        with self.report.progress(self.state.step), self._attention.preferred():
             try:
                 self._train()
                 self._finish(past)
@@ -169,6 +170,11 @@ class Trainer:
         limit = self.state.anomalies.limit(self.recipe.anomalies)
         audited = self.plan.due(self.state.step + 1, self._last).audit
         update = self.learner.update(batch, self.state.step, limit, audited)
+        if update.anomaly == "non-finite" and (other := self._attention.without_cudnn()) is not None:
+            # cuDNN's attention has had gradients that were not finite. Nothing was updated: the step is taken again.
+            self.report.say(f"WARNING: step {self.state.step + 1:,}: the gradient is not finite; again without cuDNN")
+            with other, self.learner.eager():
+                update = self.learner.update(batch, self.state.step, limit, audited)
         if update.anomaly is not None:
             self._meet(update, batch)
             return False
@@ -209,6 +215,8 @@ class Trainer:
 
     def _log(self, batch: Batch, update: Update, pace: StepTimer) -> None:
         self._border.logged()
+        if not gc.isenabled():  # on CUDA: see distributed.start
+            gc.collect()
         self.report.log(self.state, batch, update, pace, self.learner.own_work.take(), self.saves.stalled_s())
 
     def _is_interrupted(self, step_s: float = 0.0) -> bool:

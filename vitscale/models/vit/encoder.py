@@ -3,13 +3,18 @@
 Shape legend: B batch, T tokens, D width, A heads, d = D / A, N patches.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitscale.families import ViTShape
 from vitscale.models.layers import LayerNorm, Linear, RMSNorm, drop_path, relative_table
 from vitscale.models.vit.positions import TwoDPositions, position_values, relative_logits, rotate
+
+_OF_ONE_QUERY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def norm_of(shape: ViTShape, width: int) -> nn.Module:
@@ -180,7 +185,9 @@ class AttentionPool(nn.Module):
         query = self.query(self.probe.expand(B, 1, D)).view(B, 1, self.num_heads, -1).transpose(1, 2)
         parts = self.key_value(x_BTD).view(B, T, 2, self.num_heads, -1).unbind(2)
         key, value = (part.transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(query, key, value)
+        # cuDNN's gradients for a single query may be no numbers (cudnn-frontend, issue 1072).
+        with sdpa_kernel(_OF_ONE_QUERY) if x_BTD.is_cuda else nullcontext():
+            mixed = F.scaled_dot_product_attention(query, key, value)
         x_BD = self.out(mixed.reshape(B, D))
         return x_BD + self.mlp(self.norm(x_BD))
 
