@@ -76,12 +76,16 @@ def section(name: str, arguments: list[str], images: list[str]) -> str:
     print(shown, flush=True)
     command = [sys.executable, str(HERE / f"{program}.py"), *images, *arguments]
     environment = {**os.environ, **({} if name in ON_A_GPU else {"CUDA_VISIBLE_DEVICES": ""})}
-    run = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent, env=environment)
-    # A trainer tells on standard output what it does.
-    lines = [line for line in run.stdout.splitlines() if not line.startswith(("preflight", "WARNING", "step ", "done"))]
+    lines = []
+    # Told as it comes, also how far a program is (on standard error): the machine may be taken away before the end.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parent, env=environment) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if not line.startswith(("preflight", "WARNING", "step ", "done")):  # what a trainer tells
+                print(line, end="", flush=True)
+                lines.append(line.rstrip("\n"))
     if run.returncode:
-        lines += run.stderr.splitlines()[-1:]
-    print("\n".join(lines), flush=True)
+        lines.append(f"ended with {run.returncode}")
     return f"## {name}\n\n    $ {shown}\n" + "".join(f"    {line}\n" for line in lines) + f"\n{machine()}\n"
 
 

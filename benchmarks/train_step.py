@@ -230,6 +230,10 @@ def work(options: argparse.Namespace) -> None:
 # ---- The comparison --------------------------------------------------------------------------------------------------
 
 
+class Ended(Exception):
+    """A contender ended before it was told to."""
+
+
 class Contender:
     """A process that takes steps when it is told to."""
 
@@ -255,7 +259,7 @@ class Contender:
             word, _, value = line.partition(" ")
             if word == what:
                 return float(value)
-        raise SystemExit(f"a contender ended without {what!r}")
+        raise Ended(f"ended without {what!r}")
 
     def steps(self, number: int) -> float:
         """Seconds of one."""
@@ -275,7 +279,7 @@ class Contender:
 def compare(model: str, options: argparse.Namespace) -> dict[str, Any]:
     """The ratios for one model."""
     contenders = [*options.contenders, *(["before"] if options.against else [])]
-    found: dict[str, list[float]] = {who: [] for who in contenders}
+    found: dict[str, list[float]] = {}
     peaks = {}
     with tempfile.TemporaryDirectory() as folder:
 
@@ -286,12 +290,21 @@ def compare(model: str, options: argparse.Namespace) -> dict[str, Any]:
 
         if options.device == "cuda":
             for who in contenders:
-                contender, number = begin(who)
-                found[who] = [contender.steps(number) for _ in range(options.rounds)]
-                peaks[who] = contender.end()
+                try:
+                    contender, number = begin(who)
+                    times = [contender.steps(number) for _ in range(options.rounds)]
+                    peaks[who] = contender.end()
+                except Ended as error:  # such as fp8 without torchao: the others go on
+                    print(f"  {who} {error}", file=sys.stderr, flush=True)
+                    continue
+                found[who] = times
+                print(f"  {who}: {statistics.median(times):.4f} s a step", file=sys.stderr, flush=True)
+            if not found:
+                raise SystemExit(f"{model}: no contender was left")
         else:
             begun = {who: begin(who) for who in contenders}
             number = min(number for _, number in begun.values())
+            found = {who: [] for who in contenders}
             for turn in range(options.rounds):
                 for who in sorted(begun, reverse=bool(turn % 2)):
                     found[who].append(begun[who][0].steps(number))

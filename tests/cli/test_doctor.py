@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vitscale.machine import cpu_quota, usable_cores
+from vitscale.machine import cores_near, cpu_quota, usable_cores
 
 COMMAND = (
     "import sys; sys.argv = ['vitscale', 'doctor', *sys.argv[1:]]; from vitscale.cli.entry import vitscale; vitscale()"
@@ -60,6 +60,20 @@ def test_a_torch_that_cannot_be_loaded_hides_nothing_else(tmp_path):
     assert found["packages"]["state"] == "stops" and "xxhash 0.1" in found["packages"]["found"]
     assert found["packages"]["mend"].startswith("pip install 'xxhash>=")
     assert found["decoder"]["state"] == "good"
+
+
+def test_cores_near_a_device(tmp_path: Path):
+    bound = os.sched_getaffinity(0)
+    device, node = tmp_path / "sys/bus/pci/devices/0000:1b:00.0", tmp_path / "sys/devices/system/node/node1"
+    device.mkdir(parents=True)
+    node.mkdir(parents=True)
+    (device / "numa_node").write_text("1\n")
+    one = min(bound)
+    for cores, expected in ((f"{one}", {one}), (f"{one}-{one},9000-9003\n", {one}), ("9000-9003", bound), ("", bound)):
+        (node / "cpulist").write_text(cores)
+        assert cores_near("0000:1b:00.0", tmp_path) == expected
+    (device / "numa_node").write_text("-1\n")
+    assert cores_near("0000:1b:00.0", tmp_path) == cores_near("0000:1c:00.0", tmp_path) == bound
 
 
 def test_cores_that_a_control_group_grants(tmp_path: Path):
