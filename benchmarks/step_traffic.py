@@ -1,7 +1,7 @@
 """Kernels and bytes of a compiled encoder block, forward and backward, without a GPU, and the MFU that follows.
 
     PYTHONPATH=TRITON python benchmarks/step_traffic.py [--model ViT-H/14] [--batch 128] [--tokens 257]
-                                                        [--accumulation 1] [--update-bytes 52] [--json]
+                                                        [--accumulation 1] [--update-bytes 50] [--json]
 
 Needs triton, which torch's wheels for CPUs come without (`pip install --target TRITON triton==3.9.0` for torch 2.13).
 Inductor writes the block's kernels for CUDA as it would on an H100, told the properties of one, and counts each
@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, help="images of a micro-batch")
     parser.add_argument("--tokens", type=int, default=257)
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of an update")
-    parser.add_argument("--update-bytes", type=float, default=52, help="bytes of an update, for each parameter")
+    parser.add_argument("--update-bytes", type=float, default=50, help="bytes of an update, for each parameter")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if importlib.util.find_spec("triton") is None:

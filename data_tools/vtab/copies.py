@@ -1,12 +1,10 @@
-"""Finds local copies of the tasks' datasets, in any of five layouts below the folders that the user names.
+"""Finds local copies of the tasks' datasets, in any of three layouts below the folders that the user names.
 
     NAME/VERSION/NAME-train.tfrecord-00000-of-00004    TensorFlow Datasets (TFDS); with a configuration NAME/CONFIG/...
-    TASK/train800.txt, val200.txt, test.txt            lists of `path label`, as many vtab-1k archives have them
     wds_vtab-NAME/train/0.tar, test/0.tar              WebDataset tars of CLIP_benchmark
-    NAME/data/train-00000-of-00001.parquet             parquet, as the Hugging Face hub has it
     NAME/train/CLASS/image.png, test/...               folders of classes
 
-Only TFDS's own records and the lists yield the published images by themselves. From the others the same slices are
+Only TFDS's own records yield the published images by themselves. From the others the same slices are
 taken in the copy's own order, and a list of ids is needed to get the published images.
 """
 
@@ -21,12 +19,10 @@ from data_tools.paths import SPLIT_NAMES
 from data_tools.vtab.tasks import ORIGINS, Slice, folder_names
 from vitscale.errors import DataError
 
-Layout = Literal["tfds", "lists", "tars", "parquet", "folders"]
-LISTS = {"train800": "train800.txt", "val200": "val200.txt", "test": "test.txt"}
+Layout = Literal["tfds", "tars", "folders"]
 
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
 _RECORDS = re.compile(r".+-(?P<split>\w+)\.tfrecord-(?P<index>\d{5})-of-(?P<count>\d{5})")
-_WORD = re.compile(r"[A-Za-z]+")
 _TFDS_NAMES = {"train": "train", "val": "validation", "test": "test"}
 # For copies already cut into VTAB's parts, but without one for validation: it follows the training images.
 _VAL_AFTER_TRAIN = Slice("train")
@@ -132,42 +128,12 @@ def _tfds_places(task: str, folder: Path) -> list[Path]:
 # ------------------------------------------------------------------------------------------------------- other layouts
 
 
-def _lists(task: str, place: Path) -> Copy | None:
-    files = {split: place / name for split, name in LISTS.items()}
-    there = [split for split, path in files.items() if path.is_file()]
-    if not there:
-        return None
-    if len(there) < len(files):
-        raise DataError(f"{place}: lacks {', '.join(LISTS[split] for split in files if split not in there)}")
-    by_split = {split: (path,) for split, path in files.items()}
-    return Copy(task, "lists", place, by_split, Slice("train800"), Slice("val200"), Slice("test"))
-
-
 def _tars(task: str, place: Path) -> Copy | None:
     files = {
         split: tuple(sorted((place / name).glob("*.tar"), key=lambda path: (len(path.name), path.name)))
         for name, split in _split_folders(place).items()
     }
     return _cut(task, "tars", place, files)
-
-
-def _parquet(task: str, place: Path) -> Copy | None:
-    files: dict[str, list[Path]] = defaultdict(list)
-    for path in sorted([*place.glob("*.parquet"), *place.glob("*/*.parquet")]):
-        if path.name.endswith(".idx.parquet"):  # of our own shards: the task may be partly prepared here
-            continue
-        words = _WORD.findall(path.relative_to(place).as_posix())
-        split = next((SPLIT_NAMES[word.lower()] for word in words if word.lower() in SPLIT_NAMES), None)
-        if split is None:
-            raise DataError(f"{path}: its name says no split; expected train, validation or test in it")
-        files[_TFDS_NAMES[split]].append(path)
-    origin, there = ORIGINS[task], set(files)
-    needed = {part.split for part in (origin.train, origin.val, origin.test)}
-    by_split = {split: tuple(paths) for split, paths in files.items()}
-    if needed <= there <= set(origin.splits):
-        parts = origin.train, origin.val, origin.test
-        return Copy(task, "parquet", place, by_split, *parts, doubt="an order of its own")
-    return _cut(task, "parquet", place, by_split)
 
 
 def _class_folders(task: str, place: Path) -> Copy | None:
@@ -208,8 +174,6 @@ def _tar_places(task: str, folder: Path) -> list[Path]:
 
 _FINDERS: dict[Callable[[str, Path], Copy | None], Callable[[str, Path], list[Path]]] = {
     _tfds: _tfds_places,
-    _lists: _own_places,
     _tars: _tar_places,
-    _parquet: _own_places,
     _class_folders: _own_places,
 }

@@ -1,7 +1,6 @@
 """Images of one part of a task, from a copy in any layout, as a source that conversion reads."""
 
 import io
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -10,14 +9,12 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 from PIL import Image
 
 from data_tools.sources.fields import NO_LABELS
 from data_tools.sources.folder import FolderSource
-from data_tools.sources.parquet import open_parquet
 from data_tools.sources.parts import reading
-from data_tools.sources.source import Item, Source, SourceOptions, without_surrogates
+from data_tools.sources.source import Item, Source, SourceOptions
 from data_tools.sources.tar import open_tars
 from data_tools.sources.tf_example import count_records
 from data_tools.sources.tfrecord import open_records, open_tfrecords
@@ -26,31 +23,6 @@ from data_tools.vtab.tasks import ORIGINS
 from vitscale.errors import DataError
 from vitscale.files.unpacked import most_pixels
 from vitscale.vtab import TASKS
-
-_LABEL_COLUMNS = ("label", "fine_label", "labels")  # Hugging Face's CIFAR-100 has a coarse one, too
-
-
-@dataclass(frozen=True)
-class LineListSource:
-    """Images in lists of `path label`, with paths relative to the list's folder. Content is the path."""
-
-    parts: tuple[str, ...]
-    streams: bool = False
-    class_names: tuple[str, ...] | None = None
-
-    def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
-        """The images in order. Raises DataError for a line of another form."""
-        where = self.parts[part]
-        with reading(where), Path(where).open(encoding="utf-8", errors="surrogateescape") as lines:
-            for number, line in enumerate(lines, 1):
-                path, _, label = line.strip().rpartition(" ")
-                if not path or not label.isdecimal():
-                    raise DataError(f"{where}, line {number}: {line.strip()[:80]!r}; expected a path and a number")
-                yield Item(without_surrogates(path), (label,), os.fsencode(path))
-
-    def read(self, part: int, content: bytes) -> bytes:
-        """The bytes of one image file. Raises OSError."""
-        return (Path(self.parts[part]).parent / os.fsdecode(content)).read_bytes()
 
 
 @dataclass(frozen=True)
@@ -267,25 +239,8 @@ def _open_split(copy: Copy, files: Sequence[Path]) -> Source:
             return replace(opened, rule=rule)
         case "tars":
             return open_tars(where, names, SourceOptions(label_field="cls"))
-        case "parquet":
-            return _open_parquet(copy, names)
         case "folders":
             return FolderSource(tuple(names))
-        case "lists":
-            return LineListSource(tuple(names))
-
-
-def _open_parquet(copy: Copy, names: Sequence[str]) -> Source:
-    origin = ORIGINS[copy.task]
-    with reading(names[0]):
-        columns = pq.read_schema(names[0]).names
-    image = "image" if "image" in columns else None
-    has_features = {name.partition("/")[0] for name in origin.rule.features} <= set(columns)
-    if has_features and not origin.states_its_label:
-        options = SourceOptions(image_field=image, label_field=NO_LABELS)
-        return replace(open_parquet(str(copy.folder), names, options), rule=origin.rule)
-    label = next((name for name in _LABEL_COLUMNS if name in columns), None)
-    return open_parquet(str(copy.folder), names, SourceOptions(image_field=image, label_field=label))
 
 
 def _count(copy: Copy, source: Source) -> Iterator[int]:
@@ -293,16 +248,11 @@ def _count(copy: Copy, source: Source) -> Iterator[int]:
         if copy.layout == "tfds":
             with reading(where), closing(open_records(where)) as file:
                 yield count_records(file, where)
-        elif copy.layout == "parquet":
-            with reading(where):
-                yield pq.read_metadata(where).num_rows
         else:
             yield sum(1 for _ in source.items(part, Counter()))
 
 
 def _known_names(copy: Copy, sources: Mapping[str, Source]) -> tuple[str, ...] | None:
-    if copy.layout == "parquet":
-        return next(iter(sources.values())).class_names
     if copy.layout != "folders":
         return None
     found = {path.name for files in copy.files.values() for path in files[0].iterdir() if path.is_dir()}

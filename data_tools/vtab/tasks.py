@@ -78,11 +78,6 @@ class Origin:
     def tfds_name(self) -> str:
         return self.tfds.partition("/")[0]
 
-    @property
-    def states_its_label(self) -> bool:
-        """Whether the label is a feature of its own, whose classes the dataset names."""
-        return self.rule.features == ("label",)
-
 
 _ALL_THREE = ("train", "validation", "test")
 _TEST = Slice("test")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from typer.testing import CliRunner
-from vtab_copies import make_lists, make_tfds
+from vtab_copies import make_folders, make_tfds
 
 from data_tools.vtab.ids import Ids
 from data_tools.vtab.prepare import DATASETS
@@ -46,7 +46,7 @@ def test_the_command_takes_what_there_is_and_says_what_is_missing(tmp_path):
 
 def test_a_task_that_fails_does_not_stop_the_others(tmp_path):
     make_tfds(tmp_path / "tfds", "camelyon", images=20)
-    make_lists(tmp_path / "tfds", "svhn", {"train800": 800, "val200": 200, "test": 20})
+    make_folders(tmp_path / "tfds", "svhn", ("train", "test"), images=1000)
     result = call("prepare", tmp_path / "tfds", "--out", tmp_path / "out")
     assert result.exit_code == 3 and (tmp_path / "out" / "svhn" / "test" / "manifest.json").is_file()
     assert "failed: camelyon" in result.output

@@ -14,8 +14,6 @@ from vtab_copies import (
     IMAGES,
     expected_label,
     make_folders,
-    make_lists,
-    make_parquet,
     make_tars,
     make_tfds,
     picture,
@@ -146,17 +144,6 @@ def test_class_names_come_from_tfds_or_from_the_rule(tmp_path):
 # ---- Other layouts ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", ["cifar100", "clevr_dist", "kitti_dist", "snorb_azim", "dspr_ori", "eurosat"])
-def test_parquet_with_the_splits_and_features_of_tfds(tmp_path, task):
-    make_parquet(tmp_path, task, ORIGINS[task].splits)
-    prepared = run_prepare(task, tmp_path, tmp_path / "out")
-    (val_split, val_first), (_, test_first) = PUBLISHED[task]
-    ids = Ids.read(tmp_path / "out" / task / "ids.json")
-    assert contents(ids.train800) == expected(task, "train", range(8))
-    assert contents(ids.val200) == expected(task, val_split, range(val_first, val_first + 2))
-    assert prepared.counts["test"] == IMAGES - test_first and prepared.doubt is not None
-
-
 @pytest.mark.parametrize("task", ["eurosat", "clevr_dist"])
 def test_folders_of_classes(tmp_path, task):
     make_folders(tmp_path, task, ("train", "val", "test"))
@@ -182,41 +169,30 @@ def test_tars_of_clip_benchmark(tmp_path, task):
     assert prepared.counts["test"] == IMAGES and prepared.doubt is not None
 
 
-def test_lists_of_paths_and_labels(tmp_path):
-    make_lists(tmp_path, "dmlab", {"train800": 8, "val200": 2, "test": 30})
-    prepared = run_prepare("dmlab", tmp_path, tmp_path / "out")
-    assert prepared.counts == {"train800val200": 10, "train800": 8, "val200": 2, "test": 30}
-    assert prepared.doubt is None
-    ids = Ids.read(tmp_path / "out" / "dmlab" / "ids.json")
-    assert contents(ids.val200) == expected("dmlab", "val200", range(2))
-    (tmp_path / "dmlab" / "val200.txt").unlink()
-    search = find_copy("dmlab", [tmp_path])
-    assert search.copy is None and "val200.txt" in search.problems[0]
-
-
 # ---- Lists of ids ----------------------------------------------------------------------------------------------------
 
 
 def test_a_list_of_ids_takes_the_same_images_from_another_copy(tmp_path):
     """By key where the copy has them; by pixels and label where it has another order and other keys."""
-    make_tfds(tmp_path / "one", "dspr_ori")
-    run_prepare("dspr_ori", tmp_path / "one", tmp_path / "first")
-    pinned = Ids.read(tmp_path / "first" / "dspr_ori" / "ids.json")
-    again = run_prepare("dspr_ori", tmp_path / "one", tmp_path / "second", pinned)
-    assert Ids.read(tmp_path / "second" / "dspr_ori" / "ids.json").parts == pinned.parts and again.doubt is None
+    make_tfds(tmp_path / "one", "pets")
+    run_prepare("pets", tmp_path / "one", tmp_path / "first")
+    pinned = Ids.read(tmp_path / "first" / "pets" / "ids.json")
+    again = run_prepare("pets", tmp_path / "one", tmp_path / "second", pinned)
+    assert Ids.read(tmp_path / "second" / "pets" / "ids.json").parts == pinned.parts and again.doubt is None
 
-    make_parquet(tmp_path / "two", "dspr_ori", ("train", "test"), order=lambda n: reversed(range(n)))
-    other = run_prepare("dspr_ori", tmp_path / "two", tmp_path / "third", pinned)
-    ids = Ids.read(tmp_path / "third" / "dspr_ori" / "ids.json")
+    make_folders(tmp_path / "two", "pets", ("train", "test"))
+    other = run_prepare("pets", tmp_path / "two", tmp_path / "third", pinned)
+    ids = Ids.read(tmp_path / "third" / "pets" / "ids.json")
     assert ids.sha256 == pinned.sha256 and ids.differences(pinned) == 0 and other.doubt is None
     assert {entry.key for entry in ids.train800}.isdisjoint(entry.key for entry in pinned.train800)
-    assert verify_prepared(tmp_path / "third" / "dspr_ori") == []
+    assert verify_prepared(tmp_path / "third" / "pets") == []
 
     # The same keys over other images, as another version of TFDS may have them: pixels decide.
-    moved = pinned.train800[0].model_copy(update={"key": "train/dsprites-train.tfrecord-00001-of-00002/000000005"})
+    key = "train/oxford_iiit_pet-train.tfrecord-00001-of-00002/000000005"
+    moved = pinned.train800[0].model_copy(update={"key": key})
     moved = pinned.model_copy(update={"train800": (moved, *pinned.train800[1:])})
-    run_prepare("dspr_ori", tmp_path / "one", tmp_path / "fourth", moved)
-    assert Ids.read(tmp_path / "fourth" / "dspr_ori" / "ids.json").sha256 == pinned.sha256
+    run_prepare("pets", tmp_path / "one", tmp_path / "fourth", moved)
+    assert Ids.read(tmp_path / "fourth" / "pets" / "ids.json").sha256 == pinned.sha256
 
 
 def test_a_list_of_ids_is_verified(tmp_path):
@@ -287,7 +263,7 @@ def test_repeating_goes_on(tmp_path):
 
 def test_another_copy_does_not_go_on(tmp_path):
     make_tfds(tmp_path / "one", "camelyon")
-    make_lists(tmp_path / "two", "camelyon", {"train800": 8, "val200": 2, "test": 30})
+    make_folders(tmp_path / "two", "camelyon", ("train", "test"))
     run_prepare("camelyon", tmp_path / "one", tmp_path / "out")
     (tmp_path / "out" / "camelyon" / "test" / "manifest.json").unlink()
     with refusal(RecipeError, "sources", "VTAB copy of another kind", {tmp_path: "FOLDER"}):
@@ -317,14 +293,11 @@ def test_labels_and_classes_that_a_task_does_not_have(tmp_path):
     make_folders(tmp_path / "folders", "svhn", ("train", "test"), images=9)
     with pytest.raises(DataError, match=r"\b10\b"):
         run_prepare("svhn", tmp_path / "folders", tmp_path / "out")
-    tars = make_tars(tmp_path / "tars", "camelyon", ("train", "test"))
-    (tmp_path / "tars" / "wds_vtab-kitti_closest_vehicle_distance").mkdir()
-    lists = make_lists(tmp_path / "lists", "svhn", {"train800": 8, "val200": 2, "test": 12})
-    lines = (lists / "train800.txt").read_text().replace(" 3\n", " 10\n")
-    (lists / "train800.txt").write_text(lines)
-    with pytest.raises(DataError, match="label 10"):
-        run_prepare("svhn", tmp_path / "lists", tmp_path / "out")
-    assert tars.is_dir()
+    tars = make_tars(tmp_path / "tars", "svhn", ("train", "test"))
+    (tars / "classnames.txt").unlink()
+    tars.rename(tars.with_name(f"wds_vtab-{ORIGINS['camelyon'].tars}"))
+    with pytest.raises(DataError, match="label 2"):
+        run_prepare("camelyon", tmp_path / "tars", tmp_path / "out")
 
 
 def test_versions_of_tfds(tmp_path):

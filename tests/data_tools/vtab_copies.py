@@ -5,8 +5,6 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image
 from test_tfrecord import encode, framed
 
@@ -96,34 +94,10 @@ def make_tfds(root: Path, task: str, images: int = IMAGES, version: str | None =
         ]
         for index, half in enumerate((records[: images // 3], records[images // 3 :])):
             (folder / f"{origin.tfds_name}-{split}.tfrecord-0000{index}-of-00002").write_bytes(framed(*half))
-    if origin.states_its_label and task != "dmlab":
+    if origin.rule.features == ("label",) and task != "dmlab":
         names = [f"{task} {number}" for number in range(TASKS[task].num_classes)]
         (folder / "label.labels.txt").write_text("\n".join(names) + "\n")
     return folder
-
-
-def make_parquet(
-    root: Path, task: str, splits: tuple[str, ...], images: int = IMAGES, order=lambda n: range(n)
-) -> Path:
-    """Rows with the features of TFDS; `order` says which images come in which order."""
-    folder = root / task / "data"
-    folder.mkdir(parents=True)
-    for split in splits:
-        columns: dict[str, list] = {}
-        for number in order(images):
-            for name, values in features(task, split, number).items():
-                column, _, field = name.partition("/")
-                value = (
-                    {"bytes": values[0], "path": None} if name.startswith("image") else values if field else values[0]
-                )
-                columns.setdefault(name, []).append(value)
-                assert column
-        nested: dict[str, list] = {name: values for name, values in columns.items() if "/" not in name}
-        fields = {name.partition("/")[2]: values for name, values in columns.items() if "/" in name}
-        if fields:
-            nested["objects"] = [dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=True)]
-        pq.write_table(pa.table(nested), folder / f"{split}-00000-of-00001.parquet")
-    return root / task
 
 
 def make_tars(root: Path, task: str, splits: tuple[str, ...], images: int = IMAGES) -> Path:
@@ -154,17 +128,4 @@ def make_folders(root: Path, task: str, splits: tuple[str, ...], images: int = I
             path = root / task / split / f"class {expected_label(task, number):03d}" / f"{number:04d}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(picture(split, number))
-    return root / task
-
-
-def make_lists(root: Path, task: str, counts: dict[str, int]) -> Path:
-    """Lists of `path label` beside a folder of images."""
-    for split, count in counts.items():
-        lines = []
-        for number in range(count):
-            path = Path("images", split, f"{number:06d}.png")
-            (root / task / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / task / path).write_bytes(picture(split, number))
-            lines.append(f"{path} {expected_label(task, number)}\n")
-        (root / task / f"{split}.txt").write_text("".join(lines))
     return root / task
