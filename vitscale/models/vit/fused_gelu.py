@@ -80,7 +80,7 @@ class _FirstLayer(Linear):
 
 class _FusedMLP(MLP):
     def _activated(self, x: Tensor) -> Tensor:
-        return _Gelu.apply(x, self.fc1.bias, self.kind == "gelu")  # type: ignore[no-any-return]
+        return _Gelu.apply(x, self.fc1.bias, self.kind == "gelu")
 
 
 def fuse_gelu(model: nn.Module) -> None:
