@@ -68,7 +68,7 @@ def preflight(
     _check_agreement(ranks, recipe)
     expected = partial(expected_memory, recipe, plan.num_classes, world.size, plan.micro_batch, device)
     memory = Memory(**on_rank_zero(lambda: asdict(expected())))
-    _check_able(ranks)
+    _check_able(ranks, recipe)
     _check_trackers(recipe)
     warnings = on_rank_zero(lambda: check_splits(recipe, plan.manifest))
     warnings += _check_load(world, ranks) + _check_bf16(recipe, world, ranks)
@@ -102,7 +102,7 @@ class _Rank:
         host_memory: bytes free on its machine, for all its ranks together; None if unknown.
         load: processes that wanted a core of its machine in the last minute, for each core that it may use.
         has_bf16: whether the device has bf16 arithmetic of its own; None if unknown.
-        without_compiler: what it lacks for compiling; empty if nothing, or if the recipe does not compile.
+        without_compiler: what it lacks for compiling; empty if nothing, or if the recipe has nothing to compile.
         without_float8: why it cannot train in float8; empty if it can, or need not.
     """
 
@@ -128,7 +128,9 @@ def _look_around(recipe: Recipe, plan: RunPlan, world: distributed.World) -> _Ra
     free, has_bf16 = None, has_bf16_instructions()
     if world.device.type == "cuda":
         free, has_bf16 = torch.cuda.mem_get_info(world.device)[0], torch.cuda.is_bf16_supported(False)
-    without_compiler = missing_for_compiling(world.device.type) if recipe.parallelism.compiles else ""
+    is_fused = recipe.parallelism.fused_gelu
+    without_compiler = missing_for_compiling(world.device.type) if recipe.parallelism.compiles or is_fused else ""
+    without_compiler = "GPU" if is_fused and world.device.type != "cuda" else without_compiler
     without_float8 = _without_float8(world.device) if recipe.precision == "fp8" else ""
     load = os.getloadavg()[0] / usable_cores()
     return _Rank(
@@ -241,10 +243,11 @@ def _check_bf16(recipe: Recipe, world: distributed.World, ranks: Sequence[_Rank]
     ]
 
 
-def _check_able(ranks: Sequence[_Rank]) -> None:
+def _check_able(ranks: Sequence[_Rank], recipe: Recipe) -> None:
     """Raise `MachineError` if a rank cannot do what the recipe asks for."""
+    compiled = "fused_gelu" if recipe.parallelism.fused_gelu else "compile"
     for key, reasons in {
-        "parallelism.compile": [one.without_compiler and f"has no {one.without_compiler}" for one in ranks],
+        f"parallelism.{compiled}": [one.without_compiler and f"has no {one.without_compiler}" for one in ranks],
         "precision fp8": [one.without_float8 for one in ranks],
     }.items():
         for reason in sorted({*reasons} - {""}):
