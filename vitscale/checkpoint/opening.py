@@ -1,11 +1,11 @@
-"""Opens weights, of a run's checkpoint or of a file in any format: what is there, before any value is read."""
+"""Opens weights, of a run, of a file in any format or fresh ones: what is there, before any value is read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from vitscale.checkpoint.reader import CheckpointReader
 from vitscale.checkpoint.store import CheckpointStore
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.families import Model as ModelBlock
+from vitscale.families import architecture, nearest
 from vitscale.models import Model, initial_value
 from vitscale.models.weights import (
     HEAD,
@@ -33,6 +34,7 @@ from vitscale.runs.checkpoint_index import EMA, MASTER, CheckpointIndex
 from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.names import RECIPE_FILE
 
+Kind = Literal["a run", "a file of weights", "a model's name"]
 ReadPiece = Callable[[str, str, int, int], Tensor]
 """(kind, name, start, length) -> those elements of a flattened parameter, as `CheckpointReader.read` has them."""
 
@@ -143,20 +145,71 @@ def of_file(path: Path) -> OpenWeights:
     return OpenWeights(f"{path} ({source.form})", source, own_description(source), {"form": source.form})
 
 
-def of_name(name: str, image_size: int | None, num_classes: int | None, head: str | None, seed: int) -> OpenWeights:
-    """Fresh weights of a model by its name, for images of 224 pixels by default. Raises `RecipeError`."""
-    block = {"name": name, "head": head or "linear", "num_classes": num_classes}
-    description = Description(block, image_size or 224, num_classes)
-    model = description.build()
+# ---- The door --------------------------------------------------------------------------------------------------------
+
+
+def kind_of(source: str) -> Kind:
+    """What a source is, by what lies there. Raises `RecipeError` if nothing does and no model has this name."""
+    path = Path(source)
+    try:
+        if (path / RECIPE_FILE).exists():
+            return "a run"
+        if path.exists():
+            return "a file of weights"
+    except OSError as error:
+        raise RecipeError(f"{str(error.filename)[:100]}: {error.strerror}") from None
+    try:
+        architecture(source)
+    except ValueError:
+        known = "" if path.suffix else f", and no model of this name; the nearest is {nearest(source)!r}"
+        raise RecipeError(f"{source}: there is no such run, file or folder{known}") from None
+    return "a model's name"
+
+
+def open_model(
+    source: str,
+    step: int | None = None,
+    *,
+    use_average: bool = True,
+    image_size: int | None = None,
+    num_classes: int | None = None,
+    head: str = "linear",
+    seed: int = 0,
+    report: Callable[[str], None] = print,
+) -> OpenWeights:
+    """The weights of any source.
+
+    Args:
+        source: a run's directory; weights in any format; or a model's name, for fresh weights.
+        step: for a run, the step of the checkpoint; by default the newest one that verifies.
+        use_average: for a run, whether to take the average of the weights if it keeps one.
+        image_size, num_classes, head, seed: of fresh weights; by default for 224 pixels.
+        report: called with what is worth knowing: damaged checkpoints, a recipe.yaml that names another model now.
+
+    Raises `RecipeError`, `CheckpointError` and, for checkpoints at a URL that does not answer, `StorageError`.
+    """
+    kind, path = kind_of(source), Path(source)
+    if kind == "a file of weights":
+        return of_file(path)
+    if kind == "a model's name":
+        block = {"name": source, "head": head, "num_classes": num_classes}
+        return _fresh(Description(block, image_size or 224, num_classes), seed)
+    recipe, reader = open_run(path, step, report)
+    found = of_checkpoint(path, str(reader.folder), reader.index, reader.read, None if use_average else MASTER)
+    assert found.description is not None
+    if edits := differences(found.description.model, recipe.dump()["model"], "model."):
+        report(f"{path / RECIPE_FILE} was edited ({'; '.join(edits)}); what was trained is exported")
+    return replace(found, description=replace(found.description, eval_crop=recipe.data.eval_crop))
+
+
+def _fresh(description: Description, seed: int) -> OpenWeights:
+    model, title = description.build(), description.title
 
     def entry(name: str, shape: torch.Size) -> Entry:
         return Entry(name, tuple(shape), lambda: initial_value(model, name, shape, seed))
 
     entries = {name: entry(name, parameter.shape) for name, parameter in model.named_parameters()}
-    return OpenWeights(name, Source(Path(name), "safetensors", entries), description, {"seed": seed})
-
-
-# ---- Runs ------------------------------------------------------------------------------------------------------------
+    return OpenWeights(title, Source(Path(title), "safetensors", entries), description, {"seed": seed})
 
 
 def is_weights(source: Path) -> bool:
@@ -190,18 +243,3 @@ def open_run(
 def trained_recipe(reader: CheckpointReader) -> Recipe:
     """The recipe that a checkpoint was trained with, from its own record: unlike recipe.yaml, that has a checksum."""
     return validate_recipe(reader.index.recipe, f"the recipe in {reader.folder}")
-
-
-def weights_of_run(
-    run_dir: Path, step: int | None = None, *, use_average: bool = True, report: Callable[[str], None] = print
-) -> OpenWeights:
-    """What a run has trained, with its present crop of evaluation; reports if recipe.yaml names another model now.
-
-    Raises as `open_run` does.
-    """
-    recipe, reader = open_run(run_dir, step, report)
-    found = of_checkpoint(run_dir, str(reader.folder), reader.index, reader.read, None if use_average else MASTER)
-    assert found.description is not None
-    if edits := differences(found.description.model, recipe.dump()["model"], "model."):
-        report(f"{run_dir / RECIPE_FILE} was edited ({'; '.join(edits)}); what was trained is exported")
-    return replace(found, description=replace(found.description, eval_crop=recipe.data.eval_crop))

@@ -1,7 +1,6 @@
 """`vitscale export`: weights of a run, a fresh model or a file, in any format that can hold them."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,7 +9,6 @@ import typer
 
 from vitscale.cli.looking import NoEma
 from vitscale.errors import RecipeError
-from vitscale.runs.names import RECIPE_FILE
 from vitscale.weight_formats import Format
 
 # The options that each kind of source uses; an option that would have no effect is refused.
@@ -54,28 +52,30 @@ def export(
     They are those of a run, of a fresh model or of a file in any of these formats.
     """
     from vitscale.checkpoint import EMA
-    from vitscale.checkpoint.opening import of_file, of_name, weights_of_run
+    from vitscale.checkpoint.opening import kind_of, open_model
     from vitscale.cli.model_block import model_block
     from vitscale.models.weights import HEAD, loading_lines, write_weights
 
     options = {"step": step, "no_ema": no_ema or None, "model": model, "set": settings or None, "seed": seed}
     options |= {"num_classes": num_classes, "image_size": image_size, "head": head}
     given = {name for name, value in options.items() if value is not None}
-    path, block = Path(source), None
-    report: Callable[[str], None] = print
     try:
-        if _is_there(path / RECIPE_FILE):
-            _only("a run", source, given)
-            weights = weights_of_run(path, step, use_average=not no_ema)
-        elif _is_there(path):
-            _only("a file of weights", source, given)
-            block, weights = model_block(model, settings or []), of_file(path)
-        else:
-            _check_name(source)
-            _only("a model's name", source, given)
-            if num_classes is None and not drop_head:
-                raise RecipeError(f"{source}: fresh weights need --num-classes")
-            weights, report = of_name(source, image_size, num_classes, head, seed or 0), lambda note: None
+        kind = kind_of(source)
+        _only(kind, source, given)
+        is_fresh = kind == "a model's name"
+        if is_fresh and num_classes is None and not drop_head:
+            raise RecipeError(f"{source}: fresh weights need --num-classes")
+        block = model_block(model, settings or [])
+        weights = open_model(
+            source,
+            step,
+            use_average=not no_ema,
+            image_size=image_size,
+            num_classes=num_classes,
+            head=head or "linear",
+            seed=seed or 0,
+        )
+        report = (lambda note: None) if is_fresh else print  # a fresh head of zeros is no news
         description, _, values = weights.fit(block, image_size, drop_head=drop_head, report=report)
         drop_head = values.keys().isdisjoint(HEAD)
         count = write_weights(out, form, description, lambda name: values[name](), drop_head)
@@ -100,26 +100,6 @@ def _written(out: Path) -> list[Path]:
     if out.is_dir():
         return [*out.iterdir()]
     return [out] if out.is_file() else []
-
-
-def _is_there(path: Path) -> bool:
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise RecipeError(f"{str(path)[:100]}: {error.strerror}") from None
-    return True
-
-
-def _check_name(source: str) -> None:
-    from vitscale.families import architecture, nearest
-
-    try:
-        architecture(source)
-    except ValueError:
-        known = "" if Path(source).suffix else f", and no model of this name; the nearest is {nearest(source)!r}"
-        raise RecipeError(f"{source}: there is no such run, file or folder{known}") from None
 
 
 def _only(kind: str, source: str, given: set[str]) -> None:

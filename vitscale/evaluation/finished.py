@@ -157,10 +157,8 @@ class FinishedModel:
     @torch.no_grad()
     def block_tokens(self, images: torch.Tensor, count: int) -> BlockTokens:
         """The tokens of the last `count` blocks for images, uint8 (B, S, S, 3)."""
-        backbone = self._model.backbone if isinstance(self._model, Objective) else self._model
-        assert isinstance(backbone, Model), type(backbone)
         pixels = to_model_input(images, self.accelerator.device, self._dtype, self.normalise)
-        return backbone.block_tokens(pixels, count)
+        return self.backbone.block_tokens(pixels, count)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter with its name; on the meta device if the model is spread and its value is elsewhere."""
