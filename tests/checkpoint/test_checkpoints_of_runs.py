@@ -18,8 +18,8 @@ from vitscale.checkpoint import (
     RemoteDirectory,
     checkpoint_directory,
 )
+from vitscale.checkpoint.opening import open_run
 from vitscale.cli.main import app
-from vitscale.evaluation.finished import open_run
 from vitscale.models import build_model
 from vitscale.recipe import Recipe, validate_recipe
 from vitscale.runs.names import CHECKPOINTS, RECIPE_FILE

@@ -11,8 +11,8 @@ from models.weights.exported import described, valued, write
 from ranks import STEPS, launch, make_data, make_recipe
 
 from vitscale.checkpoint import CheckpointStore
-from vitscale.cli.export import run_export
-from vitscale.evaluation.finished import open_run
+from vitscale.checkpoint.opening import open_run
+from vitscale.cli.export import export
 from vitscale.models import build_model, initial_value
 from vitscale.models.weights import describe, load_weights, open_weights
 from vitscale.objectives import build_objective
@@ -132,7 +132,7 @@ def test_every_parameter_is_trained_and_evaluated(root, family, stage):
 def test_a_run_of_any_stage_leaves_in_a_format_and_comes_back(root, family, form, stage, tmp_path):
     run_dir = root / "runs" / f"{family}-zero{stage}"
     out = tmp_path / ("weights.npz" if form == "npz" else "weights.safetensors")
-    run_export(str(run_dir), form, out)
+    export(str(run_dir), form, out)
     recipe, reader = open_run(run_dir)
     trained = load_model(recipe, reader)
     source = open_weights(out)

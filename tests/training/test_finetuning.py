@@ -10,7 +10,7 @@ import torch
 from outcomes import assert_same_run, checkpoint, column, everything
 from ranks import SHARDS, launch, make_data
 
-from vitscale.cli.export import run_export
+from vitscale.cli.export import export
 from vitscale.data import Loader, TrainOrder, TrainTransform
 from vitscale.recipe import Ema
 from vitscale.shards import Manifest
@@ -126,7 +126,7 @@ def test_ten_updates_equal_a_plain_loop_around_transformers_model(root, loops, n
     assert losses[0] == pytest.approx(math.log(CLASSES)) and losses[-1] < losses[0] - 0.1
     assert column(root, name, "loss") == pytest.approx(losses, rel=1e-5)
     assert column(root, name, "grad_norm") == pytest.approx(norms, rel=1e-4)
-    run_export(str(root / "runs" / name), "hf", tmp_path / "hf")
+    export(str(root / "runs" / name), "hf", tmp_path / "hf")
     found = transformers.ViTForImageClassification.from_pretrained(tmp_path / "hf").state_dict()
     assert found.keys() == weights.keys()
     differences = torch.cat([(found[key] - expected).abs().flatten() for key, expected in weights.items()])

@@ -10,9 +10,9 @@ from finished_runs import evaluate_run
 from outcomes import assert_same_run, checkpoint, column
 from ranks import SHARDS, STEPS, launch, make_data, make_recipe
 
-from vitscale.cli.export import run_export
+from vitscale.checkpoint.opening import open_run
+from vitscale.cli.export import export
 from vitscale.data import Loader, TrainOrder, TrainTransform, to_model_input
-from vitscale.evaluation.finished import open_run
 from vitscale.models import initial_value
 from vitscale.models.weights import describe, open_weights
 from vitscale.objectives import build_objective
@@ -111,7 +111,7 @@ def test_what_it_has_learned_is_evaluated_exported_and_begun_with(root, tmp_path
     run_dir = root / "runs" / "zero3"
     step, metrics = evaluate_run(run_dir)
     assert step == STEPS and 0 <= metrics["fewshot/toy/2shot"] <= 1
-    run_export(str(run_dir), "safetensors", tmp_path / "weights.safetensors")
+    export(str(run_dir), "safetensors", tmp_path / "weights.safetensors")
     found = describe(open_weights(tmp_path / "weights.safetensors"))
     assert found.num_classes is None
     _, reader = open_run(run_dir)

@@ -35,9 +35,10 @@ def opened_embedder(
         if useless := of_weights + _given({"--cosine": cosine}):
             raise RecipeError(f"{', '.join(useless)}: belongs to an embedding: --embedding RUN|WEIGHTS")
         return None
+    from vitscale.checkpoint.opening import is_weights
     from vitscale.cli.model_block import model_block
     from vitscale.evaluation.embedding import Embedder
-    from vitscale.evaluation.finished import OfWeights, is_weights
+    from vitscale.evaluation.finished import OfWeights
 
     if not is_weights(source):
         if of_weights:

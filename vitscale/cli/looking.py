@@ -331,8 +331,9 @@ def opened(
 
     Raises `RecipeError` for options that have no effect for this source, and as `FinishedModel` does.
     """
+    from vitscale.checkpoint.opening import is_weights
     from vitscale.cli.model_block import model_block
-    from vitscale.evaluation.finished import FinishedModel, OfWeights, is_weights
+    from vitscale.evaluation.finished import FinishedModel, OfWeights
 
     if max_memory is not None and not max_memory > 0:  # a NaN, too
         raise RecipeError(f"--max-memory {max_memory:g}: expected gigabytes above 0")

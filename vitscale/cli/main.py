@@ -9,9 +9,10 @@ from typer.core import TyperCommand
 from vitscale.cli import dedup, looking, shards, study, vtab
 from vitscale.cli.command_line import HELP, Version, readable_command, run
 from vitscale.cli.doctor import doctor
+from vitscale.cli.export import export
 from vitscale.cli.inspect import InspectCommand, inspect
 from vitscale.cli.launch import launch
-from vitscale.cli.looking import NoEma, Settings
+from vitscale.cli.looking import Settings
 from vitscale.cli.plan import plan
 from vitscale.cli.prove import prove
 from vitscale.cli.report import report
@@ -20,7 +21,6 @@ from vitscale.cli.status import status
 from vitscale.cli.verify import verify
 from vitscale.cli.without import without
 from vitscale.errors import RecipeError
-from vitscale.weight_formats import Format
 
 app = typer.Typer(
     help="Pre-train Vision Transformers at scale.",
@@ -33,7 +33,6 @@ app.add_typer(shards.app, name="shards")
 app.add_typer(dedup.app, name="dedup")
 app.add_typer(vtab.app, name="vtab")
 app.add_typer(study.app, name="study")
-HeadKind = Literal["linear", "pretrain"]
 ListFormat = Literal["table", "json"]
 
 
@@ -153,53 +152,7 @@ def demo(
     run_demo(out)
 
 
-@app.command(short_help="Write weights for timm, transformers, Google's code or ours.")
-def export(
-    source: Annotated[str, typer.Argument(help="A run's directory, a model's name, or weights of any format.")],
-    form: Annotated[Format, typer.Option("--format", help="What to write.")],
-    out: Annotated[Path, typer.Option(help="The file, or for hf and timm the folder; nothing is overwritten.")],
-    step: Annotated[int | None, typer.Option(help="Step of a run's checkpoint; default: the newest.")] = None,
-    no_ema: NoEma = False,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Model of weights in another format: ViT-B/16, or a recipe."),
-    ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Field of --model, e.g. model.depth=8.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of a named model's fresh weights; default 0.")
-    ] = None,
-    num_classes: Annotated[int | None, typer.Option(min=1, max=10**9, help="Classes of a named model.")] = None,
-    image_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=8192, help="Size in pixels: of a named model (default 224), or to resample positions to."
-        ),
-    ] = None,
-    head: Annotated[HeadKind | None, typer.Option(help="Head of a named model; default linear.")] = None,
-    drop_head: Annotated[bool, typer.Option("--drop-head", help="Leave out output layer and pre_logits.")] = False,
-) -> None:
-    """Write weights for timm, transformers or Google's code, or ours.
-
-    They are those of a run, of a fresh model or of a file in any of these formats.
-    """
-    from vitscale.cli.export import run_export
-
-    run_export(
-        source,
-        form,
-        out,
-        drop_head=drop_head,
-        step=step,
-        no_ema=no_ema,
-        model=model,
-        settings=settings or [],
-        seed=seed,
-        num_classes=num_classes,
-        image_size=image_size,
-        head=head,
-    )
+app.command(short_help="Write weights for timm, transformers, Google's code or ours.")(export)
 
 
 def main() -> None:

@@ -4,9 +4,9 @@ Under `accelerate launch` every process has the model, spread over several devic
 images.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -15,67 +15,24 @@ import torch
 from accelerate.utils import align_module_device
 from torch import nn
 
-from vitscale.checkpoint import MASTER, CheckpointReader, CheckpointStore, checkpoint_directory
+from vitscale.checkpoint import MASTER, CheckpointReader
+from vitscale.checkpoint.opening import describe_run, is_weights, of_file, open_run, trained_recipe
 from vitscale.data import EvalTransform, Reading, to_model_input
-from vitscale.errors import CheckpointError, DataError, RecipeError, VitscaleError
+from vitscale.errors import DataError, RecipeError, VitscaleError
 from vitscale.evaluation.build import build_evaluators, exact_pass
 from vitscale.evaluation.contract import MakeLoader, evaluate
 from vitscale.evaluation.placing import ReadTensor, is_main, join, place, tell
 from vitscale.evaluation.splits import common_samples
 from vitscale.models import BlockTokens, Model, Outputs, weight_dtype
-from vitscale.models.weights import (
-    HEAD,
-    WHOLE_PICTURE,
-    Description,
-    Source,
-    describe,
-    has_head,
-    open_weights,
-    parameters,
-)
+from vitscale.models.weights import WHOLE_PICTURE, Description, Source
 from vitscale.objectives import Objective, build_objective
-from vitscale.recipe import (
-    Classification,
-    Data,
-    EvalCrop,
-    Normalise,
-    Recipe,
-    override,
-    validate_recipe,
-)
+from vitscale.recipe import Classification, Data, EvalCrop, Normalise, Recipe, override
 from vitscale.recipe.datasets import find_dataset
 from vitscale.runs.checkpoint_index import data_root
-from vitscale.runs.directory import recipe_of_run
-from vitscale.runs.names import RECIPE_FILE
 from vitscale.shards import MANIFEST_NAME, Manifest
 from vitscale.weight_formats import POSITIONS_RULE
 
 _BICUBIC, _ANTIALIASED = "resampled, bicubic with edges in one place", "resampled, bicubic and antialiased"
-
-
-def open_run(
-    run_dir: Path, step: int | None = None, report: Callable[[str], None] = print
-) -> tuple[Recipe, CheckpointReader]:
-    """A run's recipe, and its newest checkpoint that verifies, or the one of `step`.
-
-    Raises `RecipeError` if there is no run, `CheckpointError` if there is no such checkpoint, and `StorageError` if the
-    checkpoints are at a URL that does not answer.
-    """
-    recipe = recipe_of_run(run_dir)
-    store = CheckpointStore(checkpoint_directory(recipe, run_dir))
-    if step is None:
-        reader = store.newest(report=report)
-        if reader is None:
-            raise CheckpointError(f"{run_dir} has no checkpoint yet")
-        return recipe, reader
-    if step not in store.steps():
-        raise CheckpointError(f"{run_dir} has no checkpoint of step {step}; it has those of {store.steps()}")
-    return recipe, store.open(step)
-
-
-def trained_recipe(reader: CheckpointReader) -> Recipe:
-    """The recipe that a checkpoint was trained with, from its own record: unlike recipe.yaml, that has a checksum."""
-    return validate_recipe(reader.index.recipe, f"the recipe in {reader.folder}")
 
 
 def empty_objective(recipe: Recipe, reader: CheckpointReader) -> Objective:
@@ -94,7 +51,7 @@ def stored_values(objective: Objective, reader: CheckpointReader, use_average: b
     return {ours: partial(reader.parameter, theirs, kind) for ours, theirs in zip(own, stored, strict=True)}
 
 
-_Opened = tuple[Model | Objective, Mapping[str, ReadTensor], torch.dtype]
+_Opened = tuple[Description, Model | Objective, Mapping[str, ReadTensor], torch.dtype]
 
 
 class FinishedModel:
@@ -142,14 +99,16 @@ class FinishedModel:
         self.recipe: Recipe | None = None
         self.positions: str | None = None
         self.positions_of_origin: str | None = None
-        model, values, dtype = (
+        description, model, values, self._dtype = (
             self._open_weights(weights or OfWeights())
             if is_weights(source)
             else self._open(settings, step, use_average)
         )
-        self.precision = "fp32" if dtype == torch.float32 else "bf16"
-        self._dtype = dtype
-        self._model = place(model, values, dtype, self.accelerator, max_memory_gb)
+        self.title, self.step, self.image_size = description.title, description.step, description.image_size
+        self.class_names, self.num_classes = description.class_names, description.num_classes
+        self.eval_crop, self.normalise = description.eval_crop or WHOLE_PICTURE, description.normalise or Normalise()
+        self.precision = "fp32" if self._dtype == torch.float32 else "bf16"
+        self._model = place(model, values, self._dtype, self.accelerator, max_memory_gb)
 
     def _open(self, settings: Sequence[str], step: int | None, use_average: bool) -> _Opened:
         recipe, reader = open_run(self.source, step, tell)
@@ -157,37 +116,23 @@ class FinishedModel:
         as_trained = recipe.dump() | {"model": trained["model"]}
         as_trained["data"] |= {"root": data_root(recipe, reader.index), "normalise": trained["data"]["normalise"]}
         self.recipe = recipe = override(as_trained, settings, "the recipe of the run")
-        self.title = Description(as_trained["model"], recipe.data.image_size, None).title
-        self.step: int | None = reader.index.step
-        names: list[str] = reader.index.data["class_names"]
-        self.class_names: list[str] | None = names if recipe.objective.has_classes else None
-        self.num_classes: int | None = len(names) if recipe.objective.has_classes else None
-        self.image_size, self.eval_crop = recipe.data.image_size, recipe.data.eval_crop
-        self.normalise = recipe.data.normalise
+        description = describe_run(as_trained["model"], recipe, reader.index)
         self.loss = recipe.objective.loss if isinstance(recipe.objective, Classification) else "softmax"
         self._batch, self._data = recipe.evaluation.batch, recipe.data
         objective = empty_objective(recipe, reader)
-        return objective, stored_values(objective, reader, use_average), weight_dtype(recipe)
+        return description, objective, stored_values(objective, reader, use_average), weight_dtype(recipe)
 
     def _open_weights(self, weights: "OfWeights") -> _Opened:
-        source = open_weights(self.source)
-        description = describe(source, weights.model, weights.image_size)
-        headless = description.num_classes is None and not has_head(source)
-        model = description.build(with_head=not headless)
-        values = parameters(model, source, HEAD if headless else (), tell)
+        found = of_file(self.source)
+        own, model, values = found.fit(weights.model, weights.image_size, report=tell)
         if any(read.is_resampled for read in values.values()):
-            self.positions, self.positions_of_origin = POSITIONS_RULE, rule_of_origin(source)
-        self.title, self.step = description.title, description.step
-        self.num_classes = None if headless else description.num_classes
-        self.class_names = _names(self.source, description.class_names, weights.class_names, self.num_classes)
-        self.image_size = description.image_size
-        self.eval_crop = description.eval_crop or WHOLE_PICTURE
-        self.normalise = description.normalise or Normalise()
-        if description.normalise is None:
+            self.positions, self.positions_of_origin = POSITIONS_RULE, rule_of_origin(found.source)
+        own = replace(own, class_names=_names(self.source, own.class_names, weights.class_names, own.num_classes))
+        if own.normalise is None:
             tell(f"{self.source} does not say how pixels are normalised: assuming [-1, 1], as in the paper")
         self.loss = "softmax"
         self._batch, self._data = weights.batch, Data(train="")
-        return model, values, torch.float32 if weights.precision == "fp32" else torch.bfloat16
+        return own, model, values, torch.float32 if weights.precision == "fp32" else torch.bfloat16
 
     @property
     def backbone(self) -> Model:
@@ -212,10 +157,8 @@ class FinishedModel:
     @torch.no_grad()
     def block_tokens(self, images: torch.Tensor, count: int) -> BlockTokens:
         """The tokens of the last `count` blocks for images, uint8 (B, S, S, 3)."""
-        backbone = self._model.backbone if isinstance(self._model, Objective) else self._model
-        assert isinstance(backbone, Model), type(backbone)
         pixels = to_model_input(images, self.accelerator.device, self._dtype, self.normalise)
-        return backbone.block_tokens(pixels, count)
+        return self.backbone.block_tokens(pixels, count)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter with its name; on the meta device if the model is spread and its value is elsewhere."""
@@ -286,14 +229,6 @@ class OfWeights:
     class_names: Sequence[str] | None = None
     batch: int = 64
     precision: Literal["fp32", "bf16"] = "fp32"
-
-
-def is_weights(source: Path) -> bool:
-    """Whether this is a file or folder of weights rather than a run's directory. Raises `RecipeError`."""
-    try:
-        return source.is_file() or ((source / "config.json").is_file() and not (source / RECIPE_FILE).is_file())
-    except OSError as error:
-        raise RecipeError(f"{str(source)[:100]}: {error.strerror}") from None
 
 
 def rule_of_origin(source: Source) -> str:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitscale.checkpoint import EMA, MASTER, CheckpointReader, CheckpointStore, checkpoint_directory
+from vitscale.checkpoint.opening import trained_recipe
 from vitscale.errors import EXIT_DONE, CheckpointError, DataError, VitscaleError
-from vitscale.evaluation.finished import trained_recipe
 from vitscale.flops.accounting import exaflops
 from vitscale.flops.work import recipe_work
 from vitscale.launch import count_devices

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.checkpoint import CheckpointIndex, CheckpointReader
+from vitscale.checkpoint.opening import trained_recipe
 from vitscale.errors import CheckpointError, DataError, RecipeError, VitscaleError
-from vitscale.evaluation.finished import trained_recipe
 from vitscale.recipe import FREE_ON_BRANCHING, Recipe, differences, validate_recipe
 from vitscale.recipe.datasets import find_dataset
 from vitscale.runs.checkpoint_index import data_root

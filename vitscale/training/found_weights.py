@@ -6,24 +6,21 @@ They are what `init` starts from, or what a teacher of `objective` computes with
 import dataclasses
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from vitscale.checkpoint import EMA, CheckpointIndex, CheckpointStore, Directory, LocalDirectory, checkpoint_directory
+from vitscale.checkpoint import CheckpointIndex, CheckpointStore, Directory, LocalDirectory, checkpoint_directory
+from vitscale.checkpoint.opening import OpenWeights, of_checkpoint, of_file
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.families import Model
 from vitscale.files.digests import file_digests
-from vitscale.models.weights import Entry, Source, open_weights, own_description
 from vitscale.models.weights.huggingface import distinct
 from vitscale.ranks import from_rank_zero, gather, on_rank_zero
-from vitscale.recipe import Init, Normalise, read_recipe, validate_model, validate_recipe
+from vitscale.recipe import Init, Normalise, read_recipe
 from vitscale.runs.checkpoints import steps_among
 from vitscale.runs.names import INDEX_FILE, RECIPE_FILE
-from vitscale.training import distributed, fragments
+from vitscale.training import distributed
 
 _READ_WITH_WEIGHTS = (".safetensors", ".bin", ".json")  # what is read of a folder in another library's format
 
@@ -48,45 +45,18 @@ class Named:
         return cls("init", init.source, init.step)
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """Weights of which no value is read yet.
-
-    Attributes:
-        title: what the weights are called in messages.
-        source: names and shapes, and how to read.
-        model: the model that the weights say they belong to; None if they do not say.
-        class_names: the names of the outputs, if known.
-        normalise: how the images that they expect are normalised, if known.
-        facts: what identifies the weights, besides their files.
-        files: name -> sha256.
-    """
-
-    title: str
-    source: Source
-    model: Model | None
-    class_names: list[str] | None
-    normalise: Normalise | None
-    facts: dict[str, Any]
-    files: dict[str, str]
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {**self.facts, "files": self.files}
-
-
-def find_weights(named: Named) -> Found:
+def find_weights(named: Named) -> OpenWeights:
     """The weights' names and shapes only, before the ranks meet; a checkpoint's files are not looked at.
 
     Raises `RecipeError` if there are no such weights, and `CheckpointError` if they are damaged.
     """
     store, step = find_checkpoint(named)
     if store is None:
-        return _of_file(_path(named))
-    return _of_checkpoint(named, store.root, read_found_index(named, store, step), _not_read_yet)
+        return of_file(_path(named))
+    return of_checkpoint(named.source, store.root, read_found_index(named, store, step), _not_read_yet)
 
 
-def open_found(named: Named, world: distributed.World, say: Callable[[str], None]) -> Found:
+def open_found(named: Named, world: distributed.World, say: Callable[[str], None]) -> OpenWeights:
     """The weights, for reading; all ranks call it together.
 
     Args:
@@ -97,11 +67,11 @@ def open_found(named: Named, world: distributed.World, say: Callable[[str], None
     store, step = find_checkpoint(named, world)
     if store is None:
         path = _path(named)
-        return dataclasses.replace(_of_file(path), files=on_rank_zero(lambda: digests(path)))
+        return dataclasses.replace(of_file(path), files=on_rank_zero(lambda: digests(path)))
     reader = store.newest(lambda problem: say(f"WARNING: {problem}")) if step is None else store.open(step)
     if reader is None:
         raise _no_checkpoint(named, store).on_all_ranks()
-    return _of_checkpoint(named, str(reader.folder), reader.index, reader.read)
+    return of_checkpoint(named.source, str(reader.folder), reader.index, reader.read)
 
 
 def find_checkpoint(named: Named, world: distributed.World | None = None) -> tuple[CheckpointStore | None, int | None]:
@@ -172,42 +142,8 @@ def _no_checkpoint(named: Named, store: CheckpointStore) -> CheckpointError:
     return CheckpointError(f"{named.key}.from: the run has no checkpoint yet in {store.root}")
 
 
-def _of_checkpoint(named: Named, where: str, index: CheckpointIndex, read: fragments.Source) -> Found:
-    kind = index.evaluated_kind
-    recipe = validate_recipe(index.recipe, f"the recipe in {where}")
-    shapes = {name: shape for name, shape in index.shapes.items() if name not in recipe.objective.own}
-
-    def entry(name: str, shape: list[int]) -> Entry:
-        piece = partial(read, kind, name)
-        return Entry(name, tuple(shape), lambda: piece(0, torch.Size(shape).numel()).view(shape), piece)
-
-    return Found(
-        title=f"{named.source} step {index.step:,}{' (average)' if kind == EMA else ''}",
-        source=Source(Path(named.source), "safetensors", {name: entry(name, shape) for name, shape in shapes.items()}),
-        model=recipe.model,
-        class_names=index.data.get("class_names") if recipe.objective.has_classes else None,
-        normalise=recipe.data.normalise,
-        facts={"step": index.step, "kind": kind},
-        files={file.path: file.sha256 for file in index.files},
-    )
-
-
 def _not_read_yet(kind: str, name: str, start: int, length: int) -> Tensor:
     raise AssertionError(f"{kind}/{name} is asked for where only names and shapes are known")
-
-
-def _of_file(path: Path) -> Found:
-    source = open_weights(path)
-    own = own_description(source)
-    return Found(
-        title=f"{path} ({source.form})",
-        source=source,
-        model=None if own is None else validate_model(own.model, own.image_size, str(path)),
-        class_names=source.class_names if own is None else own.class_names,
-        normalise=source.normalise if own is None else own.normalise,
-        facts={"form": source.form},
-        files={},
-    )
 
 
 def digests(path: Path) -> dict[str, str]:
@@ -222,7 +158,7 @@ def digests(path: Path) -> dict[str, str]:
 # ---- What must be the same -------------------------------------------------------------------------------------------
 
 
-def check_model(named: Named, found: Found, ours: Model, whose: str) -> None:
+def check_model(named: Named, found: OpenWeights, ours: Model, whose: str) -> None:
     """Compare what no parameter's shape shows, such as the number of heads; `whose` names our model in the error."""
     if found.model is None:
         return
@@ -232,7 +168,7 @@ def check_model(named: Named, found: Found, ours: Model, whose: str) -> None:
         raise RecipeError(f"{named.key}.from: {found.title} is of another model: it has {listed}")
 
 
-def check_normalisation(named: Named, found: Found, ours: Normalise, field: str) -> None:
+def check_normalisation(named: Named, found: OpenWeights, ours: Normalise, field: str) -> None:
     """Compare how images are normalised, if the weights say so; `field` is the recipe's key for it."""
     if found.normalise is None or found.normalise == ours:
         return
@@ -247,7 +183,7 @@ def in_yaml(normalise: Normalise) -> str:
     return f"{{mean: {normalise.mean}, std: {normalise.std}}}"
 
 
-def check_classes(found: Found, class_names: list[str], where: str, otherwise: str) -> None:
+def check_classes(found: OpenWeights, class_names: list[str], where: str, otherwise: str) -> None:
     """Compare the names of the classes, if both sides have them; their number shows in the head's shape.
 
     Args:

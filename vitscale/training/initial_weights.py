@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vitscale.checkpoint import checkpoint_directory
+from vitscale.checkpoint.opening import OpenWeights
 from vitscale.errors import VitscaleError
 from vitscale.models.weights import HEAD, Reader, Source, notes, parameters
 from vitscale.objectives import build_objective
@@ -21,7 +22,6 @@ from vitscale.recipe import Recipe
 from vitscale.runs.directory import read_newest
 from vitscale.training import distributed, fragments
 from vitscale.training.found_weights import (
-    Found,
     Named,
     check_classes,
     check_model,
@@ -109,7 +109,7 @@ class _Assignment:
     Raises as `check_initial_weights`.
     """
 
-    def __init__(self, recipe: Recipe, class_names: list[str], found: Found) -> None:
+    def __init__(self, recipe: Recipe, class_names: list[str], found: OpenWeights) -> None:
         assert recipe.init is not None
         self._found = found
         with torch.device("meta"):

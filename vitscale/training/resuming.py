@@ -4,8 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vitscale.checkpoint import CheckpointIndex, CheckpointReader
+from vitscale.checkpoint.opening import trained_recipe
 from vitscale.errors import CheckpointError
-from vitscale.evaluation.finished import trained_recipe
 from vitscale.native import libjpeg_turbo_version
 from vitscale.ranks import on_rank_zero
 from vitscale.recipe import Recipe

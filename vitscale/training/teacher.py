@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from vitscale import recipe as recipes
+from vitscale.checkpoint.opening import OpenWeights
 from vitscale.errors import CheckpointError, RecipeError, VitscaleError
 from vitscale.models import Model, initialise, weight_dtype
 from vitscale.models.weights import load_weights, notes, parameters
@@ -13,7 +14,6 @@ from vitscale.objectives import build_teacher
 from vitscale.recipe import Recipe
 from vitscale.training import distributed
 from vitscale.training.found_weights import (
-    Found,
     Named,
     check_classes,
     check_model,
@@ -107,7 +107,7 @@ def _named(recipe: Recipe) -> Named | None:
     return Named(_KEY, settings.teacher.source, settings.teacher.step)
 
 
-def _check(recipe: Recipe, class_names: list[str], named: Named, found: Found, teacher: Model) -> None:
+def _check(recipe: Recipe, class_names: list[str], named: Named, found: OpenWeights, teacher: Model) -> None:
     settings = recipe.objective
     assert isinstance(settings, recipes.Distillation)
     parameters(teacher, found.source, report=lambda note: None, advice=_ADVICE)

@@ -9,7 +9,7 @@ from models.small_models import images
 from models.weights.exported import described, differing, finished_run, valued, write
 from safetensors.torch import load_file
 
-from vitscale.cli.export import run_export
+from vitscale.cli.export import export
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.models import Model
 from vitscale.models.weights import HEAD, Description, describe, load_weights, open_weights
@@ -182,7 +182,7 @@ def test_the_printed_lines_open_a_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     _, model = ours_of("v3")
     finished_run(tmp_path / "run", model, OURS | CASES["v3"][0] | {"head": "linear"})
-    run_export("run", "hf", tmp_path / "folder", drop_head=True)
+    export("run", "hf", tmp_path / "folder", drop_head=True)
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
     scope = {"transformers": transformers}
     exec("\n".join(lines), scope)

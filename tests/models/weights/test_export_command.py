@@ -15,7 +15,7 @@ from models.weights.exported import NAMES, SUFFIX, TINY, described, differing, f
 from models.weights.test_weights_accounting import NO_WEIGHTS, no_weights
 
 from vitscale.checkpoint import CheckpointReader
-from vitscale.cli.export import run_export
+from vitscale.cli.export import export
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.models import initialise
 from vitscale.models.weights import describe, load_weights, open_weights
@@ -35,7 +35,7 @@ def test_a_run_of_any_stage_and_world(layout, ranks, form, tmp_path, capsys):
     run = finished_run(tmp_path / "run", model, block, layout, ranks)
     out = tmp_path / f"out{SUFFIX[form]}"
     step = 2 if form == "npz" else 3
-    run_export(str(run), form, out, step=2 if form == "npz" else None)
+    export(str(run), form, out, step=2 if form == "npz" else None)
     count = sum(parameter.numel() for parameter in model.parameters())
     title = "patch_size 8, width 48, depth 2, mlp_dim 96, num_heads 3"
     assert f"wrote {out}: {title}, step {step} as {form}, {count:,} parameters" in capsys.readouterr().out
@@ -52,13 +52,13 @@ def test_a_run_s_mistakes(tmp_path):
     block = TINY | {"head": "pretrain"}
     run = finished_run(tmp_path / "run", valued(described(block)), block, "whole", 1)
     with pytest.raises(CheckpointError, match="step 9"):
-        run_export(str(run), "npz", tmp_path / "a.npz", step=9)
+        export(str(run), "npz", tmp_path / "a.npz", step=9)
     with pytest.raises(RecipeError, match="--drop-head"):
-        run_export(str(run), "timm", tmp_path / "a.safetensors")
+        export(str(run), "timm", tmp_path / "a.safetensors")
     with pytest.raises(RecipeError, match="--num-classes, --seed"):
-        run_export(str(run), "npz", tmp_path / "a.npz", seed=1, num_classes=3)
+        export(str(run), "npz", tmp_path / "a.npz", seed=1, num_classes=3)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    run_export(str(run), "timm", tmp_path / "a.safetensors", drop_head=True)
+    export(str(run), "timm", tmp_path / "a.safetensors", drop_head=True)
     assert not {"head.weight", "pre_logits.weight"} & open_weights(tmp_path / "a.safetensors").entries.keys()
 
 
@@ -69,7 +69,7 @@ def test_a_run_is_what_was_trained(tmp_path, capsys):
     recipe = yaml.safe_load((run / RECIPE_FILE).read_text())
     recipe["model"]["num_heads"] = 6
     (run / RECIPE_FILE).write_text(yaml.safe_dump(recipe))
-    run_export(str(run), "npz", tmp_path / "a.npz")
+    export(str(run), "npz", tmp_path / "a.npz")
     assert "model.num_heads: 3 -> 6" in capsys.readouterr().out
     with np.load(tmp_path / "a.npz") as file:
         attention = "Transformer/encoderblock_0/MultiHeadDotProductAttention_1"
@@ -77,37 +77,37 @@ def test_a_run_is_what_was_trained(tmp_path, capsys):
     newest = run / CHECKPOINTS / "step-00000003"
     reader = CheckpointReader.of_folder(newest)
     (newest / "rank-00000.safetensors").unlink()
-    run_export(str(run), "safetensors", tmp_path / "a.safetensors")
+    export(str(run), "safetensors", tmp_path / "a.safetensors")
     assert ", step 2 as safetensors" in capsys.readouterr().out.splitlines()[-1]
     assert describe(open_weights(tmp_path / "a.safetensors")).step == 2
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors"):
         reader.parameter("norm.weight")
     with pytest.raises(CheckpointError, match=r"recipe\.yaml"):
-        run_export(str(newest), "npz", tmp_path / "b.npz")
+        export(str(newest), "npz", tmp_path / "b.npz")
 
 
 def test_a_file_of_replaced_dimensions_is_named_by_a_recipe(tmp_path, capsys):
     """`--model` takes a name or a recipe, of a file or of those that come along, and `--set` changes it."""
     block = {"name": "ViT-Ti/16", "depth": 2, "head": "linear"}
     run = finished_run(tmp_path / "run", valued(described(block)), block, "whole", 1)
-    run_export(str(run), "npz", tmp_path / "run.npz")
+    export(str(run), "npz", tmp_path / "run.npz")
     of_tiny = [f"model.{key}={value}" for key, value in block.items()]
     ways = [("ViT-Ti/16", ["model.depth=2"]), (str(run / RECIPE_FILE), []), ("b16_i21k", of_tiny)]
     for i, (model, settings) in enumerate(ways):
-        run_export(str(tmp_path / "run.npz"), "npz", tmp_path / f"{i}.npz", model=model, settings=settings)
+        export(str(tmp_path / "run.npz"), "npz", tmp_path / f"{i}.npz", model=model, settings=settings)
         assert f"{i}.npz: ViT-Ti/16 with depth 2 as npz" in capsys.readouterr().out
         assert (tmp_path / f"{i}.npz").read_bytes() == (tmp_path / "run.npz").read_bytes()
     with pytest.raises(RecipeError, match=r"dept:.*'depth'"):
-        run_export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", model="ViT-Ti/16", settings=["model.dept=2"])
+        export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", model="ViT-Ti/16", settings=["model.dept=2"])
     with pytest.raises(RecipeError, match=r"model\.KEY=VALUE"):
-        run_export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", model="ViT-Ti/16", settings=["seed=2"])
+        export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", model="ViT-Ti/16", settings=["seed=2"])
     with pytest.raises(RecipeError, match=r"--set.*--model"):
-        run_export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", settings=["model.depth=2"])
+        export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", settings=["model.depth=2"])
     with pytest.raises(RecipeError, match=r"'ViT-Ti-16'.*'ViT-Ti/16'"):
-        run_export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", model="ViT-Ti-16")
-    run_export(str(run), "safetensors", tmp_path / "own.safetensors")
+        export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", model="ViT-Ti-16")
+    export(str(run), "safetensors", tmp_path / "own.safetensors")
     with pytest.raises(RecipeError, match=r"ViT-Ti/16 with depth 2.*ViT-Ti/16$"):
-        run_export(str(tmp_path / "own.safetensors"), "npz", tmp_path / "b.npz", model="ViT-Ti/16")
+        export(str(tmp_path / "own.safetensors"), "npz", tmp_path / "b.npz", model="ViT-Ti/16")
 
 
 def test_a_post_activation_resnet_goes_through_timm(tmp_path):
@@ -116,7 +116,7 @@ def test_a_post_activation_resnet_goes_through_timm(tmp_path):
     model = valued(description)
     path = write(model, description, "timm", tmp_path)
     out = tmp_path / "again.safetensors"
-    run_export(str(path), "safetensors", out, model="ResNet50x1", settings=["model.blocks=[1, 1]", "model.variant=v1"])
+    export(str(path), "safetensors", out, model="ResNet50x1", settings=["model.blocks=[1, 1]", "model.variant=v1"])
     again = describe(open_weights(out)).build().to_empty(device="cpu")
     load_weights(again, open_weights(out))
     assert differing(model, again) == []
@@ -127,7 +127,7 @@ def test_what_has_no_head_is_passed_on_without_one(form, tmp_path, capsys):
     description = described({"name": "ViT-Ti/16", "depth": 1})
     path = write(valued(description), description, form, tmp_path, drop_head=True)
     options = {} if form == "safetensors" else {"model": "ViT-Ti/16", "settings": ["model.depth=1"]}
-    run_export(str(path), "npz", tmp_path / "out.npz", **options)
+    export(str(path), "npz", tmp_path / "out.npz", **options)
     assert "ViT-Ti/16 with depth 1, without a head as npz" in capsys.readouterr().out
     assert not [key for key in open_weights(tmp_path / "out.npz").entries if "head" in key]
 
@@ -141,16 +141,16 @@ def test_half_a_head_is_no_missing_head(tmp_path):
     del tensors["head.bias"]
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match=r"head\.bias"):
-        run_export(str(path), "npz", tmp_path / "out.npz", model="ViT-Ti/16", settings=["model.depth=1"])
+        export(str(path), "npz", tmp_path / "out.npz", model="ViT-Ti/16", settings=["model.depth=1"])
 
 
 def test_fresh_weights_without_a_head_need_no_classes(tmp_path):
-    run_export("ViT-Ti/16", "npz", tmp_path / "a.npz", drop_head=True, image_size=16)
+    export("ViT-Ti/16", "npz", tmp_path / "a.npz", drop_head=True, image_size=16)
     assert "head/kernel" not in open_weights(tmp_path / "a.npz").entries
 
 
 def test_fresh_weights_are_those_that_training_begins_with(tmp_path):
-    run_export("ViT-Ti/16", "timm", tmp_path / "a.safetensors", seed=5, num_classes=3, image_size=32)
+    export("ViT-Ti/16", "timm", tmp_path / "a.safetensors", seed=5, num_classes=3, image_size=32)
     description = described({"name": "ViT-Ti/16"}, 32, 3)
     expected = description.build().to_empty(device="cpu")
     initialise(expected, 5)
@@ -168,7 +168,7 @@ def test_any_format_becomes_any_other(tmp_path):
         for form, suffix in (("npz", ".npz"), ("timm", ".safetensors"), ("safetensors", ".safetensors"), ("hf", "")):
             out = tmp_path / f"{form}-{turn}{suffix}"
             own = path.name.startswith("safetensors")
-            run_export(str(path), form, out, model=None if own else "ViT-Ti/16")
+            export(str(path), form, out, model=None if own else "ViT-Ti/16")
             path = out
             files[form, turn] = (out / "model.safetensors" if form == "hf" else out).read_bytes()
     assert all(files[form, 1] == files[form, 2] for form in ("npz", "timm", "safetensors", "hf"))
@@ -176,8 +176,8 @@ def test_any_format_becomes_any_other(tmp_path):
 
 
 def test_another_image_size(tmp_path, capsys):
-    run_export("ViT-Ti/16", "npz", tmp_path / "a.npz", num_classes=3, image_size=64)
-    run_export(str(tmp_path / "a.npz"), "timm", tmp_path / "b.safetensors", model="ViT-Ti/16", image_size=96)
+    export("ViT-Ti/16", "npz", tmp_path / "a.npz", num_classes=3, image_size=64)
+    export(str(tmp_path / "a.npz"), "timm", tmp_path / "b.safetensors", model="ViT-Ti/16", image_size=96)
     assert "pos_embedding resampled from (4, 4) to (6, 6)" in capsys.readouterr().out
     assert open_weights(tmp_path / "b.safetensors").entries["pos_embed"].shape == (1, 37, 192)
 
@@ -188,10 +188,10 @@ def test_a_run_at_another_image_size_in_one_step(form, size, tmp_path, capsys):
     block = TINY | {"head": "linear"}
     run = finished_run(tmp_path / "run", valued(described(block)), block)
     out = tmp_path / f"one{SUFFIX[form]}"
-    run_export(str(run), form, out, image_size=size)
+    export(str(run), form, out, image_size=size)
     assert f"pos_embedding resampled from (8, 8) to ({size // 8}, {size // 8})" in capsys.readouterr().out
-    run_export(str(run), "safetensors", tmp_path / "file.safetensors")
-    run_export(str(tmp_path / "file.safetensors"), form, tmp_path / f"two{SUFFIX[form]}", image_size=size)
+    export(str(run), "safetensors", tmp_path / "file.safetensors")
+    export(str(tmp_path / "file.safetensors"), form, tmp_path / f"two{SUFFIX[form]}", image_size=size)
     assert_same_files(out, tmp_path / f"two{SUFFIX[form]}")
 
 
@@ -214,7 +214,7 @@ def test_the_crop_of_a_run_goes_through_every_format_that_can_say_it(crop, tmp_p
     source, own = run, {"model": str(run / RECIPE_FILE)}
     for i, form in enumerate(("safetensors", "hf", "timm", "hf")):
         out = tmp_path / f"{i}{SUFFIX[form] if form == 'safetensors' else ''}"
-        run_export(str(source), form, out, **(own if i > 1 else {}))
+        export(str(source), form, out, **(own if i > 1 else {}))
         source = out
         found = describe(open_weights(out), None if form == "safetensors" else block).eval_crop
         # Other libraries have no mean over areas: what they do instead is what such a folder says.
@@ -265,7 +265,7 @@ MISTAKES = [
 
 def refused(folder: Path, source: str, form: str, out: str, options: dict) -> str:
     with pytest.raises(RecipeError) as caught:
-        run_export(source, form, folder / out, **options)
+        export(source, form, folder / out, **options)
     return str(caught.value)
 
 
@@ -295,7 +295,7 @@ def test_a_source_that_may_not_be_read(tmp_path):
         os.seteuid(65534)  # whom no mode lets in
     try:
         with pytest.raises(RecipeError, match=r"closed/a\.npz/recipe\.yaml"):
-            run_export(str(tmp_path / "closed" / "a.npz"), "npz", tmp_path / "a.npz", model="ViT-B/16")
+            export(str(tmp_path / "closed" / "a.npz"), "npz", tmp_path / "a.npz", model="ViT-B/16")
     finally:
         os.seteuid(user)
 
@@ -303,21 +303,21 @@ def test_a_source_that_may_not_be_read(tmp_path):
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from vitscale.cli.export import run_export
+from vitscale.cli.export import export
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 out, suffix = Path(sys.argv[1]), {"npz": ".npz", "hf": ""}
 for form in ("safetensors", "timm", "npz", "hf"):
-    run_export("ViT-Ti/16", form, out / f"small-{form}{suffix.get(form, '.safetensors')}", num_classes=3)
-    run_export(str(out / f"small-{form}{suffix.get(form, '.safetensors')}"), "npz", out / f"small-of-{form}.npz",
+    export("ViT-Ti/16", form, out / f"small-{form}{suffix.get(form, '.safetensors')}", num_classes=3)
+    export(str(out / f"small-{form}{suffix.get(form, '.safetensors')}"), "npz", out / f"small-of-{form}.npz",
                model="ViT-Ti/16")
 before = peak()
 for form in ("safetensors", "timm", "npz", "hf"):
     path = out / f"large-{form}{suffix.get(form, '.safetensors')}"
-    run_export("ViT-S/16", form, path, num_classes=1000)
-    run_export(str(path), "timm", out / f"of-{form}.safetensors", model="ViT-S/16")
+    export("ViT-S/16", form, path, num_classes=1000)
+    export(str(path), "timm", out / f"of-{form}.safetensors", model="ViT-S/16")
 print(peak() - before)
 """
 

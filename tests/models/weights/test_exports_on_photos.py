@@ -14,7 +14,7 @@ from finished_runs import evaluate_run
 from models.weights.exported import TINY, described, finished_run, valued
 
 from data_tools.convert import Machine, Request, convert
-from vitscale.cli.export import run_export
+from vitscale.cli.export import export
 from vitscale.data import EvalOrder, EvalTransform, Loader, to_model_input
 from vitscale.recipe import EvalCrop
 from vitscale.shards import Manifest
@@ -122,7 +122,7 @@ def run(clothes: Path, kind: str) -> tuple[Path, float, dict[str, str]]:
 )
 def test_it_predicts_what_evaluate_says(kind, form, torchvision, clothes, tmp_path, capsys):
     folder, top1, expected = run(clothes, kind)
-    run_export(str(folder), form, tmp_path / form)
+    export(str(folder), form, tmp_path / form)
     printed = capsys.readouterr().out.splitlines()
     lines = "\n".join(line.strip() for line in printed if line.startswith("    "))
     done = subprocess.run(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from models.weights.exported import SUFFIX, TINY, described, differing, valued, write
 
-from vitscale.cli.export import run_export
+from vitscale.cli.export import export
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.models.weights import load_weights, open_weights, write_weights
 
@@ -66,7 +66,7 @@ def test_an_interrupt_says_that_nothing_was_written(form, tmp_path, capsys):
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        run_export("ViT-B/16", form, tmp_path / f"out{SUFFIX[form]}", num_classes=1000)
+        export("ViT-B/16", form, tmp_path / f"out{SUFFIX[form]}", num_classes=1000)
     assert capsys.readouterr().err == "interrupted: nothing was written\n"
     assert list(tmp_path.iterdir()) == []
 
@@ -76,7 +76,7 @@ def test_no_room(tmp_path):
     if num_classes > 10**9:
         pytest.skip("the disk has room for any head")
     with pytest.raises(CheckpointError, match=r"\d bytes"):
-        run_export("ViT-Ti/16", "npz", tmp_path / "a.npz", num_classes=num_classes)
+        export("ViT-Ti/16", "npz", tmp_path / "a.npz", num_classes=num_classes)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,7 +9,7 @@ from models.small_models import images
 from models.weights.exported import NAMES, TINY, described, differing, finished_run, valued, write
 from models.weights.test_weights_peers import assert_equal_logits, prepared
 
-from vitscale.cli.export import run_export
+from vitscale.cli.export import export
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.families import REGISTRY, architecture
 from vitscale.models import Model
@@ -66,7 +66,7 @@ def test_every_model_has_a_name_or_is_refused(name, tmp_path):
     if found is None:
         assert name in {"ResNet50x2", "ResNet152x1", "ResNet200x3"} or name.startswith(("Axial", "DINO"))
         with pytest.raises(RecipeError, match=r"\btimm\b"):
-            run_export(name, "timm", tmp_path / "out", num_classes=7)
+            export(name, "timm", tmp_path / "out", num_classes=7)
         assert list(tmp_path.iterdir()) == []
         return
     with torch.device("meta"):
@@ -124,7 +124,7 @@ def test_the_printed_line_opens_a_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model = valued(described(TINY))
     finished_run(tmp_path / "run", model, TINY | {"head": "linear"})
-    run_export("run", "timm", tmp_path / "it's.safetensors")
+    export("run", "timm", tmp_path / "it's.safetensors")
     (line,) = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
     scope = {"timm": timm}
     exec(line, scope)

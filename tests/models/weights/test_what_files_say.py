@@ -9,7 +9,7 @@ import torch
 from models.weights.exported import TINY, described, finished_run, valued, write
 from safetensors.torch import load_file, save_file
 
-from vitscale.cli.export import run_export
+from vitscale.cli.export import export
 from vitscale.errors import CheckpointError, RecipeError
 from vitscale.evaluation.finished import FinishedModel
 from vitscale.models.weights import Description, describe, load_weights, open_weights, write_weights
@@ -87,8 +87,8 @@ def test_an_exported_run_keeps_its_normalisation(tmp_path):
     data = {"normalise": IMAGENET.model_dump(), "eval_crop": {"kind": "square", "fraction": 1.0}}
     block = TINY | {"head": "linear"}
     run = finished_run(tmp_path / "run", valued(described(TINY)), block, data=data, precision="fp32")
-    run_export(str(run), "safetensors", tmp_path / "own.safetensors")
-    run_export(str(tmp_path / "own.safetensors"), "hf", tmp_path / "hf")
+    export(str(run), "safetensors", tmp_path / "own.safetensors")
+    export(str(tmp_path / "own.safetensors"), "hf", tmp_path / "hf")
     own = describe(open_weights(tmp_path / "own.safetensors"))
     assert own.normalise == describe(open_weights(tmp_path / "hf"), TINY).normalise == IMAGENET
     picture = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)

@@ -13,6 +13,7 @@ from vitscale.errors import CheckpointError, RecipeError
 from vitscale.families import DIMENSIONS, Shape
 from vitscale.models.build import build_of_block
 from vitscale.models.model import Model
+from vitscale.models.weights.preprocessing import WHOLE_PICTURE
 from vitscale.models.weights.source import Source
 from vitscale.models.weights.table import table
 from vitscale.recipe import EvalCrop, Normalise, validate_model
@@ -65,6 +66,24 @@ class Description:
             num_classes = (self.num_classes or 1) if with_head else None
             return build_of_block(block, image_size=self.image_size, num_classes=num_classes)
 
+    @property
+    def pictures(self) -> str:
+        """What an exported preprocessing shows of an image, in words; for a run it is that of its evaluation."""
+        crop, size = self.eval_crop or WHOLE_PICTURE, f"{self.image_size} x {self.image_size} pixels"
+        if crop.kind == "central":
+            shown = f"the central {crop.fraction:g} of the short side, at {size}"
+        elif crop.fraction < 1:
+            shown = f"the central {crop.fraction:g} of each side, squashed to {size}"
+        else:
+            shown = f"the whole picture, squashed to {size}"
+        if self.eval_crop is None:
+            text = f"its preprocessing shows {shown}: the source names no crop"
+        else:
+            text = f"its preprocessing shows what the source's does: {shown}"
+        if self.normalise is None:
+            return f"{text}; pixels from -1 to 1: the source does not say how it normalises"
+        return f"{text}; normalised by mean {self.normalise.mean} and std {self.normalise.std}"
+
     def to_json(self) -> str:
         """The description in JSON, for a file's metadata."""
         content = {
@@ -83,7 +102,12 @@ class Description:
 _STORED = pydantic.TypeAdapter(Description)
 
 
-def describe(source: Source, model: dict[str, Any] | None = None, image_size: int | None = None) -> Description:
+def describe(
+    source: Source,
+    model: dict[str, Any] | None = None,
+    image_size: int | None = None,
+    own: Description | None = None,
+) -> Description:
     """Describe what a source holds.
 
     Args:
@@ -91,10 +115,11 @@ def describe(source: Source, model: dict[str, Any] | None = None, image_size: in
         model: the `model` block of a recipe, a name at least; our own files contain it. Head and pooling are the
             file's.
         image_size: the size to give the model; by default that of the source, or 224 if it does not tell (ResNets).
+        own: what is known of the model already; by default `own_description`.
 
     Raises `RecipeError` if a model is missing, or is not the one that the file says it is of.
     """
-    own = own_description(source)
+    own = own or own_description(source)
     if own is not None:
         if model is not None and _shape(model) != _shape(own.model):
             asked = replace(own, model=model).title
