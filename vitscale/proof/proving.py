@@ -49,7 +49,8 @@ def prove_recipe(
         folder = Path(temporary)
         small = small_form(recipe, folder, ranks)
         write_generated_dataset(folder / small.data.train, [max(_SAMPLES, small.batch.global_size)])
-        (folder / RECIPE_FILE).write_text(yaml.safe_dump(small.dump(), sort_keys=False))
+        # Whole: ranks settle what it leaves to the device as its run does, and then make it small.
+        (folder / RECIPE_FILE).write_text(yaml.safe_dump(recipe.dump(), sort_keys=False))
         say(f"{STEPS} updates of {name} on {counted(ranks, 'rank')}")
         _launch(folder, ranks)
         found: dict[str, Any] = json.loads((folder / PROOF_FILE).read_text())

@@ -21,7 +21,7 @@ from vitscale.proof.batches import make_batch, part_of
 from vitscale.proof.comparison import Comparison, State
 from vitscale.proof.oracle import Oracle
 from vitscale.proof.proving import PROOF_FILE
-from vitscale.proof.small_form import STEPS
+from vitscale.proof.small_form import STEPS, small_form
 from vitscale.ranks import gather, gather_rows
 from vitscale.recipe import Recipe, load_recipe
 from vitscale.runs.names import RECIPE_FILE
@@ -165,7 +165,7 @@ def main() -> None:
     rank, size, local_rank, _ = read_environment()
     try:
         recipe, _ = settle(load_recipe(str(folder / RECIPE_FILE)), folder / "run", local_rank, size)
-        result = Prover(recipe, distributed.start(rank, size, local_rank), folder).run()
+        result = Prover(small_form(recipe, folder, size), distributed.start(rank, size, local_rank), folder).run()
         if result is not None:
             (folder / PROOF_FILE).write_text(json.dumps(result))
     except VitscaleError as error:

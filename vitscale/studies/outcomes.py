@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from vitscale.errors import RecipeError
+from vitscale.errors import DataError, RecipeError
 from vitscale.recipe import Recipe, changes, differences, read_recipe
 from vitscale.runs.done import read_done
-from vitscale.runs.names import RECIPE_FILE
+from vitscale.runs.names import METRICS_FILE, RECIPE_FILE
 from vitscale.runs.reading import count, number
 from vitscale.runs.run import Run
 from vitscale.studies.expansion import Entry
@@ -31,11 +31,20 @@ class Outcome:
 
 
 def read_outcome(run_dir: Path) -> Outcome | None:
-    """Read a run's outcome; None if it is not finished. Raises `DataError` if its metrics cannot be read."""
+    """Read a run's outcome; None if it is not finished.
+
+    Raises `RecipeError` if its recipe cannot be read, `DataError` if its metrics cannot, or lack the selected step's:
+    without a score it would count as diverged, and another candidate would win.
+    """
     done = read_done(run_dir)
     if done is None:
         return None
     run, steps = Run(run_dir), count(done.get("step"))
+    if run.best_step is not None and not run.evaluation:
+        raise DataError(
+            f"{run_dir / METRICS_FILE} lacks the evaluation of step {run.best_step:,}, which the run has selected: "
+            "restore the file, or remove the directory to train again"
+        )
     return Outcome(
         run.evaluation, steps if run.best_step is None else run.best_step, steps, number(done.get("exaflops"))
     )
