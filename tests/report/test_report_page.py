@@ -243,8 +243,8 @@ def test_vtab_has_both_means(root, tmp_path):
 def test_runs_of_two_seeds_are_one_result(root, tmp_path):
     (tmp_path / "tiny.yaml").write_text(RECIPE)
     settings = [f"data.root={root}", "data.train=pets/full", "evaluation.validation=pets/test"]
-    for seed in (3, 4):
-        write_run(tmp_path / f"seed{seed}", tmp_path / "tiny.yaml", [*settings, f"seed={seed}"])
+    for seed, of_device in ((3, "batch.micro_max=4"), (4, "parallelism.compile=true")):
+        write_run(tmp_path / f"seed{seed}", tmp_path / "tiny.yaml", [*settings, of_device, f"seed={seed}"])
     content, _, read = reported(tmp_path / "seed3", tmp_path / "seed4")
     (result,) = [r for r in content["results"] if r["metric"] == "validation/top1"]
     assert result["n"] == 2 and result["seeds"] == [3, 4] and content["paper"] == []

@@ -1,12 +1,13 @@
 """A recipe in steps, worked out before the ranks meet."""
 
 import pytest
+import yaml
 from ranks import make_data, make_recipe
 
 from vitscale.errors import DataError, RecipeError
 from vitscale.recipe import load_recipe
 from vitscale.training.attention import attention_order
-from vitscale.training.automatic import compiling, overlapping
+from vitscale.training.automatic import compiling, overlapping, settle
 from vitscale.training.run_plan import plan_run
 
 
@@ -120,6 +121,20 @@ def test_a_tail_is_saved_where_no_other_checkpoint_is_near_the_end(root, checkpo
     saves = {step for step in range(1, total + 1) if plan.due(step, total).save}
     every = recipe.checkpoint.every.steps if recipe.checkpoint.every else total
     assert saves == {*range(every, total + 1, every), total, tail} - {None}
+
+
+def test_a_resumed_run_keeps_what_was_chosen_where_it_can(tmp_path):
+    chosen = ["precision=fp32", "parallelism.compile=true", "parallelism.overlap=true"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(load_recipe("b16_i1k", chosen).dump()))
+    for settings, expected in (
+        ([], (True, True)),
+        (["parallelism.zero_stage=3"], (False, False)),
+        (["parallelism.zero_stage=0"], (True, False)),
+        (["parallelism.offload=optimizer"], (True, False)),
+        (["parallelism.compile=false"], (False, True)),
+    ):
+        settled, _ = settle(load_recipe("b16_i1k", settings), tmp_path, 0, 2)
+        assert (settled.parallelism.compile, settled.parallelism.overlap) == expected, settings
 
 
 def test_what_is_left_to_the_device_is_a_function_of_facts():

@@ -44,7 +44,8 @@ _FUNCTIONS = {
 def load() -> ctypes.CDLL:
     """The library with its functions declared. Raises MachineError if it is not compiled, or from other C files."""
     # It uses nothing of Python, so what another version's compiled will do, too.
-    library = max(_FOLDER.glob("_images*.so"), key=lambda path: path.stat().st_mtime, default=None)
+    compiled = [path for path in _FOLDER.glob("_images*.so") if path.is_file()]
+    library = max(compiled, key=lambda path: path.stat().st_mtime, default=None)
     if library is None:
         raise MachineError(f"the part of vitscale that decodes images is not compiled. Build it with: {_BUILD}")
     try:

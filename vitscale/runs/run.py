@@ -216,8 +216,12 @@ class Run:
 
     @property
     def but_for_the_seed(self) -> dict[str, Any]:
-        """What runs that differ only in their seed have in common; branches go with those of the other trunks."""
+        """What runs that differ only in their seed have in common; branches go with those of the other trunks.
+
+        What runs leave to their devices, which may differ, is left out: only rounding and dropout follow from it.
+        """
         content = self.recipe.dump() | {"seed": None}
+        content["batch"]["micro_max"] = content["parallelism"]["compile"] = content["parallelism"]["overlap"] = None
         if self.recipe.first_step and self.parent is not None:
             content["init"] = {**content["init"], "from": self.parent.but_for_the_seed}
         return content

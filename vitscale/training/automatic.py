@@ -18,6 +18,7 @@ from vitscale.runs.names import RECIPE_FILE
 
 _MATRIX_SIDE = 192  # the width of ViT-Ti: small enough that slow arithmetic takes milliseconds
 _ROUNDS = 5
+_SEVERAL = 2  # ranks
 
 
 def settle(recipe: Recipe, run_dir: Path, local_rank: int, world_size: int) -> tuple[Recipe, list[str]]:
@@ -36,10 +37,15 @@ def settle(recipe: Recipe, run_dir: Path, local_rank: int, world_size: int) -> t
     saved = run_dir / RECIPE_FILE
     began = read_recipe(saved) if left and saved.exists() else None
     settings, words = [], []
+    # Chosen anew where the run goes on in another stage, or offloads, for which it cannot be kept.
+    impossible = {
+        "parallelism.compile": not compiling(recipe, "")[0],
+        "parallelism.overlap": not overlapping(recipe, _SEVERAL)[0],
+    }
     for key in left:
         value: object = "auto" if began is None else attrgetter(key)(began)
-        reason = "which this run began with" if value else ""
-        if value == "auto":
+        reason = "which this run began with" if value or is_cuda else ""
+        if value == "auto" or (value is True and impossible[key]):
             value, reason = choices[key]()
         settings.append(f"{key}={str(value).lower()}")
         if reason:
