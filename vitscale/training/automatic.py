@@ -1,11 +1,11 @@
 """Settles what a recipe leaves to the device that it runs on: `precision`, `parallelism.compile` and `.overlap`."""
 
-import importlib
 import os
 import shutil
 import sysconfig
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
@@ -112,11 +112,12 @@ def missing_for_compiling(device_type: str) -> str:
         return "" if has_triton() else "Triton for this GPU"
     if shutil.which("openssl") is None:  # torch uses it for the digests of headers that it precompiles
         return "program openssl"
-    cpp_builder = importlib.import_module("torch._inductor.cpp_builder")
-    try:
-        return "" if cpp_builder.get_cpp_compiler() else "C++ compiler (g++, or what CXX names)"
-    except importlib.import_module("torch._inductor.exc").InvalidCxxCompiler:
-        return "C++ compiler (g++, or what CXX names)"
+    from torch._inductor import cpp_builder, exc
+
+    with suppress(exc.InvalidCxxCompiler):
+        if cpp_builder.get_cpp_compiler():
+            return ""
+    return "C++ compiler (g++, or what CXX names)"
 
 
 def slowness_of_bf16() -> float:
