@@ -27,8 +27,8 @@ LIMIT = 0.005
 
 def work(rank: int, ranks: int, port: int, model: str, batch: int, zero: int, rounds: int, folder: Path) -> None:
     """A rank; rank 0 writes the seconds of each update to a file."""
-    from vitscale.training.run_plan import open_loader, plan_run
-    from vitscale.training.trainer import Trainer
+    from vitscale.training.beginning.run_plan import open_loader, plan_run
+    from vitscale.training.loop.trainer import Trainer
 
     recipe = make_recipe(model, batch, ranks, folder=str(folder), parallelism={"zero_stage": zero})
     trainer: Any = Trainer(recipe, plan_run(recipe, rank, ranks), folder / "run", join(rank, ranks, port))
@@ -51,8 +51,8 @@ def work(rank: int, ranks: int, port: int, model: str, batch: int, zero: int, ro
 
 def compare(model: str, options: argparse.Namespace) -> dict[str, Any]:
     """The share of one model's training."""
-    from vitscale.machine import free_port
-    from vitscale.shards.generated import write_generated_dataset
+    from vitscale.data.shards.generated import write_generated_dataset
+    from vitscale.ground.machine import free_port
 
     with TemporaryDirectory() as name:
         folder = Path(name)

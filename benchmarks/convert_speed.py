@@ -30,9 +30,9 @@ from photos import extract, parsed, photos_parser
 from PIL import Image
 
 from data_tools.shard_task import shard_name
-from vitscale.files.digests import file_digests
-from vitscale.images import crc32c
-from vitscale.shards.images import ImageOptions
+from vitscale.data.shards.images import ImageOptions
+from vitscale.ground.files.digests import file_digests
+from vitscale.ground.images import crc32c
 
 OTHERS = ("FFCV", "checksums")
 PASS_THROUGH_TARGET, TRANSCODING_TARGET, CHECKSUMS_LIMIT = 2.5, 1.0, 0.1

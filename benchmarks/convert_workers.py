@@ -21,7 +21,7 @@ from photos import extract, parsed, photos_parser
 from data_tools.conversion import convert
 from data_tools.machine import Machine
 from data_tools.request import Request
-from vitscale.shards.images import ImageOptions
+from vitscale.data.shards.images import ImageOptions
 
 
 def seconds_of_shards(source: Path, out: Path, workers: int) -> tuple[float, int]:

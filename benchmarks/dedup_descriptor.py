@@ -20,11 +20,11 @@ from photos import photos_parser
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitscale.data.shards.images import StoredImage, store_image
 from vitscale.models.initialise import initialise
 from vitscale.models.weights import Description, write_weights
 from vitscale.models.weights.preprocessing import WHOLE_PICTURE
 from vitscale.recipe import Normalise
-from vitscale.shards.images import StoredImage, store_image
 
 SIDE, WIDTH = 32, 256
 MODEL = {"patch_size": SIDE, "width": WIDTH, "depth": 2, "mlp_dim": 1024, "num_heads": 1, "pool": "mean"}

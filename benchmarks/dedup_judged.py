@@ -35,8 +35,8 @@ from data_tools.machine import Machine
 from data_tools.request import Request
 from data_tools.sources import SourceOptions, open_source
 from vitscale.cli.embedding import opened_embedder
-from vitscale.shards.decisions import DECISIONS_NAME, read_decisions
-from vitscale.shards.images import StoredImage, store_image
+from vitscale.data.shards.decisions import DECISIONS_NAME, read_decisions
+from vitscale.data.shards.images import StoredImage, store_image
 
 DRAWN = 48  # pairs of a sheet
 

@@ -27,7 +27,7 @@ from data_tools.dedup.match import Match
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.variants import LEVELS, variants_of
 from data_tools.sources.folder import FolderSource
-from vitscale.shards.images import StoredImage, store_image
+from vitscale.data.shards.images import StoredImage, store_image
 
 BATCH = 64
 CROSSED = (

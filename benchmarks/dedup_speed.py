@@ -33,7 +33,7 @@ from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.variants import DEFAULT_LEVEL, variants_of
 from data_tools.sources.folder import FolderSource
-from vitscale.shards.images import ImageOptions, StoredImage, store_image
+from vitscale.data.shards.images import ImageOptions, StoredImage, store_image
 
 BATCH = 64
 TILE = 200, 160  # width and height in pixels

@@ -26,12 +26,15 @@ from pathlib import Path
 from loader import SIDE, TorchvisionCrop, stored_images
 from step_recipe import make_recipe
 
-from vitscale.data import Batch, Loader, Reading, TrainOrder
+from vitscale.data.batch import Batch
+from vitscale.data.loader import Loader
+from vitscale.data.order import TrainOrder
+from vitscale.data.settings import Reading
+from vitscale.data.shards import Manifest
 from vitscale.flops.accounting import training_flops_per_image
 from vitscale.flops.hardware import find_device
 from vitscale.flops.work import recipe_work
-from vitscale.shards import Manifest
-from vitscale.training.step_timer import StepTimer
+from vitscale.training.deepspeed.step_timer import StepTimer
 
 MODELS = ("ViT-H/14", "ViT-L/16", "ViT-B/16")
 BATCH, CLASSES = 64, 1000

@@ -23,8 +23,8 @@ import numpy as np
 from paired import median_ratio
 from PIL import Image
 
-from vitscale import native
-from vitscale.images import crc32c, decode_slice
+from vitscale.ground import native
+from vitscale.ground.images import crc32c, decode_slice
 
 SIDE, SLICE, LIMIT = 224, 16, 0.8
 WAYS = ("apart", "free", "held")  # decoding in another process; in this one; in this one, holding the interpreter

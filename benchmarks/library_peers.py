@@ -29,7 +29,7 @@ from data_tools import shuffle
 from data_tools.dedup.pdq import pdq_hashes
 from data_tools.engines.local import run_in_processes
 from data_tools.engines.task import Progress
-from vitscale.shards import diff
+from vitscale.data.shards import diff
 
 BATCH = 100_000
 CLASSES = 21_843
@@ -190,7 +190,7 @@ def _lumas() -> np.ndarray:
 
 
 def diff_ours(folder: Path, count: int) -> str:
-    """As `vitscale.shards.diff` does it, in SQLite on disk."""
+    """As `vitscale.data.shards.diff` does it, in SQLite on disk."""
     with sqlite3.connect(folder / "sqlite") as database:
         for setting in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -262144"):
             database.execute(f"PRAGMA {setting}")

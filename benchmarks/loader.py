@@ -44,12 +44,15 @@ from data_tools.conversion import convert
 from data_tools.machine import Machine
 from data_tools.request import Request
 from data_tools.sources import SourceOptions
-from vitscale.data import Loader, Reading, TrainOrder, TrainTransform
+from vitscale.data.augmentation import TrainTransform
 from vitscale.data.hashing import combine, mix
-from vitscale.errors import VitscaleError
+from vitscale.data.loader import Loader
+from vitscale.data.order import TrainOrder
+from vitscale.data.settings import Reading
+from vitscale.data.shards import Manifest, ShardFile, StoredSample, write_shard
+from vitscale.data.shards.images import ImageOptions
+from vitscale.ground.errors import VitscaleError
 from vitscale.recipe import ImageOperation
-from vitscale.shards import Manifest, ShardFile, StoredSample, write_shard
-from vitscale.shards.images import ImageOptions
 
 SIDE, BATCH, AREA, ASPECT = 224, 256, (0.05, 1.0), (3 / 4, 4 / 3)
 SMALL = 256  # pixels

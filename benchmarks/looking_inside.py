@@ -15,10 +15,10 @@ import time
 import torch
 from paired import Interval, median_ratio
 
-from vitscale.families import model_of
-from vitscale.inspection.looking import BATCH, look, parts_of
+from vitscale.evaluation.inspection.looking import BATCH, look, parts_of
 from vitscale.models import initialise
 from vitscale.models.build import build_of_block
+from vitscale.recipe.families import model_of
 
 GOAL_RATIO, GOAL_GB = 3.0, 6.0
 

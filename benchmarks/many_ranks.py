@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from vitscale.checkpoint import CheckpointIndex, CheckpointReader, CheckpointStore, Fragment
 from vitscale.objectives import build_objective
 from vitscale.recipe import load_recipe
+from vitscale.runs.checkpoint import CheckpointIndex, CheckpointReader, CheckpointStore, Fragment
 from vitscale.runs.checkpoint_index import index_text, parse_index
 from vitscale.runs.names import step_folder
 
@@ -42,7 +42,7 @@ class Meeting:
         self._barrier = threading.Barrier(ranks)
 
     def gather(self, rank: int, value: object) -> list[Any]:
-        """As vitscale.ranks.gather."""
+        """As vitscale.ground.ranks.gather."""
         self._values[rank] = json.dumps(value).encode()
         self._barrier.wait()
         values = self._values[:]
@@ -52,7 +52,7 @@ class Meeting:
         return [json.loads(each) for each in values] if rank == 0 else [None] * self.ranks
 
     def share(self, rank: int, value: object) -> Any:
-        """As vitscale.ranks.from_rank_zero."""
+        """As vitscale.ground.ranks.from_rank_zero."""
         self._values[rank] = json.dumps(value).encode()
         self._barrier.wait()
         content = self._values[0]
@@ -170,7 +170,7 @@ def measured(folder: Path, names: list[str], recipe: dict[str, Any], ranks: int,
 
 def layout_of(place: Path, entry: Any) -> dict[str, int]:
     """Of a rank's file, verified."""
-    from vitscale.checkpoint.format import read_layout, verify_file
+    from vitscale.runs.checkpoint.format import read_layout, verify_file
 
     path = place / step_folder(1) / entry.path
     verify_file(path, entry)

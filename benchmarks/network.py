@@ -14,7 +14,7 @@ in each round: some steps without a limit (their time is computing, and what any
 
 `waits`: seconds that the link adds to a step. `hidden`: the part of the time which the sent bytes take on the link
 that the step does not wait. `gone`: the part of `before`'s waiting that `after` is without. `sent`: megabytes that a
-rank's interface has sent in a step, headers left out; `by plan`: that by what vitscale.planning.communication says.
+rank's interface has sent in a step, headers left out; `by plan`: that by what vitscale.about.planning.communication says.
 
 `by DDP`: the step, by DDP's. Fails where `gone` is below 70 %, where the bytes differ from the plan by 2 % (not in
 stage 3 before: what gloo calls a reduce-scatter is an all-reduce), or where stage 1 with sums in bf16, which sends as
@@ -201,8 +201,8 @@ def make_engine(name: str, ranks: int, given: Any) -> tuple[Callable[[], None], 
     """What takes a step of a contender, and the bytes that the plan has a rank send in it."""
     from rank_engines import build
 
-    from vitscale.planning.communication import communication
-    from vitscale.planning.parameters import model_parameters
+    from vitscale.about.planning.communication import communication
+    from vitscale.training.beginning.parameters import model_parameters
 
     recipe = make_recipe(ranks, given.accumulate, *CONTENDERS[name])
     engine = build(recipe, CLASSES, ranks)
@@ -264,7 +264,7 @@ def work(given: Any) -> None:
     (ranks,), rank = given.ranks, given.rank
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR="10.77.2.1", MASTER_PORT="29400", GLOO_SOCKET_IFNAME="eth0", CUDA_VISIBLE_DEVICES="")
-    from vitscale.training import distributed
+    from vitscale.training.deepspeed import distributed
 
     distributed.start(rank, ranks, 0)
     torch.set_num_threads(1)

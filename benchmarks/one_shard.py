@@ -10,7 +10,7 @@ from data_tools.dedup.against import NamedIndex
 from data_tools.output import Output
 from data_tools.shard_task import ShardReport, ShardTask
 from data_tools.sources.folder import FolderSource
-from vitscale.shards.images import ImageOptions
+from vitscale.data.shards.images import ImageOptions
 
 
 class Uncounted:

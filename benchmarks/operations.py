@@ -31,7 +31,7 @@ from timm.data.auto_augment import rand_augment_transform
 
 from vitscale.data.hashing import hashes
 from vitscale.data.pixel_programs import PixelPrograms
-from vitscale.images import INSTRUCTION, OK, Code, Interpolation, operate
+from vitscale.ground.images import INSTRUCTION, OK, Code, Interpolation, operate
 from vitscale.recipe import ImageOperation, RandAugment, ThreeAugment
 
 COST_LIMIT, TIMM_LIMIT = 1.6, 3.0

@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vitscale.data import TrainOrder
-from vitscale.shards import Manifest
-from vitscale.shards.manifest import ShardEntry
+from vitscale.data.order import TrainOrder
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.manifest import ShardEntry
 
 GLOBAL_BATCH = 4096
 WORLDS = 1, 8, 64

@@ -14,12 +14,15 @@ import torch
 from peers import transformers_vit
 from torch.nn import functional as F
 
-from vitscale.data import EvalOrder, EvalTransform, Loader, TrainOrder, to_model_input, train_transform
+from vitscale.data.augmentation import EvalTransform, train_transform
+from vitscale.data.device import to_model_input
+from vitscale.data.loader import Loader
+from vitscale.data.order import EvalOrder, TrainOrder
+from vitscale.data.shards import Manifest
 from vitscale.models import build_model, initialise
 from vitscale.models.vit import ViT
 from vitscale.recipe import AdamW, Classification, Recipe, load_recipe
-from vitscale.shards import Manifest
-from vitscale.training.schedule import learning_rate
+from vitscale.training.optimizers.schedule import learning_rate
 
 CPU = torch.device("cpu")
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
+from vitscale.ground.weight_formats import Format
 from vitscale.models.vit import ViT
 from vitscale.models.weights import huggingface
 from vitscale.models.weights.table import table
-from vitscale.weight_formats import Format
 
 
 def _values(model: ViT, form: Format) -> dict[str, torch.Tensor]:

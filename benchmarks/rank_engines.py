@@ -10,7 +10,7 @@ def join(rank: int, ranks: int, port: int) -> Any:
     """This process as a rank of a world of this machine."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    from vitscale.training import distributed
+    from vitscale.training.deepspeed import distributed
 
     return distributed.start(rank, ranks, rank)
 
@@ -21,7 +21,7 @@ def build(recipe: Recipe, num_classes: int, ranks: int) -> Any:
 
     from vitscale.models import initialise, weight_dtype
     from vitscale.objectives import build_objective
-    from vitscale.training.engine import build_engine, derive_config
+    from vitscale.training.deepspeed.engine import build_engine, derive_config
 
     config = derive_config(recipe, ranks)
     if recipe.parallelism.zero_stage == 3:

@@ -20,9 +20,9 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitscale.families import model_of
 from vitscale.models import initialise
 from vitscale.models.build import build_of_block
+from vitscale.recipe.families import model_of
 
 GOAL = 0.1
 

@@ -4,7 +4,7 @@
 
 Every rank has `batch` images a step and one thread. `efficiency`: images/s by those of one rank times the number of
 ranks, or of cores where there are fewer. `sent`: megabytes that rank 0 gives to torch.distributed in a step, as a ring
-sends them, by what is planned. `plan`: the step by vitscale.planning.step_time, with the speed of one rank's step and
+sends them, by what is planned. `plan`: the step by vitscale.about.planning.step_time, with the speed of one rank's step and
 of an all-reduce of the gradients, both measured here, by the measured step; it knows of no other work on the cores.
 
 Fails where what is sent differs from the plan by 5 %.
@@ -73,13 +73,13 @@ def physical_cores() -> int:
 
 def planned(options: argparse.Namespace, stage: int, ranks: int, alone_s: float, all_reduce_s: float) -> dict[str, Any]:
     """Bytes and seconds of a step on paper."""
+    from vitscale.about.planning.cluster import make_cluster
+    from vitscale.about.planning.communication import communication
+    from vitscale.about.planning.step_time import step_time
     from vitscale.flops.accounting import training_flops_per_image
     from vitscale.flops.hardware import Device
     from vitscale.flops.work import recipe_work
-    from vitscale.planning.cluster import make_cluster
-    from vitscale.planning.communication import communication
-    from vitscale.planning.parameters import model_parameters
-    from vitscale.planning.step_time import step_time
+    from vitscale.training.beginning.parameters import model_parameters
 
     parallelism = {"zero_stage": stage}
     recipe = make_recipe(options.model, options.batch, ranks, num_classes=CLASSES, parallelism=parallelism)
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this is about CPUs
-    from vitscale.machine import free_port
+    from vitscale.ground.machine import free_port
 
     rows: list[dict[str, Any]] = []
     cores = physical_cores()

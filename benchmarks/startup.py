@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import vitscale
-from vitscale.heartbeat import HEARTBEAT_VARIABLE
-from vitscale.machine import free_port
-from vitscale.shards.generated import write_generated_dataset
+from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.ground.heartbeat import HEARTBEAT_VARIABLE
+from vitscale.ground.machine import free_port
 
 LIMIT = 60.0
 

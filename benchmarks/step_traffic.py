@@ -31,13 +31,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from vitscale.families import ViTShape, architecture
 from vitscale.flops.accounting import training_flops_per_image
 from vitscale.flops.hardware import find_device
 from vitscale.flops.work import recipe_work
 from vitscale.models import compile_blocks
 from vitscale.models.vit import ViT
 from vitscale.recipe import validate_recipe
+from vitscale.recipe.families import ViTShape, architecture
 
 MOST_BYTES = {("ViT-H/14", 128, 257): {"ours": 4.83e9, "fused": 4.49e9}}
 PRODUCTS = 690e12  # FLOP/s in bf16, both cards; 798 and 788 are published for 8192 x 8192 x 8192 on an H100 and an H200

@@ -18,7 +18,7 @@ order, and a ratio is the median over rounds; on a CUDA device they run one afte
 which the first computes the same; `recompute_time`, `fp8_time`, `muon_time`, `lamb_time` and `adafactor_time`: of those
 by the trainer; `against_time` and
 `against_memory`: of the trainer by the one before; `recompute_saved`: the memory that recomputing saves, by what is
-planned (vitscale.planning). Memory is the peak above what the process held before it made its model; on a CUDA device,
+planned (vitscale.about.planning). Memory is the peak above what the process held before it made its model; on a CUDA device,
 what torch allocated.
 
 Fails where the trainer takes more than 1.03 times timm's time on a CPU, where it is not 1.05 times as fast on a CUDA
@@ -47,13 +47,13 @@ from paired import median_ratio
 from rank_engines import join
 from step_recipe import SIDE, make_recipe
 
-from vitscale.families import ViTShape, architecture
 from vitscale.flops.accounting import mfu
 from vitscale.flops.hardware import peak_flops
 from vitscale.flops.work import recipe_work
-from vitscale.planning import expected_memory
 from vitscale.recipe import Recipe
-from vitscale.training.attention import Attention
+from vitscale.recipe.families import ViTShape, architecture
+from vitscale.training.beginning.memory import expected_memory
+from vitscale.training.deepspeed.attention import Attention
 
 CLASSES = 7
 CONTENDERS = ("trainer", "recomputed", "bare", "plain", "timm")
@@ -92,11 +92,11 @@ def recipe_of(who: str, model: str, folder: str, options: argparse.Namespace) ->
 
 def trainer_step(options: argparse.Namespace, folder: Path) -> Callable[[], float]:
     """The trainer of a recipe, and one of its batches again and again."""
-    from vitscale.data import on_device
-    from vitscale.machine import free_port
-    from vitscale.shards.generated import write_generated_dataset
-    from vitscale.training.run_plan import open_loader, plan_run
-    from vitscale.training.trainer import Trainer
+    from vitscale.data.device import on_device
+    from vitscale.data.shards.generated import write_generated_dataset
+    from vitscale.ground.machine import free_port
+    from vitscale.training.beginning.run_plan import open_loader, plan_run
+    from vitscale.training.loop.trainer import Trainer
 
     write_generated_dataset(folder / "train", [2 * options.batch])
     recipe = recipe_of(options.work[0], options.models[0], str(folder), options)
@@ -164,9 +164,9 @@ def loop_step(options: argparse.Namespace) -> Callable[[], float]:
 
 def bare_step(options: argparse.Namespace) -> Callable[[], float]:
     """The trainer's arithmetic without DeepSpeed or a trainer: weights in bf16, fp32 masters, the same malloc."""
-    from vitscale.data import to_model_input
+    from vitscale.data.device import to_model_input
     from vitscale.models import compile_blocks
-    from vitscale.training import distributed
+    from vitscale.training.deepspeed import distributed
 
     if options.device == "cpu":
         distributed._keep_freed_memory()

@@ -29,13 +29,13 @@ LIMIT = 0.02
 
 def work(_: int, model: str, batch: int, rounds: int, folder: Path) -> None:
     """A process for one model; its result goes to a file."""
-    from vitscale.data import to_model_input
-    from vitscale.machine import free_port
+    from vitscale.data.device import to_model_input
+    from vitscale.data.shards.generated import write_generated_dataset
+    from vitscale.ground.machine import free_port
     from vitscale.models import weight_dtype
-    from vitscale.shards.generated import write_generated_dataset
-    from vitscale.training.run_plan import open_loader, plan_run
-    from vitscale.training.step_timer import StepTimer
-    from vitscale.training.trainer import Trainer
+    from vitscale.training.beginning.run_plan import open_loader, plan_run
+    from vitscale.training.deepspeed.step_timer import StepTimer
+    from vitscale.training.loop.trainer import Trainer
 
     write_generated_dataset(folder / "train", [8 * batch])
     logging = {"every": 1, "batch_digest": True, "tensorboard": True}

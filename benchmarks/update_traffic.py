@@ -78,7 +78,7 @@ def recipe_of(depth: int, accumulation: int) -> Any:
 @contextmanager
 def by_deepspeed() -> Iterator[None]:
     """Engines that are built inside take, measure and clip their gradients as DeepSpeed does by itself."""
-    from vitscale.training import engine
+    from vitscale.training.deepspeed import engine
 
     with mock.patch.multiple(engine, _is_single=lambda *_: False, ZeroUpdate=lambda *_, **__: None):
         yield
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from vitscale.machine import free_port
+    from vitscale.ground.machine import free_port
 
     join(0, 1, int(free_port()))
     rows = {}

@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this is about CPUs
-    from vitscale.machine import free_port
+    from vitscale.ground.machine import free_port
 
     with TemporaryDirectory() as folder:
         arguments = (options.ranks, int(free_port()), Path(folder), options.model, options.batch, options.rounds)

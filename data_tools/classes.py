@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest
-from vitscale.storage import read_text
-from vitscale.wording import counted, ranges
+from vitscale.data.shards import Manifest
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.storage import read_text
+from vitscale.ground.wording import counted, ranges
 
 _MAX_NUMBER = 10_000_000
 _SHOWN = 20

@@ -31,12 +31,12 @@ from data_tools.report import say
 from data_tools.request import Request
 from data_tools.sources import Source, open_source
 from data_tools.task_runner import TaskRunner
-from vitscale import storage
-from vitscale.errors import DataError, RecipeError
-from vitscale.files.durable import make_folder
-from vitscale.shards import Manifest
-from vitscale.table import Console
-from vitscale.wording import counted
+from vitscale.data.shards import Manifest
+from vitscale.ground import storage
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.files.durable import make_folder
+from vitscale.ground.table import Console
+from vitscale.ground.wording import counted
 
 
 def convert(

@@ -19,10 +19,10 @@ import pyarrow.compute as pc
 from data_tools.classes import class_notes
 from data_tools.shuffle import ORDERED, Ordered
 from data_tools.splits import Chooser, SplitRule, choosers
-from vitscale.errors import DataError
-from vitscale.files.durable import durable_file, write_text
-from vitscale.storage import read_bytes
-from vitscale.wording import counted
+from vitscale.ground.errors import DataError
+from vitscale.ground.files.durable import durable_file, write_text
+from vitscale.ground.storage import read_bytes
+from vitscale.ground.wording import counted
 
 PLAN = pa.schema([pa.field("uid", pa.int64(), nullable=False), *ORDERED])
 _MAX_UNLABELLED = 0.01  # share of the images

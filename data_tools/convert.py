@@ -28,12 +28,12 @@ from data_tools.subset import write_subset
 from vitscale.cli.command_line import HELP, Version, run
 from vitscale.cli.embedding import Embedding, EmbeddingModel, EmbeddingSize, opened_embedder
 from vitscale.cli.entry import EXIT_INTERRUPTED
-from vitscale.errors import RecipeError, VitscaleError
-from vitscale.shards import DEFAULT_CAPACITY
-from vitscale.shards.beton import expected_bytes
-from vitscale.shards.images import JPEG_QUALITY, ImageOptions
-from vitscale.table import Console
-from vitscale.wording import counted
+from vitscale.data.shards import DEFAULT_CAPACITY
+from vitscale.data.shards.beton import expected_bytes
+from vitscale.data.shards.images import JPEG_QUALITY, ImageOptions
+from vitscale.ground.errors import RecipeError, VitscaleError
+from vitscale.ground.table import Console
+from vitscale.ground.wording import counted
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

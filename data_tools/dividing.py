@@ -14,11 +14,11 @@ import numpy as np
 import xxhash
 
 from data_tools.views import ViewWriter
-from vitscale.errors import DataError, RecipeError
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.opening import open_shard
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.storage import base_name, is_url, join
 from vitscale.recipe.shares import by_largest_remainder
-from vitscale.shards import Manifest
-from vitscale.shards.opening import open_shard
-from vitscale.storage import base_name, is_url, join
 
 _PART = re.compile(r"(?:([A-Za-z0-9][\w.-]*)=)?(\d+(?:\.\d+)?)", re.ASCII)
 

@@ -19,13 +19,13 @@ from data_tools.dedup.report import tables, write_report
 from data_tools.output import REPORT_FOLDER, Output
 from data_tools.report import Totals
 from data_tools.shard_task import ShardReport
-from vitscale import storage
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards import MANIFEST_NAME, Manifest, field_names
-from vitscale.shards.decisions import DECISIONS_NAME, read_decisions, write_decisions
-from vitscale.shards.opening import local_copy
-from vitscale.shards.provenance import REJECTS_NAME, read_rejects, write_rejects
-from vitscale.wording import counted, ranges
+from vitscale.data.shards import MANIFEST_NAME, Manifest, field_names
+from vitscale.data.shards.decisions import DECISIONS_NAME, read_decisions, write_decisions
+from vitscale.data.shards.opening import local_copy
+from vitscale.data.shards.provenance import REJECTS_NAME, read_rejects, write_rejects
+from vitscale.ground import storage
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.wording import counted, ranges
 
 _SHOWN_REJECTS = 20
 _REQUESTS_AT_ONCE = 32

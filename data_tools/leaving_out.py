@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from data_tools.views import ViewWriter
-from vitscale import storage
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest, ShardEntry
-from vitscale.shards.opening import local_copy, open_shard
-from vitscale.shards.provenance import provenance_path, read_provenance
+from vitscale.data.shards import Manifest, ShardEntry
+from vitscale.data.shards.opening import local_copy, open_shard
+from vitscale.data.shards.provenance import provenance_path, read_provenance
+from vitscale.ground import storage
+from vitscale.ground.errors import DataError, RecipeError
 
 LIST_NAME = "left_out_uids.txt"
 _OPTION = "without"  # the manifest option that lists what was left out

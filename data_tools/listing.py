@@ -27,9 +27,9 @@ from data_tools.classes import Vocabulary
 from data_tools.engines.task import Progress
 from data_tools.paths import PathStatistics
 from data_tools.sources.source import Item, Source
-from vitscale import storage
-from vitscale.errors import DataError, StorageError
-from vitscale.files.durable import durable_file, write_text
+from vitscale.ground import storage
+from vitscale.ground.errors import DataError, StorageError
+from vitscale.ground.files.durable import durable_file, write_text
 
 LISTING = pa.schema(
     [

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from vitscale.errors import RecipeError
-from vitscale.files.locks import LockFile, lock, locked, noted, try_lock
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.files.locks import LockFile, lock, locked, noted, try_lock
 
 _RANGE = re.compile(r"(\d+)/(\d+)")
 _LOCK = re.compile(r"tasks-(\d+)-of-([1-9]\d*)\.lock")

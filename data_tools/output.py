@@ -24,14 +24,14 @@ from glob import has_magic
 from pathlib import Path
 from typing import Any
 
-from vitscale import storage
-from vitscale.errors import RecipeError
-from vitscale.files.durable import durable_file, make_folder, remove_leftovers, write_text
-from vitscale.safe_text import without_secrets
-from vitscale.shards import MANIFEST_NAME
-from vitscale.shards.decisions import DECISIONS_NAME
-from vitscale.shards.provenance import REJECTS_NAME
-from vitscale.wording import counted
+from vitscale.data.shards import MANIFEST_NAME
+from vitscale.data.shards.decisions import DECISIONS_NAME
+from vitscale.data.shards.provenance import REJECTS_NAME
+from vitscale.ground import storage
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.files.durable import durable_file, make_folder, remove_leftovers, write_text
+from vitscale.ground.safe_text import without_secrets
+from vitscale.ground.wording import counted
 
 LOG_NAME = "convert.log.jsonl"
 STATE_NAME = ".vitscale-convert"

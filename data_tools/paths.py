@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import takewhile
 from typing import Any
 
-from vitscale.errors import DataError
+from vitscale.ground.errors import DataError
 
 _EXAMPLES = 5
 # Common names of splits, and which of them mean the same.

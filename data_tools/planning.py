@@ -30,10 +30,10 @@ from data_tools.request import Request, refuse_changed
 from data_tools.shard_task import Reader
 from data_tools.shuffle import order_images
 from data_tools.sources import Source
-from vitscale.errors import RecipeError
-from vitscale.files.durable import write_text
-from vitscale.storage import read_bytes
-from vitscale.table import Console
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.files.durable import write_text
+from vitscale.ground.storage import read_bytes
+from vitscale.ground.table import Console
 
 _VERSION = 2
 _REQUEST_FILE = "request.json"

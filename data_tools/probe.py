@@ -8,9 +8,9 @@ from typing import Any
 from data_tools.dedup.against import Candidate, Comparison, NamedIndex, open_matcher
 from data_tools.dedup.tally import Tally
 from data_tools.shard_task import Reader
-from vitscale.errors import DataError
-from vitscale.shards.beton import samples_within
-from vitscale.shards.images import ImageOptions, Reject, store_image
+from vitscale.data.shards.beton import samples_within
+from vitscale.data.shards.images import ImageOptions, Reject, store_image
+from vitscale.ground.errors import DataError
 
 PROBED = 1000
 MAX_SHARD_SAMPLES = 1 << 24

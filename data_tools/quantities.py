@@ -3,7 +3,7 @@
 import re
 from decimal import Decimal
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 
 _BYTES = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?", re.IGNORECASE)
 _POWERS = "kmgt"

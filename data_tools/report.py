@@ -8,7 +8,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vitscale.table import Console, number
+from vitscale.ground.table import Console, number
 
 _LINE_SECONDS = 10.0
 

@@ -10,11 +10,11 @@ from data_tools.dedup.against import NamedIndex
 from data_tools.listing import fingerprint
 from data_tools.sources import Kind, SourceOptions
 from data_tools.splits import SplitRule
-from vitscale import storage
-from vitscale.errors import RecipeError
-from vitscale.safe_text import without_secrets
-from vitscale.shards import DEFAULT_CAPACITY
-from vitscale.shards.images import IMAGE_SUFFIXES, ImageOptions
+from vitscale.data.shards import DEFAULT_CAPACITY
+from vitscale.data.shards.images import IMAGE_SUFFIXES, ImageOptions
+from vitscale.ground import storage
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.safe_text import without_secrets
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from data_tools.dedup.fingerprint import ALGORITHM, Fingerprint, fingerprint
 from data_tools.engines.task import Progress
 from data_tools.output import Output
 from data_tools.sources.source import without_surrogates
-from vitscale.errors import DataError
-from vitscale.shards import NO_LABEL, ShardEntry, ShardStats, StoredSample, write_shard
-from vitscale.shards.decisions import write_decisions
-from vitscale.shards.images import ImageOptions, Reject, StoredImage, TooLarge, store_image
-from vitscale.shards.provenance import PROVENANCE, REJECTS, provenance_path, write_provenance, write_rejects
+from vitscale.data.shards import NO_LABEL, ShardEntry, ShardStats, StoredSample, write_shard
+from vitscale.data.shards.decisions import write_decisions
+from vitscale.data.shards.images import ImageOptions, Reject, StoredImage, TooLarge, store_image
+from vitscale.data.shards.provenance import PROVENANCE, REJECTS, provenance_path, write_provenance, write_rejects
+from vitscale.ground.errors import DataError
 
 # Errors that a second try would not cure: the file is missing, or we may not read it.
 _STEADY = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)

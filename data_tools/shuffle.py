@@ -20,7 +20,7 @@ from data_tools.classes import Vocabulary, order_classes
 from data_tools.listing import PartSummary, order_hash, read_listing
 from data_tools.paths import PathStatistics, refuse_splits
 from data_tools.sources.source import Source
-from vitscale.errors import DataError
+from vitscale.ground.errors import DataError
 
 ORDERED = pa.schema(
     [

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from data_tools.listing import order_hash
-from vitscale.errors import RecipeError
-from vitscale.storage import read_text
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.storage import read_text
 
 _NAME = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
 _OTHER_SEED = 1 << 63

@@ -5,8 +5,8 @@ every smaller one.
 """
 
 from data_tools.views import ViewWriter
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest, ShardEntry
+from vitscale.data.shards import Manifest, ShardEntry
+from vitscale.ground.errors import DataError, RecipeError
 
 
 def write_subset(dataset: str, out: str, count: int) -> Manifest:

@@ -10,8 +10,8 @@ from data_tools.output import Output
 from data_tools.report import ProgressDisplay
 from data_tools.request import Request
 from data_tools.shard_task import Reader, ShardReport, ShardTask
-from vitscale.table import Console
-from vitscale.wording import counted
+from vitscale.ground.table import Console
+from vitscale.ground.wording import counted
 
 
 @dataclass(frozen=True)

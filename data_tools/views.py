@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from vitscale import storage
-from vitscale.errors import RecipeError, StorageError
-from vitscale.files.durable import durable_file, make_folder, remove_leftovers
-from vitscale.shards import MANIFEST_NAME, Adopted, ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
+from vitscale.data.shards import MANIFEST_NAME, Adopted, ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
+from vitscale.ground import storage
+from vitscale.ground.errors import RecipeError, StorageError
+from vitscale.ground.files.durable import durable_file, make_folder, remove_leftovers
 
 
 class ViewWriter:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vitscale.shards import ExcludedSlots, SelectExclude, ShardFile
-from vitscale.shards.generated import write_generated_dataset
+from vitscale.data.shards import ExcludedSlots, SelectExclude, ShardFile
+from vitscale.data.shards.generated import write_generated_dataset
 
 
 def write_damaged(root: Path, shard_sizes: list[int], damaged: dict[int, list[int]], seed: int = 0) -> None:

@@ -14,7 +14,7 @@ from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.settings import Preset
 from data_tools.engines.inline import run_inline
 from data_tools.sources import SourceOptions, open_source
-from vitscale.shards.images import StoredImage, store_image
+from vitscale.data.shards.images import StoredImage, store_image
 
 NAMES = [f"{i:02d}.png" for i in range(11)]
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from vitscale.checkpoint import CheckpointReader
 from vitscale.evaluation.finished import FinishedModel, empty_objective, evaluate_finished, stored_values
 from vitscale.evaluation.placing import fill
 from vitscale.models import weight_dtype
 from vitscale.objectives import Objective
 from vitscale.recipe import Recipe
+from vitscale.runs.checkpoint import CheckpointReader
 
 
 def evaluate_run(

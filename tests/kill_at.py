@@ -6,7 +6,7 @@ import sys
 # Kills itself at the given rename: each is followed by a flush of the folder. Prints how many there were.
 _SCRIPT = """
 import os, signal, sys
-import vitscale.files.durable as durable
+import vitscale.ground.files.durable as durable
 calls, sync = 0, durable.sync
 def counted(folder):
     global calls

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 from pictures import encoded, make_picture
 
-from vitscale.shards import Manifest, ShardEntry, StoredSample, field_names, write_shard
-from vitscale.shards.provenance import PROVENANCE, provenance_path, write_provenance
+from vitscale.data.shards import Manifest, ShardEntry, StoredSample, field_names, write_shard
+from vitscale.data.shards.provenance import PROVENANCE, provenance_path, write_provenance
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from training.ranks import BASE, STEPS
 from typer.testing import CliRunner
 
 from vitscale.cli.main import app
-from vitscale.errors import VitscaleError
-from vitscale.machine import free_port
+from vitscale.data.shards import Manifest, ShardFile
+from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.ground.errors import VitscaleError
+from vitscale.ground.machine import free_port
 from vitscale.pretrain import parse_arguments
 from vitscale.pretrain import pretrain as pretrain_rank
-from vitscale.shards import Manifest, ShardFile
-from vitscale.shards.generated import write_generated_dataset
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PRETRAIN = REPOSITORY / "vitscale" / "pretrain.py"

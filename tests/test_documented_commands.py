@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from data_tools.convert import app as convert_app
 from vitscale import pretrain
+from vitscale.about.studies.reading import list_studies
 from vitscale.cli.main import app as vitscale_app
-from vitscale.errors import VitscaleError
 from vitscale.flops.command import app as flops_app
+from vitscale.ground.errors import VitscaleError
 from vitscale.recipe import explain_fields, find_recipe, list_recipes, load_recipe
 from vitscale.recipe.fields import keys, without_indices
-from vitscale.studies.reading import list_studies
 
 COMMANDS = documented_commands()
 APPS = {"vitscale": vitscale_app, "vitscale-convert": convert_app, "vitscale-flops": flops_app}

@@ -6,10 +6,10 @@ import jsonschema
 import pytest
 from test_recipe_mistakes import MINIMAL
 
+from vitscale.about.studies.reading import list_studies, study_schema
 from vitscale.recipe import json_schema, list_recipes, load_recipe, recipes_dir
 from vitscale.recipe.reading import SCHEMA_LINE
 from vitscale.recipe.strict_yaml import parse_yaml
-from vitscale.studies.reading import list_studies, study_schema
 
 SCHEMAS = {"recipe": json_schema, "study": study_schema}
 

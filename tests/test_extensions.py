@@ -15,17 +15,20 @@ from pydantic import Field
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitscale import data, extensions, recipe
+from vitscale import data, recipe
 from vitscale.cli.recipe_output import show_fields
-from vitscale.data import TrainingInput, draws, to_model_input
-from vitscale.errors import RecipeError
+from vitscale.data import draws
+from vitscale.data.device import to_model_input
+from vitscale.data.image_operations import TrainingInput
+from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.evaluation import build_evaluators
 from vitscale.flops import recipe_work
+from vitscale.ground import extensions
+from vitscale.ground.errors import RecipeError
 from vitscale.models import build_model, constant
 from vitscale.objectives import Objective, build_objective, objective_class
-from vitscale.planning.tensors import step_tensors
 from vitscale.recipe import Recipe, json_schema, override
-from vitscale.shards.generated import write_generated_dataset
+from vitscale.training.beginning.tensors import step_tensors
 
 PACKAGE = Path(__file__).resolve().parent / "example_package"
 CPU = torch.device("cpu")
@@ -165,8 +168,8 @@ def test_the_block_of_another_family_is_replaced_whole():
     [
         ("model.family=absent_package.Mixer", "model", "'absent_package'"),
         ("model.family=example_vision.Mixture", "model", "'Mixture'"),
-        ("model.family=example_vision.MixerShape", "model", "vitscale.families.family.Model"),
-        ("model.family=example_vision.Rotation", "model", "vitscale.families.family.Model"),
+        ("model.family=example_vision.MixerShape", "model", "vitscale.recipe.families.family.Model"),
+        ("model.family=example_vision.Rotation", "model", "vitscale.recipe.families.family.Model"),
         ("model.family=mixer", "model", "'mixer'"),
         ("model.family=..Mixer", "model", "'..Mixer'"),
         ("model.family=7", "model", "7"),
@@ -231,7 +234,7 @@ def test_metadata_in_the_current_folder_allow_nothing(tmp_path, monkeypatch):
     metadata = tmp_path / "planted-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Name: planted\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text("[vitscale.extensions]\nplanted = planted\n")
+    (metadata / "entry_points.txt").write_text("[vitscale.ground.extensions]\nplanted = planted\n")
     with pytest.raises(RecipeError, match="VITSCALE_EXTENSIONS"):
         make("model.family=planted.X")
     assert not ran.exists()

@@ -137,12 +137,16 @@ def test_imports_run_one_way():
     ("file", "statement", "expected"),
     [
         ("vitscale/flops/work.py", "from vitscale.models import build_model", "models"),
-        ("vitscale/files/locks.py", "import vitscale.runs.names", "runs"),
-        ("vitscale/files/locks.py", "from vitscale import runs", "runs"),
-        ("vitscale/recipe/fields.py", "def late():\n    from vitscale.training.run_plan import plan_run", "training"),
+        ("vitscale/ground/files/locks.py", "import vitscale.runs.names", "runs"),
+        ("vitscale/ground/files/locks.py", "from vitscale import runs", "runs"),
+        (
+            "vitscale/recipe/fields.py",
+            "def late():\n    from vitscale.training.beginning.run_plan import plan_run",
+            "training",
+        ),
         (
             "vitscale/launch/rank.py",
-            "if TYPE_CHECKING:\n    from vitscale.training.run_plan import RunPlan",
+            "if TYPE_CHECKING:\n    from vitscale.training.beginning.run_plan import RunPlan",
             "training",
         ),
         ("vitscale/runs/names.py", "try:\n    import torch.nn as nn\nexcept ImportError:\n    pass", "torch"),
@@ -158,7 +162,7 @@ def test_a_planted_violation_is_found(tmp_path, file, statement, expected):
     planted = tmp_path / file
     planted.parent.mkdir(parents=True, exist_ok=True)
     planted.write_text(
-        f"import json\nfrom vitscale import __version__\nfrom vitscale.errors import DataError\n{statement}\n"
+        f"import json\nfrom vitscale import __version__\nfrom vitscale.ground.errors import DataError\n{statement}\n"
     )
     ((module, what, line),) = violations(tmp_path)
     assert f"{module.replace('.', '/')}.py" == file and what == expected and line >= 4

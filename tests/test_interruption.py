@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 
-from vitscale.interruption import Interruption
+from vitscale.ground.interruption import Interruption
 
 LISTENED_TO = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 

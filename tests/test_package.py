@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from vitscale.shards.generated import write_generated_dataset
+from vitscale.data.shards.generated import write_generated_dataset
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 _SDIST = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
@@ -75,7 +75,12 @@ def test_an_sdist_holds_what_the_wheel_is_made_of(sdist):
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     recipes = {path.relative_to(REPOSITORY).as_posix() for path in recipes_and_schemas()}
-    assert inside >= recipes | {"vitscale/native/images.h", "vitscale/native/jpeg.c", "pyproject.toml", "LICENSE"}
+    assert inside >= recipes | {
+        "vitscale/ground/native/images.h",
+        "vitscale/ground/native/jpeg.c",
+        "pyproject.toml",
+        "LICENSE",
+    }
 
 
 def test_a_wheel_holds_every_module_and_recipe_and_nothing_else(wheel):
@@ -83,14 +88,14 @@ def test_a_wheel_holds_every_module_and_recipe_and_nothing_else(wheel):
     modules = {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("vitscale/**/*.py")}
     modules |= {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("data_tools/**/*.py")}
     modules |= {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("vitscale/**/*.csv")}
-    modules |= {"vitscale/page/page.html", "vitscale/evaluation/imagenet_synsets.txt"}
+    modules |= {"vitscale/ground/page/page.html", "vitscale/evaluation/imagenet_synsets.txt"}
     recipes = {f"vitscale/{path.relative_to(REPOSITORY).as_posix()}" for path in recipes_and_schemas()}
-    assert inside == modules | recipes | {"vitscale/native/_images.abi3.so"}
+    assert inside == modules | recipes | {"vitscale/ground/native/_images.abi3.so"}
     assert "-cp311-abi3-" in wheel.name  # so that later versions of Python take it
 
 
 def test_the_commands_run_without_a_checkout(installed, tmp_path):
-    told = "import vitscale, vitscale.native; print(vitscale.__file__); vitscale.native.load()"
+    told = "import vitscale, vitscale.ground.native; print(vitscale.__file__); vitscale.ground.native.load()"
     assert not Path(installed("python", "-c", told, folder=tmp_path).strip()).is_relative_to(REPOSITORY)
     named = installed("vitscale", "recipe", folder=tmp_path)
     assert all(path.stem in named for path in REPOSITORY.glob("recipes/*.yaml"))

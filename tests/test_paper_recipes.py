@@ -8,11 +8,11 @@ import pytest
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN
 
+from vitscale.about.studies.expansion import expand
+from vitscale.about.studies.reading import load_study
 from vitscale.flops import recipe_work
 from vitscale.models import build_model
 from vitscale.recipe import load_recipe, override, recipes_dir
-from vitscale.studies.expansion import expand
-from vitscale.studies.reading import load_study
 
 # Table 3: recipe -> model, epochs, base learning rate. All of JFT: linear decay, weight decay 0.1, no dropout.
 JFT = {

@@ -12,8 +12,7 @@ from pydantic import BaseModel
 from test_recipe_mistakes import MINIMAL, refused
 
 from vitscale.cli.recipe_output import show_difference
-from vitscale.errors import DataError, RecipeError
-from vitscale.families import ResNetShape, ViTShape
+from vitscale.ground.errors import DataError, RecipeError
 from vitscale.recipe import (
     Duration,
     Recipe,
@@ -26,6 +25,7 @@ from vitscale.recipe import (
     recipes_dir,
     validate_recipe,
 )
+from vitscale.recipe.families import ResNetShape, ViTShape
 from vitscale.recipe.field_notes import noted_keys, notes
 from vitscale.recipe.fields import blocks
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from messages import assert_messages
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 from vitscale.recipe import load_recipe
 
 MINIMAL = """

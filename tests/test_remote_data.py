@@ -5,11 +5,11 @@ from s3_server import SECRET, serving
 from typer.testing import CliRunner
 
 from vitscale.cli.main import app
-from vitscale.errors import DataError, RecipeError
+from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
 from vitscale.evaluation import Validation
+from vitscale.ground.errors import DataError, RecipeError
 from vitscale.recipe import Recipe, load_recipe
-from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
-from vitscale.training.run_plan import plan_run
+from vitscale.training.beginning.run_plan import plan_run
 
 RECIPE = """
 model: {name: ViT-Ti/16}

@@ -24,16 +24,17 @@ import pytest
 import typer
 
 from data_tools.convert import app as convert_app
-from vitscale import errors, pretrain
+from vitscale import pretrain
+from vitscale.about.checks.verifying import Asked, verify_run
+from vitscale.about.studies.reading import study_schema
 from vitscale.cli.entry import EXIT_INTERRUPTED
 from vitscale.cli.main import app as vitscale_app
 from vitscale.data.order import ORDER_VERSION
+from vitscale.data.shards.decisions import DECISIONS
+from vitscale.data.shards.provenance import PROVENANCE, REJECTS
 from vitscale.flops.command import app as flops_app
+from vitscale.ground import errors
 from vitscale.recipe.fields import blocks
-from vitscale.replay.verifying import Asked, verify_run
-from vitscale.shards.decisions import DECISIONS
-from vitscale.shards.provenance import PROVENANCE, REJECTS
-from vitscale.studies.reading import study_schema
 
 LIST = Path(__file__).resolve().parent.parent / "docs" / "stable_names.txt"
 COMMANDS = {"vitscale": vitscale_app, "vitscale-convert": convert_app, "vitscale-flops": flops_app}
@@ -42,23 +43,23 @@ SAME_AS_OTHERS = ("convert", "flops", "train")  # of `vitscale`: as vitscale-con
 NAMES = {
     "vitscale.data": ["ImageOperation", "Loader", "Reading", "TrainOrder", "TrainTransform"],
     "vitscale.data.draws": ["between", "between_ratios", "normal", "stratum", "uniform"],
-    "vitscale.errors": [name for name, value in vars(errors).items() if inspect.isclass(value)],
+    "vitscale.ground.errors": [name for name, value in vars(errors).items() if inspect.isclass(value)],
     "vitscale.evaluation": ["Evaluator", "Loaders", "MakeLoader", "Predict"],
-    "vitscale.families": ["Model"],
+    "vitscale.recipe.families": ["Model"],
     "vitscale.launch": ["Launch", "RankCommand", "Supervisor"],
     "vitscale.models": ["Initialiser", "Model", "Outputs", "build_model", "constant", "normal"],
     "vitscale.objectives": ["Losses", "Objective", "Plan"],
-    "vitscale.operations": ["Operation", "block_of", "dense", "parameters"],
-    "vitscale.ranks": ["reduce_sum"],
+    "vitscale.ground.operations": ["Operation", "block_of", "dense", "parameters"],
+    "vitscale.ground.ranks": ["reduce_sum"],
     "vitscale.recipe": ["Evaluator", "ImageOperation", "Objective", "Recipe", "load_recipe", "read_recipe"],
-    "vitscale.shards": ["Manifest"],
-    "vitscale.status": ["RunReader"],
+    "vitscale.data.shards": ["Manifest"],
+    "vitscale.about.status": ["RunReader"],
 }
 # Of these, what a subclass in another package overrides or calls.
 CONTRACTS = {
-    "vitscale.data.ImageOperation",
+    "vitscale.data.image_operations.ImageOperation",
     "vitscale.evaluation.Evaluator",
-    "vitscale.families.Model",
+    "vitscale.recipe.families.Model",
     "vitscale.models.Model",
     "vitscale.objectives.Objective",
     "vitscale.recipe.Evaluator",

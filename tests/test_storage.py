@@ -4,8 +4,8 @@ import fsspec
 import pytest
 from messages import refusal
 
-from vitscale import storage
-from vitscale.errors import RecipeError, StorageError
+from vitscale.ground import storage
+from vitscale.ground.errors import RecipeError, StorageError
 
 
 @pytest.fixture

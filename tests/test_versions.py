@@ -10,8 +10,8 @@ import deepspeed
 import torch
 
 import vitscale
-from vitscale.native import libjpeg_turbo_version
-from vitscale.versions import versions
+from vitscale.ground.native import libjpeg_turbo_version
+from vitscale.ground.versions import versions
 
 
 def test_versions_are_those_of_the_modules():
@@ -27,7 +27,7 @@ def test_versions_are_those_of_the_modules():
 
 def test_nothing_heavy_is_imported():
     told = (
-        "import json, sys; from vitscale.versions import versions; "
+        "import json, sys; from vitscale.ground.versions import versions; "
         "print(json.dumps([versions(), [name for name in ('torch', 'numba', 'deepspeed') if name in sys.modules]]))"
     )
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
@@ -40,6 +40,6 @@ def test_what_is_absent_is_said(tmp_path):
     (shadow / "native").mkdir(parents=True)
     for name in ("__init__.py", "errors.py", "safe_text.py", "native/__init__.py", "versions.py"):
         (shadow / name).symlink_to(Path(vitscale.__file__).parent / name)
-    command = [sys.executable, "-S", "-c", "from vitscale.versions import versions; print(versions())"]
+    command = [sys.executable, "-S", "-c", "from vitscale.ground.versions import versions; print(versions())"]
     done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, check=True)
     assert "'ffcv': 'not installed', 'libjpeg_turbo': 'cannot be loaded'" in done.stdout

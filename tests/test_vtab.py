@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from vitscale.errors import DataError
 from vitscale.flops.published import table_2, table_9
-from vitscale.table import render
-from vitscale.vtab import GROUPS, OVER_GROUPS, OVER_TASKS, TASKS, vtab_means, vtab_table
+from vitscale.ground.errors import DataError
+from vitscale.ground.table import render
+from vitscale.ground.vtab import GROUPS, OVER_GROUPS, OVER_TASKS, TASKS, vtab_means, vtab_table
 
 
 def test_tasks_are_the_columns_of_table_9():

@@ -1,4 +1,4 @@
-from vitscale.wording import counted, ranges
+from vitscale.ground.wording import counted, ranges
 
 
 def test_numbers_and_nouns():

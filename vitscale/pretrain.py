@@ -8,7 +8,7 @@ Also under `torchrun`, `srun`, `mpirun` and plain `python` (one rank). Repeating
 import sys
 from pathlib import Path
 
-# For a script, Python puts the file's own folder first in sys.path, where `vitscale.checkpoint` and others would shadow
+# For a script, Python puts the file's own folder first in sys.path, where `vitscale.runs.checkpoint` and others would shadow
 # packages of those names; with the folder above, `import vitscale` works without an installation.
 _HERE = Path(__file__).resolve().parent
 if sys.path and sys.path[0] and Path(sys.path[0]).resolve() == _HERE:
@@ -25,19 +25,19 @@ import faulthandler  # noqa: E402
 import os  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
-from vitscale.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError, VitscaleError  # noqa: E402
-from vitscale.files.durable import forbid_writing_by_everybody  # noqa: E402
-from vitscale.heartbeat import HEARTBEAT_VARIABLE, tell_launch_why  # noqa: E402
-from vitscale.interruption import Interruption  # noqa: E402
+from vitscale.ground.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError, VitscaleError  # noqa: E402
+from vitscale.ground.files.durable import forbid_writing_by_everybody  # noqa: E402
+from vitscale.ground.heartbeat import HEARTBEAT_VARIABLE, tell_launch_why  # noqa: E402
+from vitscale.ground.interruption import Interruption  # noqa: E402
+from vitscale.ground.machine import divide_memory_finely, share_cores  # noqa: E402
+from vitscale.ground.safe_text import indented, protect_output  # noqa: E402
 from vitscale.launch import read_environment  # noqa: E402
-from vitscale.machine import divide_memory_finely, share_cores  # noqa: E402
 from vitscale.recipe import Recipe, load_recipe, override, refuse_secrets, smoke_form  # noqa: E402
 from vitscale.runs.names import default_run_dir  # noqa: E402
-from vitscale.safe_text import indented, protect_output  # noqa: E402
 
 if TYPE_CHECKING:
-    from vitscale.training.distributed import World
-    from vitscale.training.run_plan import RunPlan
+    from vitscale.training.beginning.run_plan import RunPlan
+    from vitscale.training.deepspeed.distributed import World
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -88,14 +88,14 @@ def main() -> None:
             with contextlib.suppress(OSError):  # a terminal that was closed
                 sys.stderr.write(f"{kind}{speaker}{indented(str(error))}\n")  # in one call, as other ranks write too
                 sys.stderr.flush()
-    if "vitscale.training.distributed" in sys.modules:
-        sys.modules["vitscale.training.distributed"].finish(code)
+    if "vitscale.training.deepspeed.distributed" in sys.modules:
+        sys.modules["vitscale.training.deepspeed.distributed"].finish(code)
     sys.exit(code)
 
 
 def write_smoke_data(data_root: Path, world_size: int) -> None:
     """Write the pictures that a smoke form trains on, a few batches of them. Raises `RecipeError`."""
-    from vitscale.shards.generated import write_generated_dataset
+    from vitscale.data.shards.generated import write_generated_dataset
 
     try:
         write_generated_dataset(data_root / "train", [96, 96, max(64, 16 * world_size)], seed=0)
@@ -127,14 +127,14 @@ def pretrain(options: argparse.Namespace) -> None:
 
             # Imported only once there is something to train, as it takes seconds.
             from vitscale.runs.directory import check_run_dir
-            from vitscale.training import distributed
-            from vitscale.training.automatic import settle
-            from vitscale.training.branch import check_branch
-            from vitscale.training.initial_weights import check_initial_weights
-            from vitscale.training.micro_max import settle_micro_max
-            from vitscale.training.progress import tell
-            from vitscale.training.run_plan import plan_run
-            from vitscale.training.teacher import check_teacher
+            from vitscale.training.beginning.automatic import settle
+            from vitscale.training.beginning.initial_weights import check_initial_weights
+            from vitscale.training.beginning.micro_max import settle_micro_max
+            from vitscale.training.beginning.run_plan import plan_run
+            from vitscale.training.beginning.teacher import check_teacher
+            from vitscale.training.deepspeed import distributed
+            from vitscale.training.deepspeed.progress import tell
+            from vitscale.training.loop.branch import check_branch
 
             smoke_data = run_dir / f"smoke-data-{world_size}"
             if options.smoke:
@@ -170,10 +170,10 @@ def train(
     stop_at: int | None = None,
 ) -> None:
     """Train, and turn a failing collective or allocation into an error that explains it. Raises VitscaleError."""
-    from vitscale.training import distributed
-    from vitscale.training.out_of_memory import explain, is_out_of_memory
-    from vitscale.training.trainer import Trainer
-    from vitscale.training.watchdog import Watchdog
+    from vitscale.training.deepspeed import distributed
+    from vitscale.training.loop.trainer import Trainer
+    from vitscale.training.watching.out_of_memory import explain, is_out_of_memory
+    from vitscale.training.watching.watchdog import Watchdog
 
     with Watchdog(world, recipe.check.step_timeout_s) as watchdog:
         try:

@@ -23,11 +23,11 @@ from data_tools.dedup.matching import Matcher, Query
 from data_tools.dedup.pictures import small_picture
 from data_tools.dedup.settings import Settings
 from data_tools.dedup.tally import Tally
-from vitscale import storage
-from vitscale.errors import DataError, RecipeError
-from vitscale.images import decode
-from vitscale.shards.decisions import DECISIONS
-from vitscale.shards.images import StoredImage
+from vitscale.data.shards.decisions import DECISIONS
+from vitscale.data.shards.images import StoredImage
+from vitscale.ground import storage
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.images import decode
 
 # Limits on the images held until they are compared.
 _IMAGES_AT_ONCE = 64

@@ -11,7 +11,7 @@ Uniform borders are left out: two pale pictures in one kind of frame correlate b
 import numpy as np
 
 from data_tools.dedup.luma import SIDE, Window
-from vitscale import native
+from vitscale.ground import native
 
 _GRID = 32  # pixels per side that are compared
 _MARGIN = 1.0  # pixels of 64 beside a border that are left out too, because it bleeds into them

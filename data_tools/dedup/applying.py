@@ -13,13 +13,13 @@ import pyarrow.compute as pc
 from data_tools.dedup.finding import FOUND_NAME, VERSION
 from data_tools.leaving_out import entries_without, remaining_shards
 from data_tools.views import ViewWriter
-from vitscale import storage
-from vitscale.errors import DataError, RecipeError
-from vitscale.files.digests import file_digests
-from vitscale.shards import Manifest, ShardEntry, schema_version_of
-from vitscale.shards.decisions import DECISIONS, DECISIONS_NAME, read_decisions, write_decisions
-from vitscale.shards.opening import local_copy
-from vitscale.shards.provenance import read_table
+from vitscale.data.shards import Manifest, ShardEntry, schema_version_of
+from vitscale.data.shards.decisions import DECISIONS, DECISIONS_NAME, read_decisions, write_decisions
+from vitscale.data.shards.opening import local_copy
+from vitscale.data.shards.provenance import read_table
+from vitscale.ground import storage
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.files.digests import file_digests
 
 _OPTION = "dedup_against"  # the manifest's option, which conversion writes, too
 _AGAIN = "Run `vitscale dedup find` again"

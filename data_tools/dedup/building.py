@@ -18,11 +18,11 @@ from data_tools.engines.local import run_in_processes
 from data_tools.engines.task import Task, Tick
 from data_tools.sources import Source
 from data_tools.sources.source import without_surrogates
-from vitscale.errors import DataError, RecipeError
-from vitscale.files.durable import new_folder
-from vitscale.safe_text import without_secrets
-from vitscale.shards.images import Reject, store_image
-from vitscale.wording import counted
+from vitscale.data.shards.images import Reject, store_image
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.files.durable import new_folder
+from vitscale.ground.safe_text import without_secrets
+from vitscale.ground.wording import counted
 
 # Images per task, and the bytes that they may have in a stream: a waiting task is held in memory.
 _PIECE = 256

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from vitscale.errors import DataError
+from vitscale.ground.errors import DataError
 
 
 class Embedder(Protocol):

@@ -28,13 +28,13 @@ from data_tools.dedup.settings import Settings
 from data_tools.dedup.stored import shard_queries
 from data_tools.dedup.tally import Tally
 from data_tools.engines.task import Progress, Run, Tick
-from vitscale.errors import DataError, RecipeError
-from vitscale.files.digests import file_digests
-from vitscale.files.durable import new_folder
-from vitscale.safe_text import without_secrets
-from vitscale.shards import Manifest
-from vitscale.shards.decisions import DECISIONS_NAME, read_decisions, write_decisions
-from vitscale.shards.opening import known_manifest
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.decisions import DECISIONS_NAME, read_decisions, write_decisions
+from vitscale.data.shards.opening import known_manifest
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.files.digests import file_digests
+from vitscale.ground.files.durable import new_folder
+from vitscale.ground.safe_text import without_secrets
 
 FOUND_NAME = "found.json"
 CONTAMINATED_NAME = "contaminated.csv"

@@ -6,7 +6,7 @@ them beats every clever structure: 5 * 10^9 pairs a second and core with AVX-512
 
 import numpy as np
 
-from vitscale import native
+from vitscale.ground import native
 
 BITS = 256
 _ROOM = 1 << 16

@@ -30,13 +30,13 @@ from data_tools.dedup.fingerprint import ALGORITHM
 from data_tools.dedup.luma import SIDE, Box
 from data_tools.dedup.settings import Preset, Settings
 from data_tools.dedup.variants import LEVELS
-from vitscale.errors import DataError, RecipeError
-from vitscale.files.arrays import map_array
-from vitscale.files.digests import file_digests
-from vitscale.files.unpacked import CHECKS, read_batches
-from vitscale.shards.provenance import read_table
-from vitscale.storage import read_bytes
-from vitscale.wording import describe_mistake
+from vitscale.data.shards.provenance import read_table
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.files.arrays import map_array
+from vitscale.ground.files.digests import file_digests
+from vitscale.ground.files.unpacked import CHECKS, read_batches
+from vitscale.ground.storage import read_bytes
+from vitscale.ground.wording import describe_mistake
 
 INDEX_NAME = "index.json"
 IMAGES_NAME = "images.parquet"

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vitscale import native
-from vitscale.errors import MachineError
+from vitscale.ground import native
+from vitscale.ground.errors import MachineError
 
 SIDE = 64
 

@@ -18,7 +18,7 @@ from data_tools.dedup.pdq import HASH_BYTES
 from data_tools.dedup.settings import COUNTED, EMBEDDED, Settings
 from data_tools.dedup.tally import Tally
 from data_tools.dedup.variants import window_of
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 
 # Pairs that miss the required correlation (or cosine) by no more than this are reported as well.
 NEAR_MISS = 0.15

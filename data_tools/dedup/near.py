@@ -16,7 +16,7 @@ def copies_of(images: Sequence[Path], dataset: str) -> list[tuple[str, int, str]
     from data_tools.dedup.finding import find
     from data_tools.machine import Machine
     from data_tools.sources import SourceOptions, open_source
-    from vitscale.shards.decisions import DECISIONS_NAME, read_decisions
+    from vitscale.data.shards.decisions import DECISIONS_NAME, read_decisions
 
     with tempfile.TemporaryDirectory(prefix="vitscale-") as temporary:
         listed, index, found = (Path(temporary, name) for name in ("images.jsonl", "index", "found"))

@@ -8,9 +8,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from data_tools.dedup.closest import Pair
 from data_tools.dedup.pictures import SIDE
-from vitscale.files.durable import durable_file
-from vitscale.files.unpacked import most_pixels
-from vitscale.safe_text import printable
+from vitscale.ground.files.durable import durable_file
+from vitscale.ground.files.unpacked import most_pixels
+from vitscale.ground.safe_text import printable
 
 _COLUMNS = 4  # pairs side by side
 _GAP, _BETWEEN = 18, 4

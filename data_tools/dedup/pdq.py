@@ -9,7 +9,7 @@ as in drawings. The luma is computed in our own way (`luma.py`), so hashes are c
 import numpy as np
 
 from data_tools.dedup.luma import SIDE
-from vitscale import native
+from vitscale.ground import native
 
 HASH_BYTES = 32
 _SIDE = 16

@@ -3,7 +3,7 @@
 import numpy as np
 from PIL import Image
 
-from vitscale.images import encode
+from vitscale.ground.images import encode
 
 SIDE = 128  # pixels of the longer side at most
 _QUALITY = 85

@@ -21,9 +21,9 @@ from data_tools.dedup.variants import CROPS, crops_of
 from data_tools.engines.task import Progress
 from data_tools.sources import Source
 from data_tools.sources.source import without_surrogates
-from vitscale.errors import DataError
-from vitscale.shards.images import Reject, store_image
-from vitscale.shards.provenance import write_tables
+from vitscale.data.shards.images import Reject, store_image
+from vitscale.data.shards.provenance import write_tables
+from vitscale.ground.errors import DataError
 
 
 class Piece(NamedTuple):

@@ -17,9 +17,9 @@ from data_tools.dedup.matching import Matcher
 from data_tools.dedup.pair_sheet import write_pair_sheet
 from data_tools.dedup.tail import Estimate, Expected, amount, expected_false
 from data_tools.dedup.tally import Tally
-from vitscale.files.durable import durable_file
-from vitscale.safe_text import printable
-from vitscale.wording import counted
+from vitscale.ground.files.durable import durable_file
+from vitscale.ground.safe_text import printable
+from vitscale.ground.wording import counted
 
 REPORT_NAME = "report.json"
 _LONGEST = 60  # characters of a test set's name in a file name

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 
 Preset = Literal["photo", "small", "exact"]
 

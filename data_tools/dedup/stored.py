@@ -16,18 +16,18 @@ import pyarrow as pa
 from data_tools.dedup.fingerprint import ALGORITHM, Fingerprint, fingerprint
 from data_tools.dedup.luma import Window
 from data_tools.dedup.pictures import small_picture
-from vitscale.errors import DataError
-from vitscale.images import decode
-from vitscale.shards import Manifest
-from vitscale.shards.opening import OpenShard, local_copy, open_shard
-from vitscale.shards.provenance import (
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.opening import OpenShard, local_copy, open_shard
+from vitscale.data.shards.provenance import (
     FINGERPRINT_COLUMNS,
     fingerprint_algorithm,
     provenance_path,
     read_provenance,
 )
-from vitscale.shards.raw import raw_to_rgb
-from vitscale.storage import size_of
+from vitscale.data.shards.raw import raw_to_rgb
+from vitscale.ground.errors import DataError
+from vitscale.ground.images import decode
+from vitscale.ground.storage import size_of
 
 _AT_ONCE = 128  # queries: fast to compare, and few enough lumas
 

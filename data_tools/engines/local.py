@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from data_tools.engines.task import Task, Tick
-from vitscale.errors import DataError, VitscaleError
+from vitscale.ground.errors import DataError, VitscaleError
 
 STALL_SECONDS = 1800.0
 _POLL_SECONDS = 0.1

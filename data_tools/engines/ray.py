@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from data_tools.engines.task import Task, Tick
-from vitscale.errors import DataError, RecipeError, VitscaleError
-from vitscale.files.durable import forbid_writing_by_everybody
-from vitscale.ray_cluster import connect, import_ray
+from vitscale.ground.errors import DataError, RecipeError, VitscaleError
+from vitscale.ground.files.durable import forbid_writing_by_everybody
+from vitscale.ground.ray_cluster import connect, import_ray
 
 _POLL_SECONDS = 0.5
 _RETRIES = 3

@@ -18,10 +18,10 @@ from data_tools.sources.parquet import open_parquet
 from data_tools.sources.source import Item, Source, SourceOptions
 from data_tools.sources.tar import TAR_SUFFIXES, open_tars
 from data_tools.sources.tfrecord import open_tfrecords
-from vitscale import storage
-from vitscale.errors import RecipeError
-from vitscale.shards import MANIFEST_NAME
-from vitscale.shards.images import IMAGE_SUFFIXES
+from vitscale.data.shards import MANIFEST_NAME
+from vitscale.data.shards.images import IMAGE_SUFFIXES
+from vitscale.ground import storage
+from vitscale.ground.errors import RecipeError
 
 __all__ = ["KINDS", "Item", "Kind", "Source", "SourceOptions", "open_source"]
 

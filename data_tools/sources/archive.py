@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from data_tools.sources.parts import open_part, unpacked
 from data_tools.sources.source import NO_FILE
 from data_tools.sources.tar_bytes import Plain, Raw, Reader, Stream
-from vitscale import storage
-from vitscale.errors import DataError
-from vitscale.shards.images import IMAGE_SUFFIXES, MAX_IMAGE_BYTES, refuse_too_large
+from vitscale.data.shards.images import IMAGE_SUFFIXES, MAX_IMAGE_BYTES, refuse_too_large
+from vitscale.ground import storage
+from vitscale.ground.errors import DataError
 
 # Suffix -> what opens the compressed stream; None for a plain tar.
 TAR_SUFFIXES: dict[str, Callable[..., Any] | None] = {

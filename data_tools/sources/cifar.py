@@ -23,9 +23,9 @@ from data_tools.sources.archive import is_tar, open_archive
 from data_tools.sources.fields import NO_LABELS
 from data_tools.sources.parts import open_part, reading
 from data_tools.sources.source import Item, SourceOptions
-from vitscale.errors import DataError, RecipeError
-from vitscale.storage import base_name
-from vitscale.wording import counted
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.storage import base_name
+from vitscale.ground.wording import counted
 
 _PIXELS = 3 * 32 * 32
 _PPM_HEAD = b"P6\n32 32\n255\n"

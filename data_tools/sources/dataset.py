@@ -8,14 +8,14 @@ from pathlib import Path
 
 from data_tools.sources.fields import refuse_fields
 from data_tools.sources.source import Item, SourceOptions
-from vitscale.errors import DataError, RecipeError
-from vitscale.files.digests import file_digests
-from vitscale.images import crc32c
-from vitscale.shards import Manifest
-from vitscale.shards.opening import OpenShard, known_manifest, open_shard
-from vitscale.shards.raw import raw_to_png
-from vitscale.storage import is_url
-from vitscale.wording import counted
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.opening import OpenShard, known_manifest, open_shard
+from vitscale.data.shards.raw import raw_to_png
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.files.digests import file_digests
+from vitscale.ground.images import crc32c
+from vitscale.ground.storage import is_url
+from vitscale.ground.wording import counted
 
 _PLACE = struct.Struct("<QQI")  # position in the shard, size, crc32c
 _RAW_PLACE = struct.Struct("<QQIHH")  # the same, height, width: for raw pixels in an adopted shard

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from data_tools.sources.source import SourceOptions
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 
 NO_LABELS = "none"  # --label-field none
 IMAGE_NAMES = frozenset(

@@ -10,9 +10,9 @@ from functools import partial
 
 from data_tools.sources.label_list import labelled
 from data_tools.sources.source import NO_FILE, Item, path_item
-from vitscale import storage
-from vitscale.errors import DataError
-from vitscale.shards.images import MAX_IMAGE_BYTES, refuse_too_large
+from vitscale.data.shards.images import MAX_IMAGE_BYTES, refuse_too_large
+from vitscale.ground import storage
+from vitscale.ground.errors import DataError
 
 _STATE = struct.Struct("<qq")  # size in bytes, time of the last change in ns
 _UNKNOWN = (-1, -1)

@@ -23,11 +23,11 @@ from typing import Any, ClassVar, NamedTuple
 from data_tools.sources.fields import IMAGE_NAMES, NO_LABELS, choose_image, choose_label, label_columns
 from data_tools.sources.parts import clean_path, open_unzipped, reading
 from data_tools.sources.source import Item, SourceOptions, numbered_label
-from vitscale.errors import DataError, RecipeError
-from vitscale.safe_text import without_secrets
-from vitscale.shards.images import IMAGE_SUFFIXES, refuse_too_large
-from vitscale.storage import is_url, read_bytes
-from vitscale.wording import counted
+from vitscale.data.shards.images import IMAGE_SUFFIXES, refuse_too_large
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.safe_text import without_secrets
+from vitscale.ground.storage import is_url, read_bytes
+from vitscale.ground.wording import counted
 
 CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 JSON_SUFFIXES = (".jsonl", ".ndjson")

@@ -23,9 +23,9 @@ import xxhash
 from data_tools.sources.archive import is_tar, open_archive
 from data_tools.sources.parts import open_part
 from data_tools.sources.source import Item, numbered_label
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards.images import IMAGE_SUFFIXES
-from vitscale.wording import counted
+from vitscale.data.shards.images import IMAGE_SUFFIXES
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.wording import counted
 
 _GROUND_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
 _META = "data/meta.mat"

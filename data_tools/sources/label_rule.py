@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vitscale.errors import DataError
+from vitscale.ground.errors import DataError
 
 
 @dataclass(frozen=True)

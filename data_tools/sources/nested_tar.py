@@ -17,8 +17,8 @@ from data_tools.sources.archive import (
     suffix_of,
 )
 from data_tools.sources.source import NO_IMAGE, Item, path_item, visible_path
-from vitscale.errors import DataError
-from vitscale.shards.images import IMAGE_SUFFIXES
+from vitscale.data.shards.images import IMAGE_SUFFIXES
+from vitscale.ground.errors import DataError
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from data_tools.sources.fields import choose_image, choose_label, label_columns
 from data_tools.sources.label_rule import LabelRule
 from data_tools.sources.parts import open_part, part_names, reading
 from data_tools.sources.source import Item, SourceOptions, numbered_label
-from vitscale.errors import DataError, RecipeError
-from vitscale.files.unpacked import CHECKS, read_batches
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.files.unpacked import CHECKS, read_batches
 
 _BATCH_ROWS = 16
 _BUFFER_BYTES = 4 << 20

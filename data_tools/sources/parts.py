@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from vitscale.errors import DataError, RecipeError, StorageError
-from vitscale.files.unpacked import refuse_growth
-from vitscale.safe_text import without_secrets
-from vitscale.storage import base_name, is_url, open_stream, patiently
+from vitscale.ground.errors import DataError, RecipeError, StorageError
+from vitscale.ground.files.unpacked import refuse_growth
+from vitscale.ground.safe_text import without_secrets
+from vitscale.ground.storage import base_name, is_url, open_stream, patiently
 
 _BLOCK_BYTES = 1 << 20
 _GZIP_MAGIC = b"\x1f\x8b\x08"

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from vitscale.errors import DataError
-from vitscale.shards.images import IMAGE_SUFFIXES
+from vitscale.data.shards.images import IMAGE_SUFFIXES
+from vitscale.ground.errors import DataError
 
 HIDDEN = "hidden"
 NO_IMAGE = "no image suffix"

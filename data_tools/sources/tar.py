@@ -18,8 +18,8 @@ from data_tools.sources.label_list import labelled, read_label_list
 from data_tools.sources.nested_tar import NestedTarSource, SynsetTarSource, are_synsets
 from data_tools.sources.source import Item, Source, SourceOptions, path_item, visible_path
 from data_tools.sources.webdataset import WebDatasetSource, sample_name
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards.images import IMAGE_SUFFIXES
+from vitscale.data.shards.images import IMAGE_SUFFIXES
+from vitscale.ground.errors import DataError, RecipeError
 
 __all__ = ["TAR_SUFFIXES", "TarSource", "is_tar", "open_tars"]
 

@@ -15,8 +15,8 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from vitscale.errors import DataError
-from vitscale.images import crc32c
+from vitscale.ground.errors import DataError
+from vitscale.ground.images import crc32c
 
 # What protobuf itself allows for one message; a larger length would fill the memory before it is found to be wrong.
 _MAX_RECORD_BYTES = 2 << 30

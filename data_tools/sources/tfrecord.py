@@ -31,10 +31,10 @@ from data_tools.sources.tf_example import (
     parse_example,
     read_records,
 )
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards.images import refuse_too_large
-from vitscale.storage import is_url
-from vitscale.wording import counted
+from vitscale.data.shards.images import refuse_too_large
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.storage import is_url
+from vitscale.ground.wording import counted
 
 _IMAGES = ("image/encoded", "image", "image_raw", "jpg", "jpeg", "png")
 _LABELS = ("image/class/synset", "image/class/label", "label", "labels", "image/class/text", "class", "cls", "target")

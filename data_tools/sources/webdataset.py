@@ -15,8 +15,8 @@ from typing import Any
 from data_tools.sources.archive import is_tar, open_archive, read_place, stem_of
 from data_tools.sources.fields import NO_LABELS
 from data_tools.sources.source import HIDDEN, Item, numbered_label, visible_path
-from vitscale.errors import DataError
-from vitscale.shards.images import IMAGE_SUFFIXES
+from vitscale.data.shards.images import IMAGE_SUFFIXES
+from vitscale.ground.errors import DataError
 
 LABEL_FIELDS = ("label", "labels", "cls", "class")
 OTHER_FIELD = "neither image nor label of its sample"

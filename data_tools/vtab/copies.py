@@ -17,7 +17,7 @@ from typing import Literal
 
 from data_tools.paths import SPLIT_NAMES
 from data_tools.vtab.tasks import ORIGINS, Slice, folder_names
-from vitscale.errors import DataError
+from vitscale.ground.errors import DataError
 
 Layout = Literal["tfds", "tars", "folders"]
 

@@ -16,10 +16,10 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from data_tools.vtab.source import PartSource
-from vitscale.errors import DataError, RecipeError
-from vitscale.files.durable import write_text
-from vitscale.shards.images import Reject, store_image
-from vitscale.wording import describe_mistake
+from vitscale.data.shards.images import Reject, store_image
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.files.durable import write_text
+from vitscale.ground.wording import describe_mistake
 
 IDS_NAME = "ids.json"
 

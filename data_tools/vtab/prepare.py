@@ -23,11 +23,11 @@ from data_tools.vtab.copies import Search, find_copy
 from data_tools.vtab.ids import IDS_NAME, Entry, Ids, entries_of, pixels_sha256
 from data_tools.vtab.source import FoundImage, OpenCopy, open_copy
 from data_tools.vtab.tasks import Takes
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards import MANIFEST_NAME, Manifest
-from vitscale.shards.images import ImageOptions
-from vitscale.shards.opening import open_shard
-from vitscale.table import Console
+from vitscale.data.shards import MANIFEST_NAME, Manifest
+from vitscale.data.shards.images import ImageOptions
+from vitscale.data.shards.opening import open_shard
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.table import Console
 
 SMALL, TEST = "train800val200", "test"
 VIEWS = ("train800", "val200")

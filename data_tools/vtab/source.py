@@ -20,9 +20,9 @@ from data_tools.sources.tf_example import count_records
 from data_tools.sources.tfrecord import open_records, open_tfrecords
 from data_tools.vtab.copies import Copy
 from data_tools.vtab.tasks import ORIGINS
-from vitscale.errors import DataError
-from vitscale.files.unpacked import most_pixels
-from vitscale.vtab import TASKS
+from vitscale.ground.errors import DataError
+from vitscale.ground.files.unpacked import most_pixels
+from vitscale.ground.vtab import TASKS
 
 
 @dataclass(frozen=True)

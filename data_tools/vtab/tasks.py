@@ -192,7 +192,7 @@ ORIGINS: Mapping[str, Origin] = {
         class_names=tuple(f"elevation {30 + 5 * step}" for step in range(9)),
     ),
 }  # fmt: skip
-"""By task; the tasks are those of `vitscale.vtab`."""
+"""By task; the tasks are those of `vitscale.ground.vtab`."""
 
 
 def folder_names(task: str) -> tuple[str, ...]:

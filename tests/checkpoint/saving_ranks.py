@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 # A process that has imported torch once, of which each rank is a copy.
 _CONTEXT = get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "vitscale.checkpoint", "s3fs"])
+_CONTEXT.set_forkserver_preload(["torch", "vitscale.runs.checkpoint", "s3fs"])
 
 
 class Rank:

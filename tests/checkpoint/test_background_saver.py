@@ -9,7 +9,7 @@ import pytest
 import torch
 from toy_checkpoint import fragments, holds, index, save, shapes
 
-from vitscale.checkpoint import BackgroundSaver, CheckpointStore
+from vitscale.runs.checkpoint import BackgroundSaver, CheckpointStore
 
 
 class Gate:
@@ -133,7 +133,7 @@ import sys, threading
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from toy_checkpoint import fragments, index
-from vitscale.checkpoint import BackgroundSaver, CheckpointStore
+from vitscale.runs.checkpoint import BackgroundSaver, CheckpointStore
 def never(value):
     threading.Event().wait()
 saver = BackgroundSaver(CheckpointStore(Path(sys.argv[1]), gather=never), keep=1)

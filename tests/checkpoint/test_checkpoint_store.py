@@ -24,9 +24,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from toy_checkpoint import KINDS, damage, fragments, holds, index, save, shapes, values
 
-from vitscale.checkpoint import CheckpointReader, CheckpointStore, Fragment, LocalDirectory, bytes_needed
-from vitscale.checkpoint.format import rank_file, write_rank_file
-from vitscale.errors import CheckpointError
+from vitscale.ground.errors import CheckpointError
+from vitscale.runs.checkpoint import CheckpointReader, CheckpointStore, Fragment, LocalDirectory, bytes_needed
+from vitscale.runs.checkpoint.format import rank_file, write_rank_file
 from vitscale.runs.checkpoint_index import FileEntry, index_text
 from vitscale.runs.names import step_folder
 
@@ -338,8 +338,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from toy_checkpoint import save
-from vitscale.checkpoint import CheckpointStore
-from vitscale.errors import CheckpointError
+from vitscale.runs.checkpoint import CheckpointStore
+from vitscale.ground.errors import CheckpointError
 try:
     save(CheckpointStore(Path(sys.argv[1])), 2)
 except CheckpointError as error:
@@ -362,7 +362,7 @@ import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from toy_checkpoint import save
-from vitscale.checkpoint import CheckpointStore
+from vitscale.runs.checkpoint import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]))
 step = max(store.steps(), default=0)
 print("ready", flush=True)

@@ -10,7 +10,11 @@ from finished_runs import evaluate_run, load_model
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from vitscale.checkpoint import (
+from vitscale.cli.main import app
+from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
+from vitscale.models import build_model
+from vitscale.recipe import Recipe, validate_recipe
+from vitscale.runs.checkpoint import (
     CheckpointIndex,
     CheckpointStore,
     Fragment,
@@ -18,12 +22,8 @@ from vitscale.checkpoint import (
     RemoteDirectory,
     checkpoint_directory,
 )
-from vitscale.checkpoint.opening import open_run
-from vitscale.cli.main import app
-from vitscale.models import build_model
-from vitscale.recipe import Recipe, validate_recipe
+from vitscale.runs.checkpoint.opening import open_run
 from vitscale.runs.names import CHECKPOINTS, RECIPE_FILE
-from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
 
 
 def recipe(data: Path, where: str | None = None) -> Recipe:

@@ -11,9 +11,9 @@ from saving_ranks import Rank, Ranks
 from small_disk import small_disk
 from toy_checkpoint import fragments, holds, index
 
-from vitscale import storage
-from vitscale.checkpoint import BackgroundSaver, CheckpointStore, RemoteDirectory
-from vitscale.errors import CheckpointError, StorageError
+from vitscale.ground import storage
+from vitscale.ground.errors import CheckpointError, StorageError
+from vitscale.runs.checkpoint import BackgroundSaver, CheckpointStore, RemoteDirectory
 
 SCALE = 400  # 0.3 MB a checkpoint
 CUTS = (50, 15_000)
@@ -102,7 +102,7 @@ def test_without_an_index_there_is_no_checkpoint(s3, store):
 @pytest.mark.parametrize("file", ["rank-00000.safetensors", "index.json"])
 @pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
 def test_damage_is_told_and_the_checkpoint_before_is_used(s3, store, tmp_path, file, how, monkeypatch):
-    monkeypatch.setattr("vitscale.files.fetching.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("vitscale.ground.files.fetching.PAUSES", (0.0, 0.0))
     save(store, 1, 2)
     fs, path = s3.filesystem(), f"{store.root}/step-00000002/{file}"
     content = bytearray(fs.cat_file(path))
@@ -133,7 +133,7 @@ def test_what_was_passed_over_is_no_checkpoint_any_more_but_stays(s3, store):
 
 
 def test_bits_that_turn_connections_that_break_and_slow_ones_are_survived(store, proxy, monkeypatch):
-    monkeypatch.setattr("vitscale.files.fetching.PAUSES", (0.1, 0.1))
+    monkeypatch.setattr("vitscale.ground.files.fetching.PAUSES", (0.1, 0.1))
 
     def connect_anew() -> None:
         proxy.go_away()  # connections are kept, and each counts its own bytes

@@ -11,8 +11,8 @@ from saving_ranks import Rank, Ranks
 from small_disk import small_disk as mounted
 from toy_checkpoint import fragments, holds, index
 
-from vitscale.checkpoint import BackgroundSaver, CheckpointReader, CheckpointStore
-from vitscale.errors import CheckpointError
+from vitscale.ground.errors import CheckpointError
+from vitscale.runs.checkpoint import BackgroundSaver, CheckpointReader, CheckpointStore
 
 SCALE = 400  # 0.3 MB a checkpoint
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from vitscale.checkpoint import CheckpointIndex, CheckpointReader, CheckpointStore, Fragment
+from vitscale.runs.checkpoint import CheckpointIndex, CheckpointReader, CheckpointStore, Fragment
 from vitscale.runs.names import step_folder
 
 KINDS = ["master", "exp_avg"]

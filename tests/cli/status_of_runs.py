@@ -8,9 +8,9 @@ import torch_free
 import yaml
 from typer.testing import CliRunner
 
-from vitscale.checkpoint import CheckpointIndex, CheckpointStore, Fragment
 from vitscale.cli.main import app
 from vitscale.recipe import load_recipe
+from vitscale.runs.checkpoint import CheckpointIndex, CheckpointStore, Fragment
 
 COMMAND = torch_free.command("vitscale.cli.main")
 NOW = 1_700_000_000.0

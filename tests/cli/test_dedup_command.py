@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 from data_tools.conversion import convert
 from data_tools.request import Request
 from vitscale.cli.main import app
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest
+from vitscale.data.shards import Manifest
+from vitscale.ground.errors import DataError, RecipeError
 
 URL = "memory://dedup-command/train"  # the training set for this process, which then needs no workers
 

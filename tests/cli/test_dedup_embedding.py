@@ -25,12 +25,12 @@ from data_tools.dedup.embedding import whitened
 from data_tools.dedup.index import FingerprintIndex
 from data_tools.request import Request
 from data_tools.sources import SourceOptions
-from vitscale.errors import DataError
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.decisions import DECISIONS_NAME, read_decisions
 from vitscale.evaluation.embedding import Embedder
 from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.finished import FinishedModel, OfWeights
-from vitscale.shards import Manifest
-from vitscale.shards.decisions import DECISIONS_NAME, read_decisions
+from vitscale.ground.errors import DataError
 
 DATA = "memory://own-model"  # for this process, which then needs no workers
 SETTINGS = ("--preset", "photo", "--level", 0, "--cosine", 0.5)

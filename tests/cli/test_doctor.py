@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vitscale.machine import cores_near, cpu_quota, usable_cores
+from vitscale.ground.machine import cores_near, cpu_quota, usable_cores
 
 COMMAND = (
     "import sys; sys.argv = ['vitscale', 'doctor', *sys.argv[1:]]; from vitscale.cli.entry import vitscale; vitscale()"
@@ -101,7 +101,7 @@ def test_cores_that_a_control_group_grants(tmp_path: Path):
 @pytest.mark.parametrize(("said", "told"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
 def test_idle_threads_sleep_unless_people_said(said, told):
     environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
-    line = [sys.executable, "-c", "from vitscale.machine import share_cores; share_cores(); import torch"]
+    line = [sys.executable, "-c", "from vitscale.ground.machine import share_cores; share_cores(); import torch"]
     done = subprocess.run(line, env={**environment, **said, "OMP_DISPLAY_ENV": "TRUE"}, capture_output=True, text=True)
     assert f"OMP_WAIT_POLICY = '{told}'" in done.stderr
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from pictures import encoded, make_picture
 
-from vitscale.shards.generated import write_generated_dataset
+from vitscale.data.shards.generated import write_generated_dataset
 
 
 def entry(command: str, *arguments: object) -> list[str]:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch_free
 
-from vitscale.families import REGISTRY
+from vitscale.recipe.families import REGISTRY
 
 COMMAND = torch_free.command("vitscale.cli.main")
 

@@ -10,9 +10,9 @@ from messages import assert_messages
 from status_of_runs import save_checkpoint, shown, status
 from typer.testing import CliRunner
 
+from vitscale.about.status import RunReader
 from vitscale.cli.main import app
-from vitscale.errors import RecipeError
-from vitscale.status import RunReader
+from vitscale.ground.errors import RecipeError
 
 
 def as_empty(run_dir: Path) -> None:

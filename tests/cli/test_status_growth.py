@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from status_of_runs import COMMAND, LINES
 
-from vitscale.status import RunReader
+from vitscale.about.status import RunReader
 
 
 def test_only_whole_lines_count_and_new_ones_are_added(run_dir):

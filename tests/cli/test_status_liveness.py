@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from status_of_runs import NOW, shown, status
 
+from vitscale.about.status.liveness import Signs, duration, judge
 from vitscale.launch import Launch, RankCommand, Supervisor
 from vitscale.runs.launches import Event, read_launches
-from vitscale.status.liveness import Signs, duration, judge
 
 
 def test_the_lock_of_a_live_process_is_seen_and_left_alone(run_dir):

@@ -17,8 +17,8 @@ from launch.small_ranks import started, wait_until
 from messages import refusal
 from typer.testing import CliRunner
 
-from vitscale import errors
 from vitscale.cli.main import app
+from vitscale.ground import errors
 from vitscale.recipe import load_recipe
 
 LAUNCH = Path(__file__).parents[1] / "launch" / "small_launch.py"

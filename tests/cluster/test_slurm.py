@@ -8,7 +8,7 @@ from faults.watched_runs import Run
 from messages import refusal
 from slurm_cluster import output, submit, vitscale
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 from vitscale.launch import Pretraining
 from vitscale.launch.clusters import Job, find_cluster
 from vitscale.recipe import recipes_dir

@@ -8,11 +8,11 @@ import pytest
 from slurm_cluster import ROOT, SlurmCluster, wait_until
 from studies.tiny import SPLITS, write_study
 
-from vitscale.errors import RecipeError
+from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.ground.errors import RecipeError
 from vitscale.launch import Pretraining
 from vitscale.launch.clusters import Job
 from vitscale.launch.clusters.slurm import render_array
-from vitscale.shards.generated import write_generated_dataset
 
 
 def test_each_index_of_an_array_is_one_launch(tmp_path):

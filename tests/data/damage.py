@@ -4,8 +4,8 @@ import os
 
 import numpy as np
 
-from vitscale.files.digests import file_digests
-from vitscale.shards import Manifest, ShardFile, StoredSample, write_shard
+from vitscale.data.shards import Manifest, ShardFile, StoredSample, write_shard
+from vitscale.ground.files.digests import file_digests
 
 METADATA, ROW = 24 + 4 * 1041, 40  # bytes: header and four fields; one sample's record
 WIDTH, CRC = 1, 32  # where they stand in a record

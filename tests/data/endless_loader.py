@@ -1,6 +1,9 @@
 """A loader of a small dataset of four shards; without a last step, it goes round for ever."""
 
-from vitscale.data import Loader, Reading, TrainOrder, TrainTransform
+from vitscale.data.augmentation import TrainTransform
+from vitscale.data.loader import Loader
+from vitscale.data.order import TrainOrder
+from vitscale.data.settings import Reading
 
 SHARDS = [40, 33, 40, 7]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from pictures import encoded, make_picture
 
-from vitscale.shards import (
+from vitscale.data.shards import (
     ExcludedSlots,
     Manifest,
     SelectExclude,

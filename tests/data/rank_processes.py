@@ -7,8 +7,11 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from vitscale.data import Loader, Reading, TrainOrder, TrainTransform
-from vitscale.shards import Manifest
+from vitscale.data.augmentation import TrainTransform
+from vitscale.data.loader import Loader
+from vitscale.data.order import TrainOrder
+from vitscale.data.settings import Reading
+from vitscale.data.shards import Manifest
 
 SEED = 9
 

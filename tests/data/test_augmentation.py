@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitscale.data import EvalTransform, TrainTransform, to_model_input
-from vitscale.data.augmentation import inception_crop, sample_keys
+from vitscale.data.augmentation import EvalTransform, TrainTransform, inception_crop, sample_keys
+from vitscale.data.device import to_model_input
 from vitscale.recipe import Normalise
 
 AREA, ASPECT = (0.05, 1.0), (3 / 4, 4 / 3)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from vitscale.data import EvalOrder
-from vitscale.data.order import WINDOW_SAMPLES
+from vitscale.data.order import WINDOW_SAMPLES, EvalOrder
 
 
 @pytest.mark.parametrize("shard_samples", [[], [0], [0, 0]])

@@ -8,10 +8,10 @@ from images.test_exact_decoding import noisy
 from pictures import encoded
 from PIL import Image
 
-from vitscale.data import EvalTransform
+from vitscale.data.augmentation import EvalTransform
 from vitscale.data.preview import view_of_pixels, views_of
-from vitscale.errors import RecipeError
-from vitscale.images import OK, REFUSED, Resize
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.images import OK, REFUSED, Resize
 from vitscale.recipe import EvalCrop, load_recipe
 
 # Height and width of the picture, and a box in it: shrinking by a lot and a little, growing, one of each, one pixel.

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from picture_shards import write_pictures
 from rank_processes import global_batches, in_processes, processes, read, world_of
 
-from vitscale.shards import SelectFirst
+from vitscale.data.shards import SelectFirst
 
 SHARDS, BATCH, SIDE, STEPS = [40, 33, 40, 7, 25], 16, 12, 20  # nine steps an epoch
 WORLDS, THREADS = (1, 2, 4, 8), (1, 2, 3, 4)

@@ -11,7 +11,10 @@ from picture_shards import picture, view, write_pictures
 from PIL import Image
 from views import expected_view, whole_picture
 
-from vitscale.data import EvalOrder, EvalTransform, Loader, Reading, ResizeTransform, TrainOrder, TrainTransform
+from vitscale.data.augmentation import EvalTransform, ResizeTransform, TrainTransform
+from vitscale.data.loader import Loader
+from vitscale.data.order import EvalOrder, TrainOrder
+from vitscale.data.settings import Reading
 
 SHARDS = [40, 33, 40, 7, 25]
 SIDE, BATCH, SEED = 24, 16, 9

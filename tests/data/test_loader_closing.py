@@ -9,8 +9,10 @@ import pytest
 from endless_loader import SHARDS, endless
 from leaks import loader_threads, open_files, resident_bytes, wait_until
 
-from vitscale.data import EvalOrder, EvalTransform, Loader, TrainOrder
 from vitscale.data import batch_reader as batch_reader_module
+from vitscale.data.augmentation import EvalTransform
+from vitscale.data.loader import Loader
+from vitscale.data.order import EvalOrder, TrainOrder
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
 

@@ -7,7 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from picture_shards import write_pictures
 
-from vitscale.data import Loader, TrainOrder, TrainTransform
+from vitscale.data.augmentation import TrainTransform
+from vitscale.data.loader import Loader
+from vitscale.data.order import TrainOrder
 
 SHARDS = [20, 20]
 
@@ -30,8 +32,10 @@ def test_several_threads_get_each_batch_once(manifest):
 
 FORKING = """
 import os, signal, sys, threading
-from vitscale.data import Loader, TrainOrder, TrainTransform
-from vitscale.shards import Manifest
+from vitscale.data.loader import Loader
+from vitscale.data.order import TrainOrder
+from vitscale.data.augmentation import TrainTransform
+from vitscale.data.shards import Manifest
 
 FORKS, LOADERS = 80, 8
 manifest = Manifest.load(sys.argv[1])

@@ -12,10 +12,13 @@ from leaks import wait_until
 from picture_shards import picture, view, write_pictures
 from pictures import make_picture
 
-from vitscale.data import EvalOrder, EvalTransform, Loader, Reading, TrainOrder, TrainTransform
-from vitscale.errors import DataError
-from vitscale.files.digests import file_digests
-from vitscale.shards import Manifest, ShardEntry, ShardFile, StoredSample, field_names, write_shard
+from vitscale.data.augmentation import EvalTransform, TrainTransform
+from vitscale.data.loader import Loader
+from vitscale.data.order import EvalOrder, TrainOrder
+from vitscale.data.settings import Reading
+from vitscale.data.shards import Manifest, ShardEntry, ShardFile, StoredSample, field_names, write_shard
+from vitscale.ground.errors import DataError
+from vitscale.ground.files.digests import file_digests
 
 SHARDS = [40, 33, 40, 7]
 BY_SAMPLE = Reading(verify_shards=False)

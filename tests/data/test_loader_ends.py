@@ -17,9 +17,12 @@ FAN_CLASS_CONTENT, FAN_MARK_ADD, FAN_OPEN_PERM, AT_FDCWD = 0x4, 0x1, 0x10000, -1
 _SCRIPT = """
 import os, sys, threading, time
 import vitscale.data.loader as module
-from vitscale.data import EvalTransform, Loader, Reading, TrainOrder
-from vitscale.errors import StorageError
-from vitscale.shards import Manifest
+from vitscale.data.augmentation import EvalTransform
+from vitscale.data.loader import Loader
+from vitscale.data.settings import Reading
+from vitscale.data.order import TrainOrder
+from vitscale.ground.errors import StorageError
+from vitscale.data.shards import Manifest
 
 module._CLOSE_SECONDS = 1.0
 if __name__ == "__main__":

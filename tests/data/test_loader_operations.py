@@ -9,9 +9,14 @@ from picture_shards import write_pictures
 from PIL import Image, ImageOps
 
 from vitscale import recipe
-from vitscale.data import Loader, Reading, TrainingInput, TrainOrder, TrainTransform, to_model_input
+from vitscale.data.augmentation import TrainTransform
+from vitscale.data.device import to_model_input
 from vitscale.data.draws import operation_keys, uniform
-from vitscale.errors import RecipeError
+from vitscale.data.image_operations import TrainingInput
+from vitscale.data.loader import Loader
+from vitscale.data.order import TrainOrder
+from vitscale.data.settings import Reading
+from vitscale.ground.errors import RecipeError
 from vitscale.recipe import Recipe, load_recipe
 
 SHARDS, BATCH, SIDE, STEPS = [40, 33, 40, 7, 25], 16, 24, 12  # nine steps an epoch

@@ -11,10 +11,12 @@ from damage import CRC, KINDS, METADATA, SILENT, cut_before, flip, flip_byte, mi
 from picture_shards import view, write_pictures
 from views import expected_view
 
-from vitscale.data import EvalOrder, EvalTransform, Loader, Reading, ResizeTransform, TrainOrder, TrainTransform
-from vitscale.data.augmentation import sample_keys
-from vitscale.errors import DataError
-from vitscale.shards import Manifest
+from vitscale.data.augmentation import EvalTransform, ResizeTransform, TrainTransform, sample_keys
+from vitscale.data.loader import Loader
+from vitscale.data.order import EvalOrder, TrainOrder
+from vitscale.data.settings import Reading
+from vitscale.data.shards import Manifest
+from vitscale.ground.errors import DataError
 
 SHARDS, BATCH, SEED, SIDE = [20, 13, 20, 7], 12, 5, 16
 FIRST = [0, 20, 33, 53]  # sample of each shard's slot 0; its uid is three times that

@@ -20,11 +20,14 @@ from pictures import make_picture
 from stock_beton import write_stock
 from views import area_mean, whole_picture
 
-from vitscale.data import EvalOrder, EvalTransform, Loader, Reading, TrainOrder, TrainTransform
-from vitscale.errors import DataError, StorageError
-from vitscale.shards import Manifest, ShardFile
-from vitscale.shards.adopt import adopt
-from vitscale.shards.opening import open_shard
+from vitscale.data.augmentation import EvalTransform, TrainTransform
+from vitscale.data.loader import Loader
+from vitscale.data.order import EvalOrder, TrainOrder
+from vitscale.data.settings import Reading
+from vitscale.data.shards import Manifest, ShardFile
+from vitscale.data.shards.adopt import adopt
+from vitscale.data.shards.opening import open_shard
+from vitscale.ground.errors import DataError, StorageError
 
 SHARDS = [20, 13, 20, 7, 20, 20]
 
@@ -199,7 +202,7 @@ def test_a_transfer_ends_when_the_loader_does(remote, tmp_path, monkeypatch):
 @pytest.mark.parametrize("policy", ["error", "substitute", "mask"])
 def test_another_shard_at_the_url(local, tmp_path, policy, monkeypatch):
     """Damage on the way or there: nothing comes under the name of what the manifest lists, whatever the policy."""
-    monkeypatch.setattr("vitscale.files.fetching.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("vitscale.ground.files.fetching.PAUSES", (0.0, 0.0))
     fsspec.register_implementation("faraway", FarAway, clobber=True)
     damaged = write_pictures(tmp_path / "data", SHARDS)
     flip_byte(damaged, 1, [3])

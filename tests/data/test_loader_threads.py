@@ -9,10 +9,12 @@ from endless_loader import SHARDS, endless
 from leaks import loader_threads, open_files
 from picture_shards import write_pictures
 
-from vitscale.data import EvalOrder, EvalTransform, Loader, TrainOrder
 from vitscale.data import batch_reader as batch_reader_module
 from vitscale.data import open_shards as open_shards_module
-from vitscale.errors import StorageError
+from vitscale.data.augmentation import EvalTransform
+from vitscale.data.loader import Loader
+from vitscale.data.order import EvalOrder, TrainOrder
+from vitscale.ground.errors import StorageError
 
 CRCS = 3  # among the arguments of `decode_slice`
 

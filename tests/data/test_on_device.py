@@ -10,8 +10,12 @@ import pytest
 import torch
 from picture_shards import write_pictures
 
-from vitscale.data import Loader, Reading, TrainOrder, TrainTransform, on_device
-from vitscale.shards import Manifest
+from vitscale.data.augmentation import TrainTransform
+from vitscale.data.device import on_device
+from vitscale.data.loader import Loader
+from vitscale.data.order import TrainOrder
+from vitscale.data.settings import Reading
+from vitscale.data.shards import Manifest
 
 SHARDS, STEPS = [40, 33, 7], 60
 PATTERNS = [(True,), (False,), (True, False), (False, False, True), (True, True, True, False), (False, True, True)]

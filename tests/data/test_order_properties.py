@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from orders import epoch_of, numbered
 
-from vitscale.data import EvalOrder, TrainOrder
 from vitscale.data import order as order_module
-from vitscale.errors import RecipeError
+from vitscale.data.order import EvalOrder, TrainOrder
+from vitscale.ground.errors import RecipeError
 
 quick = settings(max_examples=80, deadline=None, derandomize=True)
 

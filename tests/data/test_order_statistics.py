@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from orders import epoch_of
 
-from vitscale.data import TrainOrder
 from vitscale.data import order as order_module
 from vitscale.data.hashing import permutation
+from vitscale.data.order import TrainOrder
 
 ALARM = 1e-6
 SEEDS = [0, 1, 2, 3, 1000, 1001, 2**32, 2**63 - 2, 2**63 - 1]

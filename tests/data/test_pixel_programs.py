@@ -18,7 +18,7 @@ from vitscale.data.hashing import combine, hashes, mix
 from vitscale.data.pixel_programs import PixelPrograms
 from vitscale.data.randaugment import SETS, Drawn, rotation
 from vitscale.data.random_erasing import RandomErasing
-from vitscale.images import INSTRUCTION, OK, Code, Interpolation, operate
+from vitscale.ground.images import INSTRUCTION, OK, Code, Interpolation, operate
 
 SIDE = 48
 COUNT = 60_000

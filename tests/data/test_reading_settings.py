@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from vitscale.data import Reading
+from vitscale.data.settings import Reading
 from vitscale.recipe import Data
 
 

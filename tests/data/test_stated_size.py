@@ -7,9 +7,12 @@ from picture_shards import write_pictures
 from pictures import encoded, make_picture
 from views import kernel_views, whole_picture
 
-from vitscale.data import EvalOrder, EvalTransform, Loader, Reading
-from vitscale.errors import DataError
-from vitscale.images import OK, WRONG_SIZE
+from vitscale.data.augmentation import EvalTransform
+from vitscale.data.loader import Loader
+from vitscale.data.order import EvalOrder
+from vitscale.data.settings import Reading
+from vitscale.ground.errors import DataError
+from vitscale.ground.images import OK, WRONG_SIZE
 
 METADATA, ROW = 24 + 4 * 1041, 40  # bytes: header and four fields; one sample's record
 WIDTH, HEIGHT = 1, 3  # where they stand in a record

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from orders import epoch_of, numbered
 
-from vitscale.data import ORDER_VERSION, TrainOrder
 from vitscale.data.hashing import combine, hashes, mix, permutation
-from vitscale.data.order import MAX_SEGMENTS, WHOLE_SAMPLES, WINDOW_SAMPLES, num_segments
-from vitscale.errors import RecipeError
+from vitscale.data.order import MAX_SEGMENTS, ORDER_VERSION, WHOLE_SAMPLES, WINDOW_SAMPLES, TrainOrder, num_segments
+from vitscale.ground.errors import RecipeError
 
 IMAGENET = [8192] * 156 + [1_281_167 - 156 * 8192]
 TWO_WINDOWS = [50_000] * 8 + [1]  # four segments of two windows each

@@ -10,10 +10,10 @@ from damaged_jpegs import HEIGHT, WIDTH, damaged_jpegs, small_jpegs
 from PIL import Image
 from views import kernel_views
 
-from vitscale.images import OK, WRONG_SIZE, check, decode, read_header, states_size
-from vitscale.shards import ShardFile, StoredSample, write_shard
-from vitscale.shards.images import Reject, StoredImage, store_image
-from vitscale.shards.scan import scan
+from vitscale.data.shards import ShardFile, StoredSample, write_shard
+from vitscale.data.shards.images import Reject, StoredImage, store_image
+from vitscale.data.shards.scan import scan
+from vitscale.ground.images import OK, WRONG_SIZE, check, decode, read_header, states_size
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 

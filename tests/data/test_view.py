@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from views import area_mean, kernel_views, whole_picture
 
-from vitscale.images import CRC_MISMATCH, OK, REFUSED, WRONG_SIZE, check, decode
+from vitscale.ground.images import CRC_MISMATCH, OK, REFUSED, WRONG_SIZE, check, decode
 
 CV2_SAMPLING = {
     "4:4:0": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_440,

@@ -5,7 +5,7 @@ from picture_shards import picture
 from stock_ffcv import ffcv_decode
 
 from vitscale.data.augmentation import sample_keys
-from vitscale.images import crc32c, decode_slice
+from vitscale.ground.images import crc32c, decode_slice
 
 
 def kernel_views(content, height, width, boxes, side, flips=None, may_scale=False, raw=False, crc=None, **more):

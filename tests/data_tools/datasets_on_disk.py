@@ -13,7 +13,7 @@ from data_tools import machine
 from data_tools.convert import app
 from data_tools.dedup.against import open_matcher
 from data_tools.engines.inline import run_inline
-from vitscale.shards import Manifest, ShardFile
+from vitscale.data.shards import Manifest, ShardFile
 
 
 def contents(dataset: Path) -> dict[str, bytes]:

@@ -19,8 +19,8 @@ from data_tools.machine import Machine
 from data_tools.request import Request
 from data_tools.sources import SourceOptions
 from data_tools.splits import parse_splits
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest
+from vitscale.data.shards import Manifest
+from vitscale.ground.errors import DataError, RecipeError
 
 pytestmark = pytest.mark.usefixtures("here")
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from data_tools.sources.cifar import is_cifar, open_cifar
 from data_tools.sources.source import Item, SourceOptions
-from vitscale.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError
 
 COUNT = 7
 NAMES = {

@@ -16,7 +16,7 @@ from data_tools.listing import ListingTask, Spool
 from data_tools.shuffle import order_images
 from data_tools.sources.source import Item
 from data_tools.splits import parse_splits
-from vitscale.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError
 
 
 class Listed:

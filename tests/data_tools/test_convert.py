@@ -13,11 +13,11 @@ from data_tools.classes import read_classes
 from data_tools.conversion import convert
 from data_tools.machine import Machine
 from data_tools.request import Request
-from vitscale.errors import DataError, RecipeError
-from vitscale.files.digests import file_digests
-from vitscale.images import decode
-from vitscale.shards import Manifest, ShardFile
-from vitscale.shards.images import store_image
+from vitscale.data.shards import Manifest, ShardFile
+from vitscale.data.shards.images import store_image
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.files.digests import file_digests
+from vitscale.ground.images import decode
 
 ONE = Machine(workers=1)
 

@@ -8,7 +8,7 @@ from datasets_on_disk import contents, run, run_here
 from messages import assert_messages
 from pictures import encoded, make_picture
 
-from vitscale.shards import Manifest
+from vitscale.data.shards import Manifest
 
 
 def test_command(image_folder, tmp_path):
@@ -155,7 +155,7 @@ def test_limits_of_size(tmp_path):
         path.write_bytes(encoded(make_picture(1, *size)))
     done = run_here(tmp_path / "images", tmp_path / "out", "--short-side", 30, "--quality", 80, "--workers", 1)
     assert done.exit_code == 0, done.stderr
-    from vitscale.shards import ShardFile
+    from vitscale.data.shards import ShardFile
 
     with ShardFile(tmp_path / "out" / "shard-00000.beton") as shard:
         sizes = set(zip(shard.height.tolist(), shard.width.tolist(), strict=True))

@@ -28,10 +28,10 @@ from data_tools.machine import Machine
 from data_tools.request import Request
 from data_tools.splits import parse_splits
 from vitscale.cli.main import app as vitscale_app
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest
-from vitscale.shards.provenance import FINGERPRINT_COLUMNS
-from vitscale.shards.verify import verify
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.provenance import FINGERPRINT_COLUMNS
+from vitscale.data.shards.verify import verify
+from vitscale.ground.errors import DataError, RecipeError
 
 SHARDS = ("--shard-samples", 8)
 SHELF = [f"shelf-{i}.jpg" for i in range(6)]

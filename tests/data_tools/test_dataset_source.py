@@ -11,8 +11,8 @@ from stored_dataset import Photo, write_dataset
 
 from data_tools.sources.dataset import open_dataset
 from data_tools.sources.source import SourceOptions
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards import MANIFEST_NAME
+from vitscale.data.shards import MANIFEST_NAME
+from vitscale.ground.errors import DataError, RecipeError
 
 PHOTOS = [Photo(f"k/{i}.jpg", labels=(i % 2,), seed=i) for i in range(7)]
 

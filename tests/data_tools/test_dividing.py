@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from data_tools.dividing import Part, parse_parts, write_parts
 from data_tools.subset import write_subset
 from vitscale.cli.main import app
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest
-from vitscale.shards.generated import write_generated_dataset
-from vitscale.shards.verify import verify
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.data.shards.verify import verify
+from vitscale.ground.errors import DataError, RecipeError
 
 
 @pytest.fixture(scope="module")

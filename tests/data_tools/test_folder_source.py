@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from data_tools.sources import SourceOptions, open_source
-from vitscale.errors import DataError
+from vitscale.ground.errors import DataError
 
 
 def make_folder(root: Path, *names: str) -> Path:

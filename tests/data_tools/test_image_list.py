@@ -12,7 +12,7 @@ from messages import refusal
 
 from data_tools.sources.image_list import open_image_list
 from data_tools.sources.source import Item, SourceOptions
-from vitscale.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError
 
 
 def listed(*files, image=None, label=None) -> list[Item]:

@@ -9,10 +9,10 @@ import pytest
 from pictures import encoded, make_picture
 from PIL import Image, ImageOps
 
-from vitscale.errors import RecipeError
-from vitscale.images import decode
-from vitscale.shards import images
-from vitscale.shards.images import ImageOptions, Reject, StoredImage, store_image
+from vitscale.data.shards import images
+from vitscale.data.shards.images import ImageOptions, Reject, StoredImage, store_image
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.images import decode
 
 # What becomes of every file of oddities/manifest.csv: width x height as stored, or why not.
 PASSED_THROUGH = {

@@ -10,7 +10,7 @@ from test_tar_sources import write_tar
 
 from data_tools.sources.label_list import labelled, read_label_list
 from data_tools.sources.source import Item
-from vitscale.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError
 
 # The first images of ILSVRC2012's validation set, as ImageNet publishes them: their synsets, and the same as
 # ILSVRC2012_IDs in the development kit.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from data_tools.engines.local import run_in_processes
-from vitscale.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 
 from data_tools.sources.parquet import open_parquet
 from data_tools.sources.source import Item, SourceOptions
-from vitscale.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError
 
 IMAGES = [b"first", b"second", b"third", b"fourth"]
 STRUCT = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

@@ -24,8 +24,8 @@ from data_tools.locks import TaskRange
 from data_tools.machine import Machine
 from data_tools.request import Request
 from vitscale.cli.main import app as vitscale_app
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest
+from vitscale.data.shards import Manifest
+from vitscale.ground.errors import DataError, RecipeError
 
 ONE = Machine(workers=1)
 SMALL = ("--shard-samples", 4, "--workers", 1)

@@ -10,7 +10,7 @@ from data_tools.sources.folder import FolderSource
 from data_tools.sources.image_list import ImageListSource
 from data_tools.sources.nested_tar import NestedTarSource
 from data_tools.sources.tar import TarSource
-from vitscale.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError
 
 NONE = SourceOptions()
 

@@ -11,10 +11,10 @@ from datasets_on_disk import uids
 
 from data_tools.quantities import parse_count
 from data_tools.subset import write_subset
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards import ExcludedSlots, Manifest, SelectExclude
-from vitscale.shards.generated import write_generated_dataset
-from vitscale.shards.verify import verify
+from vitscale.data.shards import ExcludedSlots, Manifest, SelectExclude
+from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.data.shards.verify import verify
+from vitscale.ground.errors import DataError, RecipeError
 
 
 @pytest.fixture(scope="module")

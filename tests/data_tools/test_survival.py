@@ -20,8 +20,8 @@ from small_disk import small_disk
 from data_tools.conversion import convert
 from data_tools.machine import Machine
 from data_tools.request import Request
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest
+from vitscale.data.shards import Manifest
+from vitscale.ground.errors import DataError, RecipeError
 
 SHARDS = ("--shard-samples", 6)
 
@@ -57,7 +57,7 @@ import sys
 from data_tools.conversion import convert
 from data_tools.machine import Machine
 from data_tools.request import Request
-from vitscale.errors import VitscaleError
+from vitscale.ground.errors import VitscaleError
 try:
     convert(Request(sys.argv[1], shard_samples=6), sys.argv[2], Machine(workers=1, max_reject_rate=0.2))
 except VitscaleError as error:

@@ -15,7 +15,7 @@ import pytest
 
 from data_tools.sources.source import SourceOptions
 from data_tools.sources.tar import is_tar, open_tars
-from vitscale.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError
 
 MODES = {"tar": "w", "tar.gz": "w:gz", "tgz": "w:gz", "tar.xz": "w:xz", "txz": "w:xz", "tar.bz2": "w:bz2"}
 STREAMS = {kind: kind != "tar" for kind in MODES}

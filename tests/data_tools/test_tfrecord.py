@@ -14,7 +14,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from data_tools.sources.source import Item, SourceOptions
 from data_tools.sources.tf_example import bytes_values, int_values, parse_example
 from data_tools.sources.tfrecord import open_tfrecords
-from vitscale.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError
 
 
 def example_class(packed: bool = True):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vitscale.shards.images import Reject, store_image
+from vitscale.data.shards.images import Reject, store_image
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 

@@ -10,8 +10,8 @@ from data_tools.vtab.ids import Ids
 from data_tools.vtab.prepare import DATASETS
 from data_tools.vtab.tasks import ORIGINS
 from vitscale.cli.main import app
-from vitscale.errors import RecipeError
-from vitscale.shards import Manifest
+from vitscale.data.shards import Manifest
+from vitscale.ground.errors import RecipeError
 
 pytestmark = pytest.mark.usefixtures("here")
 

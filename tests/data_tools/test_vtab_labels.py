@@ -23,7 +23,7 @@ from data_tools.vtab.labels import (
     kitti_distance,
     stated,
 )
-from vitscale.errors import DataError
+from vitscale.ground.errors import DataError
 
 
 @pytest.mark.parametrize(("objects", "label"), [(3, 0), (4, 1), (9, 6), (10, 7)])

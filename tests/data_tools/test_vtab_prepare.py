@@ -25,10 +25,10 @@ from data_tools.vtab.ids import Ids, pixels_sha256
 from data_tools.vtab.prepare import DATASETS, Prepared, prepare, verify_prepared
 from data_tools.vtab.source import open_copy, with_full_contrast
 from data_tools.vtab.tasks import ORIGINS, Slice, Takes
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest
-from vitscale.shards.opening import open_shard
-from vitscale.vtab import TASKS
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.opening import open_shard
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.vtab import TASKS
 
 pytestmark = pytest.mark.usefixtures("here")
 

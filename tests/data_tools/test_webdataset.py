@@ -10,7 +10,7 @@ from test_tar_sources import listed, write_tar
 from data_tools.sources.source import SourceOptions
 from data_tools.sources.tar import open_tars
 from data_tools.sources.webdataset import WebDatasetSource, sample_name
-from vitscale.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError
 
 
 def webdataset():

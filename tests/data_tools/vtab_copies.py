@@ -9,7 +9,7 @@ from PIL import Image
 from test_tfrecord import encode, framed
 
 from data_tools.vtab.tasks import ORIGINS
-from vitscale.vtab import TASKS
+from vitscale.ground.vtab import TASKS
 
 IMAGES = 40  # of a split
 ORIENTATION_BINS = [b for b in range(16) for _ in range(3 if b % 2 == 0 else 2)]

@@ -5,11 +5,14 @@ from pathlib import Path
 from damaged_dataset import write_damaged
 from toy_split import SIDE
 
-from vitscale.data import EvalOrder, EvalTransform, Loader, Reading
+from vitscale.data.augmentation import EvalTransform
+from vitscale.data.loader import Loader
+from vitscale.data.order import EvalOrder
+from vitscale.data.settings import Reading
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.generated import CLASS_NAMES
 from vitscale.evaluation import FewShot, Validation
 from vitscale.objectives.classification import CrossEntropy
-from vitscale.shards import Manifest
-from vitscale.shards.generated import CLASS_NAMES
 
 SHARDS = [30, 21, 11]
 DAMAGED = {0: [0], 1: [7, 20]}

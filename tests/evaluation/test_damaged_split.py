@@ -5,9 +5,9 @@ import stored_split
 import torch
 from toy_split import model
 
-from vitscale.errors import DataError
 from vitscale.evaluation import evaluate
 from vitscale.evaluation.fewshot import extract_features
+from vitscale.ground.errors import DataError
 
 K = 7
 

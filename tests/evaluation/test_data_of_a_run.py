@@ -4,9 +4,9 @@ import pytest
 from finished_runs import evaluate_run
 from models.weights.exported import TINY, described, finished_run, valued
 
-from vitscale.errors import DataError
+from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
 from vitscale.evaluation.finished import FinishedModel
-from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
+from vitscale.ground.errors import DataError
 
 
 def test_a_relative_root_is_the_run_s(tmp_path, monkeypatch):

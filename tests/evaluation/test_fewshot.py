@@ -5,11 +5,11 @@ import pytest
 import torch
 from toy_split import model, split
 
-from vitscale.errors import DataError
 from vitscale.evaluation import PAPER_L2S, FewShot, SharedL2FewShot
 from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.fewshot import select_shots
 from vitscale.evaluation.ridge import RidgePath, best_shared_l2, fewshot_accuracy
+from vitscale.ground.errors import DataError
 
 K = 4
 L2S = [2.0**-10, 1.0, 2.0**10, 2.0**19]

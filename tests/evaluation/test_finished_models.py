@@ -12,13 +12,13 @@ from models.weights.exported import TINY, described, finished_run, valued, write
 from typer.testing import CliRunner
 
 from vitscale.cli.main import app
-from vitscale.errors import RecipeError, VitscaleError
+from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
 from vitscale.evaluation.finished import FinishedModel, OfWeights
 from vitscale.evaluation.placing import join, place
+from vitscale.ground.errors import RecipeError, VitscaleError
 from vitscale.models import Outputs
 from vitscale.models.weights import describe, open_weights, write_weights
 from vitscale.recipe import Normalise
-from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
 
 SAMPLES = 37  # no number of processes divides it
 IMAGENET = Normalise(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from vitscale.cli.fewshot_output import table_of
+from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
 from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.finished import FinishedModel, OfWeights
 from vitscale.evaluation.heads import Head, Layout, accuracy, bank_of, best_of_bank, extract_blocks, train_heads
-from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
 
 K, D = 4, 6
 LAYOUT = Layout(blocks=4, width=D, has_patches=True)

@@ -10,12 +10,12 @@ import torch
 from evaluation.test_finished_models import command
 from models.weights.exported import TINY, described, valued, write
 
-from vitscale.errors import DataError
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.evaluation.finished import FinishedModel, OfWeights
 from vitscale.evaluation.imagenet import imagenet_synsets
 from vitscale.evaluation.metrics import columns_of
-from vitscale.shards import Manifest
-from vitscale.shards.generated import write_generated_dataset
+from vitscale.ground.errors import DataError
 
 # The thousand have two cranes, and two swimsuits, which torchvision tells apart by words of its own.
 SAID_OTHERWISE = {"crane bird": "crane", "maillot tank suit": "maillot"}

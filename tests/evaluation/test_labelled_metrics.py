@@ -11,8 +11,9 @@ from pictures import encoded, make_picture
 from toy_split import model, split
 
 from data_tools.convert import main as convert
-from vitscale.data import EvalTransform
-from vitscale.errors import DataError
+from vitscale.data.augmentation import EvalTransform
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
 from vitscale.evaluation.metrics import (
     Calibration,
     MeanPerClass,
@@ -23,8 +24,7 @@ from vitscale.evaluation.metrics import (
     columns_of,
     real_labels_of_timm,
 )
-from vitscale.shards import Manifest
-from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
+from vitscale.ground.errors import DataError
 
 K = 7
 
@@ -162,7 +162,7 @@ def test_real_labels_are_joined_by_name(validation_set, tmp_path):
     lists = json.loads(real_labels_of_timm().read_text())
     assert lists[0] == [] and lists[1] == [970, 795] and len(lists) == 50_000
     by_class = {name: lists[int(name[1:]) - 1] for name in validation_set.class_names}
-    from vitscale.shards.opening import sample_names
+    from vitscale.data.shards.opening import sample_names
 
     uids, names = zip(*sample_names(validation_set), strict=True)
     for name, uid in zip(names, uids, strict=True):

@@ -12,12 +12,12 @@ from messages import assert_messages
 from models.weights.exported import TINY, described, finished_run, valued, write
 
 from data_tools.subset import write_subset
-from vitscale.errors import DataError
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
+from vitscale.data.shards.opening import open_shard
 from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.finished import FinishedModel
-from vitscale.shards import Manifest
-from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
-from vitscale.shards.opening import open_shard
+from vitscale.ground.errors import DataError
 
 
 @pytest.fixture(scope="module")

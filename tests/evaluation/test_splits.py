@@ -7,15 +7,15 @@ from training.ranks import BASE
 
 from data_tools.dividing import parse_parts, write_parts
 from data_tools.subset import write_subset
-from vitscale.errors import DataError
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.beton import StoredSample, field_names, write_shard
+from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.data.shards.manifest import ShardEntry
+from vitscale.data.shards.opening import open_shard
+from vitscale.data.shards.overlap import overlap
 from vitscale.evaluation.splits import check_splits
+from vitscale.ground.errors import DataError
 from vitscale.recipe import validate_recipe
-from vitscale.shards import Manifest
-from vitscale.shards.beton import StoredSample, field_names, write_shard
-from vitscale.shards.generated import write_generated_dataset
-from vitscale.shards.manifest import ShardEntry
-from vitscale.shards.opening import open_shard
-from vitscale.shards.overlap import overlap
 
 
 @pytest.fixture(scope="module")

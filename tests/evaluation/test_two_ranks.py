@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from toy_split import model, split
 
-from vitscale.errors import DataError
 from vitscale.evaluation import FewShot, SharedL2FewShot, Validation, evaluate
+from vitscale.ground.errors import DataError
 from vitscale.objectives.classification import CrossEntropy
 
 K = 7

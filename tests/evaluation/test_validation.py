@@ -7,8 +7,8 @@ from messages import refusal
 from torch.nn import functional as F
 from toy_split import Split, model, split
 
-from vitscale.errors import DataError
 from vitscale.evaluation import Validation, evaluate
+from vitscale.ground.errors import DataError
 from vitscale.models import Outputs
 from vitscale.objectives.classification import CrossEntropy
 

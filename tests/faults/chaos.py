@@ -33,9 +33,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from watched_runs import Process, Run, differences, impatient_launch, is_alive, launch, write_recipe
 
-from vitscale.errors import CheckpointError, DataError, NonFiniteError, PeerLostError, PreemptedError
-from vitscale.shards import ShardFile
-from vitscale.shards.generated import write_generated_dataset
+from vitscale.data.shards import ShardFile
+from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.ground.errors import CheckpointError, DataError, NonFiniteError, PeerLostError, PreemptedError
 
 ENDINGS = ("kill rank", "stop rank", "kill launch", "end launch", "damage data")
 """What makes ranks start again."""

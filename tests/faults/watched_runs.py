@@ -16,9 +16,9 @@ import torch
 import yaml
 
 import vitscale
-from vitscale.checkpoint import CheckpointStore
-from vitscale.machine import free_port
-from vitscale.shards.generated import write_generated_dataset
+from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.ground.machine import free_port
+from vitscale.runs.checkpoint import CheckpointStore
 
 PRETRAIN = Path(vitscale.__file__).with_name("pretrain.py")
 EXACT = ("step", "loss", "lr", "grad_norm", "batch_digest", "anomalies")

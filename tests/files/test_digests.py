@@ -3,7 +3,7 @@ import hashlib
 import numpy as np
 import xxhash
 
-from vitscale.files.digests import file_digests
+from vitscale.ground.files.digests import file_digests
 
 
 def test_file_digests(tmp_path):

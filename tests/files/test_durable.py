@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from faulty_calls import run_with_fault
 
-from vitscale.errors import DataError, RecipeError
-from vitscale.files.durable import durable_file, durable_folder, make_folder, new_folder, remove_leftovers
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.files.durable import durable_file, durable_folder, make_folder, new_folder, remove_leftovers
 
 FOLDER = """
 import sys
 from pathlib import Path
-from vitscale.errors import VitscaleError
-from vitscale.files.durable import new_folder
+from vitscale.ground.errors import VitscaleError
+from vitscale.ground.files.durable import new_folder
 try:
     with new_folder(sys.argv[1]) as folder:
         (folder / "deep").mkdir()
@@ -28,7 +28,7 @@ except VitscaleError as error:
 
 FILE = """
 import sys
-from vitscale.files.durable import durable_file
+from vitscale.ground.files.durable import durable_file
 try:
     with durable_file(sys.argv[1], overwrite=sys.argv[2] == "over") as file:
         file.write(b"new")
@@ -97,7 +97,7 @@ def test_a_folder_cannot_be_made_where_a_file_is(tmp_path):
 
 HELD = """
 import sys
-from vitscale.files.durable import durable_file, durable_folder
+from vitscale.ground.files.durable import durable_file, durable_folder
 from pathlib import Path
 with durable_folder(Path(sys.argv[1], "folder")) as folder, durable_file(Path(sys.argv[1], "file")) as file:
     (folder / "deep").mkdir()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from vitscale.files.locks import lock, locked, try_lock, unlock
+from vitscale.ground.files.locks import lock, locked, try_lock, unlock
 
 HOLD = """
 import sys
-from vitscale.files.locks import lock
+from vitscale.ground.files.locks import lock
 with open(sys.argv[1], "a+") as file:
     lock(file, shared=sys.argv[2] == "shared")
     print("held", flush=True)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from models.small_models import AUTHORS_COUNTS
 
-from vitscale.families import model_of
 from vitscale.flops import exaflops, mfu, model_work, training_flops_per_image
-from vitscale.operations import taps_inside
+from vitscale.ground.operations import taps_inside
+from vitscale.recipe.families import model_of
 
 # With 1000 classes and the output layer alone: the authors' own test table, and for g, G and the ResNets timm's models.
 PUBLISHED_PARAMETERS = AUTHORS_COUNTS | {

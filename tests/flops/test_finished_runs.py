@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from vitscale.errors import DataError, RecipeError
 from vitscale.flops.hardware import find_device
 from vitscale.flops.runs import runs_table
+from vitscale.ground.errors import DataError, RecipeError
 from vitscale.recipe import load_recipe
 from vitscale.runs.checkpoint_index import CheckpointIndex, index_text
 from vitscale.runs.run import Run
@@ -152,7 +152,7 @@ def test_the_newest_index_by_its_step(run_dir):
 
 
 def test_a_small_utilisation_is_not_none():
-    from vitscale.table import percent
+    from vitscale.ground.table import percent
 
     assert [percent(1)(value) for value in (0.4567, 0.0005, 0.000123, 0)] == ["45.7 %", "0.05 %", "0.0123 %", "0 %"]
 

@@ -4,9 +4,9 @@ torch finds them in our models."""
 import numpy as np
 import pytest
 
-from vitscale.families import REGISTRY
 from vitscale.flops import recipe_work
 from vitscale.recipe import Recipe, validate_recipe
+from vitscale.recipe.families import REGISTRY
 
 torch = pytest.importorskip("torch")
 

@@ -237,7 +237,7 @@ def test_a_run_that_is_named_twice_is_one(tmp_path):
 
 
 def test_json_has_no_infinity(capsys):
-    from vitscale.table import Column, ResultTable, render
+    from vitscale.ground.table import Column, ResultTable, render
 
     with pytest.raises(ValueError, match="JSON"):
         render(ResultTable([Column("a", "a")], [{"a": float("inf")}]), "json")
@@ -245,7 +245,7 @@ def test_json_has_no_infinity(capsys):
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_tables_fold_words_and_cut_no_number(terminal, capsys, monkeypatch):
-    from vitscale.table import Column, ResultTable, render
+    from vitscale.ground.table import Column, ResultTable, render
 
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")

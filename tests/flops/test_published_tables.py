@@ -2,8 +2,8 @@
 
 import pytest
 
-from vitscale.families import architecture
 from vitscale.flops.published import table_2, table_5, table_6, table_7, table_8, table_9
+from vitscale.recipe.families import architecture
 
 ACCURACIES = ("imagenet", "imagenet_real", "cifar10", "cifar100", "pets", "flowers")
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from vitscale.families import model_of
 from vitscale.flops import exaflops, model_work
 from vitscale.flops.published import table_6
+from vitscale.recipe.families import model_of
 
 # As corrected ("Fixed an error in exaFLOPs computation in Figure 5 and Table 6").
 TABLE_6 = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vitscale.data import TrainOrder
+from vitscale.data.order import TrainOrder
 from vitscale.flops.estimate import Estimate, estimate
 from vitscale.flops.matching import position_row, scaling_row, transfer_row
 from vitscale.flops.training_set import PAPER_SETS

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 
 from vitscale import recipe
 from vitscale.data.random_erasing import RandomErasing
-from vitscale.families import architecture
 from vitscale.models import compile_blocks, initialise
 from vitscale.models.vit import ViT
-from vitscale.planning import expected_memory
-from vitscale.training.attention import Attention
+from vitscale.recipe.families import architecture
+from vitscale.training.beginning.memory import expected_memory
+from vitscale.training.deepspeed.attention import Attention
 
 
 def attention(device: torch.device) -> None:
@@ -130,7 +130,7 @@ def fused_gelu(device: torch.device) -> None:
 
 def speed(device: torch.device) -> None:
     """Batches grow until memory ends, twice; the largest that fits is found, and the device is as usable as before."""
-    from vitscale.inspection.speed import throughputs
+    from vitscale.evaluation.inspection.speed import throughputs
 
     torch.cuda.set_per_process_memory_fraction(0.05)
     first, second = (throughputs(["ViT-Ti/16"], [224], device, "bf16", 0.2, lambda found: None)[0] for _ in range(2))

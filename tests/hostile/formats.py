@@ -26,23 +26,23 @@ from data_tools.dedup.index import FingerprintIndex
 from data_tools.sources import SourceOptions, open_source
 from data_tools.sources.label_list import read_label_list
 from data_tools.sources.tf_example import _masked
+from vitscale.about.studies.expansion import expand
+from vitscale.about.studies.reading import load_study, studies_dir
+from vitscale.data.shards import Manifest, ShardFile
+from vitscale.data.shards.foreign import read_fields
+from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.data.shards.provenance import REJECTS, read_rejects, write_rejects
+from vitscale.data.shards.verify import verify
 from vitscale.evaluation.features import read_features
-from vitscale.files.digests import file_digests
+from vitscale.ground.files.digests import file_digests
+from vitscale.ground.page.figures_file import read_figures
 from vitscale.models.weights.opening import open_weights
-from vitscale.page.figures_file import read_figures
 from vitscale.recipe import list_recipes, load_recipe
 from vitscale.runs.checkpoint_index import index_text, parse_index
 from vitscale.runs.done import read_done
 from vitscale.runs.launches import read_launches
 from vitscale.runs.metrics import MetricsLog
 from vitscale.runs.reading import read_object
-from vitscale.shards import Manifest, ShardFile
-from vitscale.shards.foreign import read_fields
-from vitscale.shards.generated import write_generated_dataset
-from vitscale.shards.provenance import REJECTS, read_rejects, write_rejects
-from vitscale.shards.verify import verify
-from vitscale.studies.expansion import expand
-from vitscale.studies.reading import load_study, studies_dir
 
 
 class Format(NamedTuple):

@@ -60,7 +60,7 @@ def attack(names: list[str], seed: int, count: int, until: float, out: Path) -> 
     """The number of files read; damages the formats in turn, `count` times each or until a time."""
     from formats import FORMATS
 
-    from vitscale.errors import VitscaleError
+    from vitscale.ground.errors import VitscaleError
 
     out.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp())

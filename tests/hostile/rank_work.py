@@ -52,11 +52,11 @@ def train_and_prove(rank: int, world_size: int, port: int, root: Path, work: Any
     found = forbid_pickles()
     world = join(rank, world_size, port)
 
-    from vitscale.proof.rank import Prover
-    from vitscale.proof.small_form import small_form
+    from vitscale.about.checks.rank import Prover
+    from vitscale.about.checks.small_form import small_form
+    from vitscale.data.shards.generated import write_generated_dataset
     from vitscale.recipe import load_recipe
     from vitscale.recipe.smoke import TRAIN
-    from vitscale.shards.generated import write_generated_dataset
 
     fewshot = {"tasks": [{"name": "toy", "train": "train", "test": "test"}], "shots": [1], "seeds": 2}
     blocks = {
@@ -93,8 +93,8 @@ def exchange(rank: int, world_size: int, port: int, root: Path, work: Any) -> No
     from training.ranks import join
 
     join(rank, world_size, port)
-    from vitscale.errors import MachineError, VitscaleError
-    from vitscale.ranks import from_rank_zero, gather, on_rank_zero
+    from vitscale.ground.errors import MachineError, VitscaleError
+    from vitscale.ground.ranks import from_rank_zero, gather, on_rank_zero
 
     class OwnError(MachineError):
         """Of a class that other ranks need not have."""
@@ -143,8 +143,8 @@ def be_attacked(rank: int, world_size: int, port: int, root: Path, work: str) ->
     from training.ranks import join
 
     join(rank, world_size, port)
-    from vitscale.errors import PeerLostError
-    from vitscale.ranks import from_rank_zero, gather
+    from vitscale.ground.errors import PeerLostError
+    from vitscale.ground.ranks import from_rank_zero, gather
 
     attacker = 0 if work == "broadcast" else 1
     store = dist.distributed_c10d._get_default_store()

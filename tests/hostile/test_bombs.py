@@ -36,11 +36,11 @@ from data_tools.listing import ListingTask
 from data_tools.sources import SourceOptions, open_source
 from data_tools.sources.tf_example import _masked
 from data_tools.vtab.source import with_full_contrast
-from vitscale import storage
-from vitscale.errors import DataError, VitscaleError
-from vitscale.images import OK, check, read_header
+from vitscale.data.shards.images import Reject, store_image
+from vitscale.ground import storage
+from vitscale.ground.errors import DataError, VitscaleError
+from vitscale.ground.images import OK, check, read_header
 from vitscale.recipe import group_of, list_recipes, load_recipe
-from vitscale.shards.images import Reject, store_image
 
 LARGEST = 100_000
 RECIPE = "model: {name: ViT-Ti/16}\ndata: {train: a/b}\nbatch: {global: 8}\noptimizer: {name: adamw, lr: 1.0}\n"

@@ -16,21 +16,21 @@ import xxhash
 from hostile.strange_files import IRREGULAR, NO_HANG, PRECIOUS, ROOT, a_hole
 from pydantic import ValidationError
 
-from vitscale.checkpoint import CheckpointIndex, CheckpointStore, Fragment, LocalDirectory, RemoteDirectory
-from vitscale.errors import CheckpointError, DataError, RecipeError
-from vitscale.files.digests import file_digests
-from vitscale.files.machine_folder import MachineFolder
-from vitscale.files.private_folders import choose_code_folder, private_folder
+from vitscale.about.studies.running import last_words
+from vitscale.data.shards import ShardEntry, ShardFile
+from vitscale.data.shards.cache import ShardCache
+from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.data.shards.manifest import Manifest
+from vitscale.data.shards.verified import verify_once
+from vitscale.data.shards.verify import verify
+from vitscale.ground.errors import CheckpointError, DataError, RecipeError
+from vitscale.ground.files.digests import file_digests
+from vitscale.ground.files.machine_folder import MachineFolder
+from vitscale.ground.files.private_folders import choose_code_folder, private_folder
+from vitscale.runs.checkpoint import CheckpointIndex, CheckpointStore, Fragment, LocalDirectory, RemoteDirectory
 from vitscale.runs.checkpoint_index import FileEntry, index_text, parse_index, read_index
 from vitscale.runs.done import read_done
 from vitscale.runs.names import step_folder
-from vitscale.shards import ShardEntry, ShardFile
-from vitscale.shards.cache import ShardCache
-from vitscale.shards.generated import write_generated_dataset
-from vitscale.shards.manifest import Manifest
-from vitscale.shards.verified import verify_once
-from vitscale.shards.verify import verify
-from vitscale.studies.running import last_words
 
 pytestmark = NO_HANG
 DIGEST = hashlib.sha256(b"").hexdigest()

@@ -15,8 +15,8 @@ from hostile.strange_files import IRREGULAR, NO_HANG, PRECIOUS, ROOT, a_hole
 
 from data_tools.locks import TaskRange, claimed
 from data_tools.output import Output
-from vitscale.errors import DataError, RecipeError
-from vitscale.files.locks import LockFile
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.files.locks import LockFile
 from vitscale.recipe import load_recipe
 from vitscale.runs.directory import claim, is_held, last_holder
 from vitscale.runs.launches import Journal, read_launches
@@ -115,9 +115,9 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 from data_tools.locks import ALL_TASKS, claimed
-from vitscale.errors import VitscaleError
-from vitscale.files.durable import new_folder
-from vitscale.files.machine_folder import MachineFolder
+from vitscale.ground.errors import VitscaleError
+from vitscale.ground.files.durable import new_folder
+from vitscale.ground.files.machine_folder import MachineFolder
 from vitscale.recipe import load_recipe
 from vitscale.runs.directory import claim, is_held
 what, folder = sys.argv[1], Path(sys.argv[2])

@@ -17,10 +17,10 @@ from hostile.speaker import Speaker, come
 from launch.small_cluster import DONE, FOREVER, Cluster, ends
 from launch.small_ranks import wait_until
 
-from vitscale.errors import PeerLostError, RecipeError
+from vitscale.ground.errors import PeerLostError, RecipeError
+from vitscale.ground.machine import free_port
 from vitscale.launch import FirstNode, Launch, OtherNode, Supervisor, ThisNode
 from vitscale.launch.secret import read_secret, remove_secret, write_secret
-from vitscale.machine import free_port
 
 SECRET = ".launch-secret"
 

@@ -17,14 +17,14 @@ import pytest
 
 from data_tools.sources import SourceOptions, open_source
 from data_tools.sources.parts import clean_path
-from vitscale.errors import DataError, RecipeError
+from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.page import read_figures
+from vitscale.ground.safe_text import SafeStream, shown, without_secrets
+from vitscale.ground.table import Console
 from vitscale.launch.clusters import Job, hostfile, slurm
 from vitscale.launch.pretraining import Pretraining
-from vitscale.page import read_figures
 from vitscale.recipe import load_recipe, refuse_secrets
-from vitscale.safe_text import SafeStream, shown, without_secrets
-from vitscale.shards.generated import write_generated_dataset
-from vitscale.table import Console
 
 SECRET = "TOPSECRET"
 RECIPE = Path(__file__).parent / "recipe.yaml"

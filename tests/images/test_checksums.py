@@ -2,8 +2,8 @@ import google_crc32c
 import numpy as np
 import pytest
 
-from vitscale import native
-from vitscale.images import crc32c
+from vitscale.ground import native
+from vitscale.ground.images import crc32c
 
 SIZES = [*range(25), 1000, 65537]
 

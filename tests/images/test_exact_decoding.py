@@ -13,7 +13,7 @@ import pytest
 from pictures import encoded, make_picture
 from PIL import Image
 
-from vitscale.images import OK, decode
+from vitscale.ground.images import OK, decode
 
 # Sides that are no multiples of a block, and of the 16 pixels that share one colour.
 SIZES = [(64, 96), (131, 77), (17, 250)]

@@ -8,8 +8,8 @@ from messages import refusal
 from pictures import encoded, make_picture
 from PIL import Image
 
-from vitscale.images import OK, Header, check, read_header, states_size
-from vitscale.shards.images import Reject, store_image
+from vitscale.data.shards.images import Reject, store_image
+from vitscale.ground.images import OK, Header, check, read_header, states_size
 
 SOF0 = b"\xff\xc0\x00\x11"
 

@@ -10,8 +10,8 @@ import pytest
 from pictures import make_picture
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
-from vitscale import native
-from vitscale.images import INSTRUCTION, OK, REFUSED, Code, Interpolation, operate
+from vitscale.ground import native
+from vitscale.ground.images import INSTRUCTION, OK, REFUSED, Code, Interpolation, operate
 
 FOLDER = Path(native.__file__).parent
 FILL = (124, 116, 104)

@@ -11,7 +11,7 @@ from pictures import encoded, make_picture
 from PIL import Image
 from stock_ffcv import ffcv_decode
 
-from vitscale.images import OK, REFUSED, WRONG_SIZE, check, decode, read_header
+from vitscale.ground.images import OK, REFUSED, WRONG_SIZE, check, decode, read_header
 
 SOUND = [kind for kind in small_jpegs() if kind != "CMYK"]
 
@@ -102,7 +102,10 @@ def test_a_file_of_countless_scans_is_refused():
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        ("vitscale.shards.scan, vitscale.shards.contact_sheet", {"torch", "ffcv", "cv2", "numba", "llvmlite"}),
+        (
+            "vitscale.data.shards.scan, vitscale.data.shards.contact_sheet",
+            {"torch", "ffcv", "cv2", "numba", "llvmlite"},
+        ),
         ("vitscale.data", {"ffcv", "cv2", "numba", "llvmlite"}),  # nothing to be compiled before the first batch
         ("data_tools.conversion, data_tools.dedup.finding", {"torch", "ffcv", "cv2", "numba", "llvmlite"}),
     ],

@@ -7,7 +7,7 @@ import pytest
 from pictures import encoded, make_picture
 from PIL import Image
 
-from vitscale.images import OK, check, encode
+from vitscale.ground.images import OK, check, encode
 
 
 def opened(data: bytes) -> Image.Image:

@@ -9,10 +9,10 @@ from inspection.numpy_attention import attention_distance, attention_of_blocks, 
 from models.weights.exported import TINY, described, valued, write
 from torch.nn import functional as F
 
-from vitscale.inspection import capture
-from vitscale.inspection.attention import AttentionMeter, distances
-from vitscale.inspection.capture import Attending, chunks, watching
-from vitscale.inspection.looking import look, parts_of
+from vitscale.evaluation.inspection import capture
+from vitscale.evaluation.inspection.attention import AttentionMeter, distances
+from vitscale.evaluation.inspection.capture import Attending, chunks, watching
+from vitscale.evaluation.inspection.looking import look, parts_of
 from vitscale.models.anatomy import Anatomy, AttentionLayer
 
 IMAGES = torch.randint(0, 256, (7, 64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

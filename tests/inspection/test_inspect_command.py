@@ -12,8 +12,8 @@ from messages import assert_messages
 from models.weights.exported import TINY, described, finished_run, valued, write
 from pictures import encoded, make_picture
 
-from vitscale.inspection.speed import largest_between
-from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
+from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
+from vitscale.evaluation.inspection.speed import largest_between
 
 pytest.importorskip("matplotlib")
 OF_ATTENTION = {"attention_distance", "attention_entropy", "attention_maps", "attention_rollout"}

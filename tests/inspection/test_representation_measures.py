@@ -8,8 +8,8 @@ import torch
 from sklearn.decomposition import PCA
 from sklearn.neighbors import NearestNeighbors
 
-from vitscale.inspection.embedding import filter_components, principal_components, similarity
-from vitscale.inspection.representation import alignment, colours, gram, nearest
+from vitscale.evaluation.inspection.embedding import filter_components, principal_components, similarity
+from vitscale.evaluation.inspection.representation import alignment, colours, gram, nearest
 
 DRAWN = torch.Generator().manual_seed(0)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launch.small_ranks import started
 
-from vitscale.machine import hold_port
+from vitscale.ground.machine import hold_port
 
 PROGRAM = Path(__file__).with_name("small_launch.py")
 ROOT = PROGRAM.parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from small_ranks import ranks
 
-from vitscale.errors import VitscaleError
+from vitscale.ground.errors import VitscaleError
 from vitscale.launch import FirstNode, Launch, OtherNode, RankCommand, Supervisor, ThisNode
 
 

@@ -13,7 +13,7 @@ from messages import refusal
 from small_ranks import is_alive, started, wait_until
 
 import vitscale
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 from vitscale.launch import Pretraining
 from vitscale.launch.clusters import Job, find_cluster, launch_command
 from vitscale.launch.clusters.hostfile import Host, read_hostfile

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from vitscale import errors
+from vitscale.ground import errors
 from vitscale.launch.ends import End, cause
 
 

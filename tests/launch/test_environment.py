@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from messages import refusal
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 from vitscale.launch import ThisNode, find_place, read_environment
 from vitscale.launch.environment import expand_nodes, split_address
 

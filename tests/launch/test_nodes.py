@@ -9,7 +9,7 @@ import pytest
 from launch.small_cluster import DONE, FOREVER, Cluster, ends
 from launch.small_ranks import is_alive, wait_until
 
-from vitscale.errors import PeerLostError
+from vitscale.ground.errors import PeerLostError
 from vitscale.launch import FirstNode, Supervisor, ThisNode, fitting
 
 

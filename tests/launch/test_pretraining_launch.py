@@ -16,9 +16,9 @@ import pytest
 from small_ranks import is_alive, started, wait_until
 
 import vitscale
-from vitscale.errors import PeerLostError, PreemptedError, RecipeError
+from vitscale.ground.errors import PeerLostError, PreemptedError, RecipeError
+from vitscale.ground.machine import hold_port
 from vitscale.launch import Pretraining, PretrainingRanks, count_devices
-from vitscale.machine import hold_port
 from vitscale.runs.names import default_run_dir
 
 VITSCALE = [sys.executable, "-c", "from vitscale.cli.main import main; main()"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from small_ranks import ranks, signal_when
 
-from vitscale.errors import PreemptedError
+from vitscale.ground.errors import PreemptedError
 from vitscale.launch import Launch, Supervisor
 
 DONE = "note('DONE', '{}')"

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from vitscale.families import ResNetShape, Shape, architecture
 from vitscale.models import Model
 from vitscale.models.resnet import ResNet
 from vitscale.models.vit import ViT
+from vitscale.recipe.families import ResNetShape, Shape, architecture
 
 # The authors' own test table, 1000 classes, output layer alone.
 AUTHORS_COUNTS = {

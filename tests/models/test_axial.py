@@ -4,8 +4,8 @@ import torch
 from models.small_models import build, with_values
 from torch.nn import functional as F
 
-from vitscale.families import ViTShape
 from vitscale.models.resnet.axial import AxialAttention2d, LineAttention
+from vitscale.recipe.families import ViTShape
 
 
 def by_mask(block, x, allowed):

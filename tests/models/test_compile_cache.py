@@ -9,7 +9,7 @@ import torch
 
 PROGRAM = """
 import torch
-from vitscale.families import ViTShape
+from vitscale.recipe.families import ViTShape
 from vitscale.models import compile_blocks, initialise
 from vitscale.models.vit import ViT
 

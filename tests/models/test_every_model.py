@@ -7,8 +7,8 @@ import pytest
 import torch
 from models.small_models import AUTHORS_COUNTS, build, computable, count, images, on_meta, with_values
 
-from vitscale.families import REGISTRY, ResNetShape, Shape, ViTShape, architecture
 from vitscale.models import compile_blocks
+from vitscale.recipe.families import REGISTRY, ResNetShape, Shape, ViTShape, architecture
 
 # Convolution weights without the head in millions, as the authors' table has them.
 CONVOLUTIONS = {

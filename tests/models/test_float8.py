@@ -9,11 +9,11 @@ from torch.nn import functional as F
 
 pytest.importorskip("torchao")
 
-from vitscale.errors import RecipeError
-from vitscale.families import architecture
+from vitscale.ground.errors import RecipeError
 from vitscale.models import initialise
 from vitscale.models.float8 import train_in_float8
 from vitscale.models.vit import ViT
+from vitscale.recipe.families import architecture
 
 CPU = torch.device("cpu")
 

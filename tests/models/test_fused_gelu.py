@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from vitscale.errors import RecipeError
-from vitscale.families import model_of
+from vitscale.ground.errors import RecipeError
 from vitscale.models import compile_blocks
 from vitscale.models.build import build_of_block
+from vitscale.recipe.families import model_of
 
 SHAPES = [(1, 1), (5, 130), (257, 67), (2, 300, 129)]  # neither a program's rows nor a tile divide them
 MODEL = {"patch_size": 8, "width": 24, "depth": 2, "mlp_dim": 35, "num_heads": 2, "head": "linear"}

@@ -12,12 +12,12 @@ from pydantic import ValidationError
 from timm.layers import DropPath, calculate_drop_path_rates
 from torch.nn import functional as F
 
-from vitscale.families import UNSET, model_of
+from vitscale.ground.wording import describe_mistake
 from vitscale.models import initial_value
 from vitscale.models.build import build_of_block
 from vitscale.models.vit import ViT
 from vitscale.models.vit.positions import patch_rotation, rotate
-from vitscale.wording import describe_mistake
+from vitscale.recipe.families import UNSET, model_of
 
 TINY = {"patch_size": 8, "width": 48, "depth": 3, "mlp_dim": 40, "num_heads": 3, "head": "linear"}
 ROPE = {"position": {"kind": "rope"}}

@@ -5,8 +5,8 @@ import pytest
 import torch
 from models.small_models import build, images, with_values
 
-from vitscale.families import ViTShape
 from vitscale.models.vit.positions import TwoDPositions, relative_logits, resample_positions, sincos_positions
+from vitscale.recipe.families import ViTShape
 
 
 def model(depth: int = 2, **options):

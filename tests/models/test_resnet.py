@@ -7,12 +7,12 @@ import torch
 from models.small_models import build, images, with_values
 from torch.nn import functional as F
 
-from vitscale.families import ResNetShape, ViTShape
 from vitscale.models import initial_value
 from vitscale.models.resnet.model import GroupNorm, ResNet, StdConv
 from vitscale.models.weights.table import table
 from vitscale.objectives import build_objective
 from vitscale.recipe import validate_recipe
+from vitscale.recipe.families import ResNetShape, ViTShape
 
 
 @pytest.mark.parametrize("size", [8, 9])

@@ -6,9 +6,9 @@ import pytest
 import torch
 from peers import timm_vit, transformers_vit
 
-from vitscale.families import ViTShape, architecture
 from vitscale.models import initial_value, initialise
 from vitscale.models.vit import ViT
+from vitscale.recipe.families import ViTShape, architecture
 
 # Computed from the authors' definitions, with the pre-training head.
 PRETRAIN_PARAMETERS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from vitscale.errors import DataError
+from vitscale.ground.errors import DataError
 from vitscale.objectives.classification import CrossEntropy, sigmoid_cross_entropy, softmax_cross_entropy
 
 B, K = 7, 13

@@ -12,13 +12,13 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitscale.errors import RecipeError
 from vitscale.flops import recipe_work
+from vitscale.ground.errors import RecipeError
 from vitscale.models.weights.table import table
 from vitscale.objectives import build_objective, build_teacher
 from vitscale.objectives.mixing import partners_of
-from vitscale.planning.memory import expected_memory
 from vitscale.recipe import validate_recipe
+from vitscale.training.beginning.memory import expected_memory
 
 B, K, SIDE = 8, 7, 32
 OURS = {"patch_size": 8, "width": 24, "depth": 2, "mlp_dim": 96, "num_heads": 2, "head": "linear", "mlp": "exact_gelu"}

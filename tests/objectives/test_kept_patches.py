@@ -6,7 +6,7 @@ import torch
 from timm.layers import PatchDropout
 from torch.nn import functional as F
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 from vitscale.objectives import build_objective
 from vitscale.recipe import validate_recipe
 

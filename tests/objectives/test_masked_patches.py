@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitscale.data import to_model_input
-from vitscale.errors import RecipeError
+from vitscale.data.device import to_model_input
+from vitscale.ground.errors import RecipeError
 from vitscale.models import initial_value
 from vitscale.objectives import build_objective
 from vitscale.objectives.masked_patches import quantised_colours, whole_pixels

@@ -9,7 +9,7 @@ from timm.data import mixup as timm_mixup
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch.nn import functional as F
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 from vitscale.objectives import build_objective
 from vitscale.objectives.classification import CrossEntropy
 from vitscale.objectives.mixing import Mixer, Partners, partners_of, symmetric_beta

@@ -9,9 +9,9 @@ import pytest
 from browser import Read, open_page
 from PIL import Image
 
-from vitscale.errors import RecipeError
-from vitscale.page import SERIES, Drawing, Facts, Folded, Picture, Section, Table, Text, draw, page_text
-from vitscale.table import Column, ResultTable, number
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.page import SERIES, Drawing, Facts, Folded, Picture, Section, Table, Text, draw, page_text
+from vitscale.ground.table import Column, ResultTable, number
 
 pytest.importorskip("matplotlib")
 

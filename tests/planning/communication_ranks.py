@@ -19,9 +19,9 @@ def run_steps(rank: int, world_size: int, port: int, folder: Path, cases: dict[s
     counter = Counter()
     from toy_recipes import make_recipe
 
+    from vitscale.ground.ranks import Agreement
     from vitscale.models import weight_dtype
-    from vitscale.ranks import Agreement
-    from vitscale.training.engine import Fp32Accumulation
+    from vitscale.training.deepspeed.engine import Fp32Accumulation
 
     join(rank, world_size, port)
     agreement = Agreement()

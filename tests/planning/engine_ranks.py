@@ -35,7 +35,7 @@ def run_engines(rank: int, world_size: int, port: int, folder: Path, cases: dict
     from toy_recipes import make_recipe
 
     from vitscale.models import weight_dtype
-    from vitscale.training.engine import Fp32Accumulation
+    from vitscale.training.deepspeed.engine import Fp32Accumulation
 
     join(rank, world_size, port)
     gc.collect()

@@ -9,19 +9,19 @@ from messages import assert_messages
 from toy_recipes import make_recipe
 from typer.testing import CliRunner
 
+from vitscale.about.planning.cluster import Cluster, make_cluster
+from vitscale.about.planning.communication import communication
+from vitscale.about.planning.plan import ClusterPlan, make_plan
+from vitscale.about.planning.step_time import StepTime, step_time
 from vitscale.cli.main import app
-from vitscale.errors import RecipeError
 from vitscale.flops.accounting import mfu, training_flops_per_image
 from vitscale.flops.estimate import estimate
 from vitscale.flops.hardware import find_device
 from vitscale.flops.work import recipe_work
-from vitscale.planning.cluster import Cluster, make_cluster
-from vitscale.planning.communication import communication
-from vitscale.planning.micro_batches import tensors_by_micro_batch
-from vitscale.planning.parameters import model_parameters
-from vitscale.planning.plan import ClusterPlan, make_plan
-from vitscale.planning.step_time import StepTime, step_time
-from vitscale.planning.tensors import step_tensors
+from vitscale.ground.errors import RecipeError
+from vitscale.training.beginning.micro_batches import tensors_by_micro_batch
+from vitscale.training.beginning.parameters import model_parameters
+from vitscale.training.beginning.tensors import step_tensors
 
 MODEL = {"name": "ViT-B/16", "num_classes": 1000}
 TINY = {"name": "ViT-Ti/16", "depth": 2, "num_classes": 10}

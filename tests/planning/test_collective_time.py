@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import pytest
 
+from vitscale.about.planning.cluster import Cluster, make_cluster
+from vitscale.about.planning.collective_time import collective_time
+from vitscale.about.planning.communication import Kind
 from vitscale.flops.hardware import find_device
-from vitscale.planning.cluster import Cluster, make_cluster
-from vitscale.planning.collective_time import collective_time
-from vitscale.planning.communication import Kind
 
 H100, L4 = find_device("h100"), find_device("l4")
 LARGE, SMALL = 1e12, 8.0  # bytes

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from vitscale.about.planning.failures import Failures, Saving, make_failures
 from vitscale.cli.main import app
-from vitscale.errors import RecipeError
-from vitscale.planning.failures import Failures, Saving, make_failures
+from vitscale.ground.errors import RecipeError
 
 HOUR = 3600.0
 

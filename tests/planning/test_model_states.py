@@ -9,7 +9,7 @@ from engine_ranks import run_engines
 from toy_recipes import make_recipe
 from training.ranks import start
 
-from vitscale.planning import expected_memory
+from vitscale.training.beginning.memory import expected_memory
 
 WORLD = 2
 # Small buckets: what is in flight is no part of what is compared.

@@ -10,8 +10,8 @@ import torch.multiprocessing as mp
 from rank_engines import join
 from toy_recipes import make_recipe
 
-from vitscale.machine import free_port
-from vitscale.planning import expected_memory
+from vitscale.ground.machine import free_port
+from vitscale.training.beginning.memory import expected_memory
 
 STEPS = 3
 
@@ -28,7 +28,7 @@ def train(rank: int, world_size: int, port: int, folder: Path, blocks: dict[str,
 
     from vitscale.models import initialise, weight_dtype
     from vitscale.objectives import build_objective
-    from vitscale.training.engine import build_engine, derive_config
+    from vitscale.training.deepspeed.engine import build_engine, derive_config
 
     join(rank, world_size, port)
     before = status("VmRSS")

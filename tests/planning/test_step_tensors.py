@@ -9,7 +9,7 @@ from toy_recipes import make_recipe
 
 from vitscale.models import build_model
 from vitscale.objectives.classification import CrossEntropy
-from vitscale.planning import step_tensors
+from vitscale.training.beginning.tensors import step_tensors
 
 NUM_CLASSES = 100
 DROPOUT = {"dropout": 0.1}

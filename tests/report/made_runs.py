@@ -8,17 +8,17 @@ from pathlib import Path
 
 import yaml
 
+from vitscale.about.studies.expansion import expand
+from vitscale.about.studies.reading import load_study
+from vitscale.about.studies.running import StudyRun
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.decisions import DECISIONS, write_decisions
+from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.launch import Pretraining
 from vitscale.recipe import load_recipe
 from vitscale.runs.checkpoint_index import CheckpointIndex, index_text
 from vitscale.runs.done import write_done
 from vitscale.runs.metrics import MetricsLines
-from vitscale.shards import Manifest
-from vitscale.shards.decisions import DECISIONS, write_decisions
-from vitscale.shards.generated import write_generated_dataset
-from vitscale.studies.expansion import expand
-from vitscale.studies.reading import load_study
-from vitscale.studies.running import StudyRun
 
 STEPS = 40
 RECIPE = """

@@ -10,9 +10,9 @@ import pytest
 from browser import Read
 from report.made_runs import RECIPE, STEPS, write_run
 
+from vitscale.about.report import gather, page
+from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.flops.published import table_5, table_6
-from vitscale.report import gather, page
-from vitscale.shards.generated import write_generated_dataset
 
 pytest.importorskip("matplotlib")
 

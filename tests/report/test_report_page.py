@@ -18,14 +18,14 @@ from report.made_runs import RECIPE, WritingEngine, numbers_in, part, write_data
 from scipy.stats import norm
 from typer.testing import CliRunner
 
+from vitscale.about.report import gather, page, write_report
+from vitscale.about.report.figures import means_over_steps
 from vitscale.cli.main import app
-from vitscale.errors import DataError, RecipeError
+from vitscale.evaluation.inspection.figures import InspectionFigure
+from vitscale.evaluation.inspection.output import write
 from vitscale.flops.published import table_2, table_9
-from vitscale.inspection.figures import InspectionFigure
-from vitscale.inspection.output import write
-from vitscale.report import gather, page, write_report
-from vitscale.report.figures import means_over_steps
-from vitscale.vtab import TASKS
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.vtab import TASKS
 
 pytest.importorskip("matplotlib")
 

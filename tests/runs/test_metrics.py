@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vitscale.errors import DataError
+from vitscale.ground.errors import DataError
 from vitscale.runs.metrics import RECENT_LINES, MetricsLines, MetricsLog
 
 

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vitscale.cli.main import app
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 from vitscale.runs.restarts import restart_times
 
 # (seconds, restart or step); a step is told when it has ended, and takes 2 s.

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from adopted_files import write_small
 
-from vitscale.shards.adopt import adopt
+from vitscale.data.shards.adopt import adopt
 
 
 @pytest.fixture(scope="session")

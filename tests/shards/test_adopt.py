@@ -19,13 +19,13 @@ from messages import refusal
 from shards_command import run
 from stock_beton import write_stock
 
-from vitscale.errors import DataError, RecipeError
-from vitscale.images import decode
-from vitscale.shards import Manifest, StoredSample, write_shard
-from vitscale.shards.adopt import adopt
-from vitscale.shards.generated import write_generated_dataset
-from vitscale.shards.opening import open_shard, open_shard_file
-from vitscale.shards.verify import verify
+from vitscale.data.shards import Manifest, StoredSample, write_shard
+from vitscale.data.shards.adopt import adopt
+from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.data.shards.opening import open_shard, open_shard_file
+from vitscale.data.shards.verify import verify
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.images import decode
 
 
 @pytest.fixture(scope="module")

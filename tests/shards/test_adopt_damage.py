@@ -10,11 +10,11 @@ from messages import refusal
 from shards_command import run
 from stock_beton import write_stock
 
-from vitscale.errors import DataError, VitscaleError
-from vitscale.shards import Manifest
-from vitscale.shards.adopt import adopt
-from vitscale.shards.opening import open_shard_file
-from vitscale.shards.verify import verify
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.adopt import adopt
+from vitscale.data.shards.opening import open_shard_file
+from vitscale.data.shards.verify import verify
+from vitscale.ground.errors import DataError, VitscaleError
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

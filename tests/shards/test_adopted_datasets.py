@@ -14,11 +14,11 @@ from shards_command import run
 from data_tools.sources.dataset import open_dataset
 from data_tools.sources.source import SourceOptions
 from data_tools.subset import write_subset
-from vitscale.errors import DataError
-from vitscale.shards.adopt import adopt
-from vitscale.shards.generated import write_generated_dataset
-from vitscale.shards.opening import open_shard
-from vitscale.shards.verify import verify
+from vitscale.data.shards.adopt import adopt
+from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.data.shards.opening import open_shard
+from vitscale.data.shards.verify import verify
+from vitscale.ground.errors import DataError
 
 
 def test_info_and_head(adopted, tmp_path):

@@ -9,11 +9,11 @@ from messages import refusal
 from pictures import encoded, make_picture
 from PIL import Image
 
-from vitscale.errors import DataError
-from vitscale.files.digests import file_digests
-from vitscale.images import decode
-from vitscale.shards import ShardFile, StoredSample, write_shard
-from vitscale.shards.beton import DEFAULT_PAGE_BYTES, expected_bytes
+from vitscale.data.shards import ShardFile, StoredSample, write_shard
+from vitscale.data.shards.beton import DEFAULT_PAGE_BYTES, expected_bytes
+from vitscale.ground.errors import DataError
+from vitscale.ground.files.digests import file_digests
+from vitscale.ground.images import decode
 
 HEADER_BYTES, FIELD_BYTES, ROW_BYTES = 24, 1041, 40
 

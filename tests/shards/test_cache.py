@@ -19,10 +19,10 @@ import fsspec
 import pytest
 import xxhash
 
-from vitscale import storage
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards import ShardEntry
-from vitscale.shards.cache import ShardCache
+from vitscale.data.shards import ShardEntry
+from vitscale.data.shards.cache import ShardCache
+from vitscale.ground import storage
+from vitscale.ground.errors import DataError, RecipeError
 
 SIZE = 1_000_000
 GENEROUS = 10**9
@@ -224,7 +224,7 @@ def test_a_cache_that_is_removed_meanwhile_begins_anew(memory, tmp_path):
     ],
 )
 def test_what_the_manifest_does_not_list_is_an_error_and_leaves_nothing(memory, tmp_path, monkeypatch, change, message):
-    monkeypatch.setattr("vitscale.files.fetching.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("vitscale.ground.files.fetching.PAUSES", (0.0, 0.0))
     url, entry = memory.put("a", seed=1)
     content = random.Random(1).randbytes(SIZE)
     found = xxhash.xxh3_128_hexdigest(content[:-1] + bytes([content[-1] ^ 1]))
@@ -261,8 +261,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from test_cache import SIZE, Source, holds, names
-from vitscale.errors import RecipeError
-from vitscale.shards.cache import ShardCache
+from vitscale.ground.errors import RecipeError
+from vitscale.data.shards.cache import ShardCache
 disk, source = Path(sys.argv[1]), Source(sys.argv[2])
 cache = ShardCache(disk / "cache", 10**12)
 for seed in range(5):
@@ -337,7 +337,7 @@ import random, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[4])
 from test_cache import Source, entry_of, holds
-from vitscale.shards.cache import ShardCache
+from vitscale.data.shards.cache import ShardCache
 import fsspec
 cache, source, order = ShardCache(Path(sys.argv[1]), int(sys.argv[3])), Source(sys.argv[2]), random.Random()
 shards = [(source.url(str(i)), entry_of(random.Random(i).randbytes(200_000))) for i in range(8)]

@@ -14,10 +14,10 @@ import xxhash
 from s3_server import SECRET, behind_proxy, serving
 from test_cache import GENEROUS, entry_of, holds, name_of, names
 
-from vitscale import storage
-from vitscale.errors import DataError, StorageError
-from vitscale.shards import ShardEntry
-from vitscale.shards.cache import ShardCache
+from vitscale.data.shards import ShardEntry
+from vitscale.data.shards.cache import ShardCache
+from vitscale.ground import storage
+from vitscale.ground.errors import DataError, StorageError
 
 PIECE = 64 << 10
 SIZE = 12 * PIECE + 100
@@ -134,7 +134,7 @@ def test_a_transfer_from_a_silent_server_can_be_cancelled(s3, proxy, tmp_path):
 
 
 def test_what_the_source_no_longer_has_or_does_not_give_is_a_data_error(s3, proxy, tmp_path, monkeypatch):
-    monkeypatch.setattr("vitscale.files.fetching.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("vitscale.ground.files.fetching.PAUSES", (0.0, 0.0))
     s3fs = pytest.importorskip("s3fs")
     cache = ShardCache(tmp_path, GENEROUS)
     url, entry = put(s3, "changed", 1)
@@ -159,7 +159,7 @@ def test_what_the_source_no_longer_has_or_does_not_give_is_a_data_error(s3, prox
 
 
 def test_an_object_that_is_replaced_or_deleted_while_it_is_read(s3, proxy, tmp_path, monkeypatch):
-    monkeypatch.setattr("vitscale.files.fetching.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("vitscale.ground.files.fetching.PAUSES", (0.0, 0.0))
     cache = ShardCache(tmp_path, GENEROUS)
     for change, message in (
         (lambda: put(s3, "while", 2), "3 transfers"),
@@ -180,9 +180,9 @@ def test_an_object_that_is_replaced_or_deleted_while_it_is_read(s3, proxy, tmp_p
 _PROCESS = """
 import sys
 from pathlib import Path
-from vitscale import storage
-from vitscale.shards import ShardEntry
-from vitscale.shards.cache import ShardCache
+from vitscale.ground import storage
+from vitscale.data.shards import ShardEntry
+from vitscale.data.shards.cache import ShardCache
 storage._PIECE_BYTES = int(sys.argv[4])
 ShardCache(Path(sys.argv[1]), 10**9).pin(sys.argv[2], ShardEntry.model_validate_json(sys.argv[3])).release()
 """

@@ -8,9 +8,17 @@ import numpy as np
 import pytest
 from messages import OF_PYDANTIC, assert_messages
 
-from vitscale.errors import DataError
-from vitscale.shards import Adopted, ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry, StoredChecksums
-from vitscale.shards.manifest import schema_version_of
+from vitscale.data.shards import (
+    Adopted,
+    ExcludedSlots,
+    Manifest,
+    SelectExclude,
+    SelectFirst,
+    ShardEntry,
+    StoredChecksums,
+)
+from vitscale.data.shards.manifest import schema_version_of
+from vitscale.ground.errors import DataError
 
 
 def entry(path="shard-00000.beton", samples=10, **more):

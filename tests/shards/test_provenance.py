@@ -7,8 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from vitscale.errors import DataError
-from vitscale.shards.provenance import (
+from vitscale.data.shards.provenance import (
     PROVENANCE,
     REJECTS,
     fingerprint_algorithm,
@@ -18,6 +17,7 @@ from vitscale.shards.provenance import (
     write_provenance,
     write_rejects,
 )
+from vitscale.ground.errors import DataError
 
 
 def table(rows=50):
@@ -132,5 +132,5 @@ def test_a_flipped_bit_is_found_or_harmless(tmp_path):
 
 
 def test_shards_come_without_pyarrow():
-    code = "import sys, vitscale.shards, vitscale.cli.main; assert not {'pyarrow', 'PIL', 'torch'} & sys.modules.keys()"
+    code = "import sys, vitscale.data.shards, vitscale.cli.main; assert not {'pyarrow', 'PIL', 'torch'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)

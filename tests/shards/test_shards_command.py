@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from data_tools.convert import app as convert_app
 from vitscale.cli.main import app
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest, SelectFirst, ShardFile
-from vitscale.shards.generated import write_generated_dataset
+from vitscale.data.shards import Manifest, SelectFirst, ShardFile
+from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.ground.errors import DataError, RecipeError
 
 PHOTOS = [Photo(f"{('cat', 'dog')[i % 2]}/{i:02d}.png", (i % 2,), seed=i) for i in range(12)]
 

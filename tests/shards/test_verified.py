@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from test_cache import entry_of
 
-from vitscale.errors import DataError
-from vitscale.shards import ShardEntry, verified
-from vitscale.shards.verified import verify_once
+from vitscale.data.shards import ShardEntry, verified
+from vitscale.data.shards.verified import verify_once
+from vitscale.ground.errors import DataError
 
 CONTENT = random.Random(0).randbytes(300_000)
 
@@ -159,7 +159,7 @@ def test_of_several_threads_one_reads_and_the_others_wait(shard, tmp_path, monke
 _PROCESS = """
 import sys
 from pathlib import Path
-from vitscale.shards import ShardEntry, verified
+from vitscale.data.shards import ShardEntry, verified
 digest = verified._digest
 def told(file, cancelled):
     print("reads", flush=True)

@@ -10,10 +10,17 @@ import pyarrow.parquet as pq
 import pytest
 from stored_dataset import Photo, write_dataset
 
-from vitscale.errors import DataError
-from vitscale.shards import ExcludedSlots, Manifest, SelectExclude, ShardEntry, ShardFile, StoredSample, write_shard
-from vitscale.shards.generated import write_generated_dataset
-from vitscale.shards.provenance import (
+from vitscale.data.shards import (
+    ExcludedSlots,
+    Manifest,
+    SelectExclude,
+    ShardEntry,
+    ShardFile,
+    StoredSample,
+    write_shard,
+)
+from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.data.shards.provenance import (
     FINGERPRINT_COLUMNS,
     REJECTS,
     provenance_path,
@@ -21,7 +28,8 @@ from vitscale.shards.provenance import (
     write_provenance,
     write_rejects,
 )
-from vitscale.shards.verify import Damage, verify
+from vitscale.data.shards.verify import Damage, verify
+from vitscale.ground.errors import DataError
 
 PHOTOS = [Photo(f"cat/{i:02d}.jpg", (i % 2,), seed=i, height=20 + i) for i in range(10)]
 

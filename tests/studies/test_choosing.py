@@ -5,11 +5,11 @@ import json
 import pytest
 import yaml
 
-from vitscale.errors import DataError
+from vitscale.about.studies.choosing import choose
+from vitscale.about.studies.outcomes import read_outcome
+from vitscale.about.studies.schema import Selection
+from vitscale.ground.errors import DataError
 from vitscale.recipe import load_recipe
-from vitscale.studies.choosing import choose
-from vitscale.studies.outcomes import read_outcome
-from vitscale.studies.schema import Selection
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import sys
 import pytest
 from studies.tiny import SPLITS, write_study
 
+from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.flops.estimate import estimate
 from vitscale.recipe import load_recipe
-from vitscale.shards.generated import write_generated_dataset
 
 AXIAL = ("axial_b32_jft", "axial_b16_jft", "axial_r50_jft", "b32_jft", "b16_jft", "r50x1_jft")
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from studies.tiny import SPLITS, write_study
 
-from vitscale.errors import RecipeError
-from vitscale.studies.expansion import Expansion, expand
-from vitscale.studies.reading import load_study
+from vitscale.about.studies.expansion import Expansion, expand
+from vitscale.about.studies.reading import load_study
+from vitscale.ground.errors import RecipeError
 
 SELECTION = {"metric": "dev/top1"}
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from test_paper_recipes import FIGURE_4, JFT, TABLE_8
 
-from vitscale.errors import RecipeError
+from vitscale.about.studies.expansion import Expansion, expand
+from vitscale.about.studies.reading import find_study, list_studies, load_study
 from vitscale.flops.estimate import estimate
+from vitscale.ground.errors import RecipeError
 from vitscale.recipe import FREE_ON_BRANCHING, FREE_ON_RESUME, differences, load_recipe, recipes_dir
-from vitscale.studies.expansion import Expansion, expand
-from vitscale.studies.reading import find_study, list_studies, load_study
-from vitscale.training.run_plan import schedule_in_steps
+from vitscale.training.beginning.run_plan import schedule_in_steps
 
 RECIPES = {
     "figure4": {f"{model}_jft{size}" for model in FIGURE_4 for size in ("9m", "30m", "90m", "300m")},

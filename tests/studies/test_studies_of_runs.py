@@ -15,8 +15,8 @@ import psutil
 import pytest
 from studies.tiny import SPLITS, write_study
 
+from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.runs.metrics import MetricsLog
-from vitscale.shards.generated import write_generated_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from studies.tiny import write_study
 
-from vitscale.shards.generated import write_generated_dataset
+from vitscale.data.shards.generated import write_generated_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_RAY = subprocess.run([sys.executable, "-c", "import ray"], capture_output=True).returncode == 0

@@ -194,7 +194,7 @@ def moment_not_saved(trainer: Any) -> Iterator[None]:
 @contextmanager
 def moment_left_out(trainer: Any) -> Iterator[None]:
     """What a rank hands over to be saved lacks a moment of one parameter."""
-    from vitscale.training import fragments
+    from vitscale.training.deepspeed import fragments
 
     owned = fragments.owned
 

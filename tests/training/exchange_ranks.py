@@ -12,9 +12,9 @@ import torch
 from rank_engines import build, join
 
 from vitscale.recipe import validate_recipe
-from vitscale.training import fragments
-from vitscale.training.engine import settle_weights
-from vitscale.training.replicas import checksum
+from vitscale.training.deepspeed import fragments
+from vitscale.training.deepspeed.engine import settle_weights
+from vitscale.training.watching.replicas import checksum
 
 SIDE, CLASSES, ACCUMULATION = 16, 10, 2
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from ranks import STEPS
 
-from vitscale.checkpoint import CheckpointReader, CheckpointStore
-from vitscale.checkpoint.format import parse_key
+from vitscale.runs.checkpoint import CheckpointReader, CheckpointStore
+from vitscale.runs.checkpoint.format import parse_key
 
 
 def metrics(root: Path, name: str) -> list[dict[str, Any]]:

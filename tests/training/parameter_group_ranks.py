@@ -75,11 +75,11 @@ def update_all(rank: int, world_size: int, port: int, root: Path, cases: dict[st
     """
     import deepspeed
 
-    from vitscale.checkpoint.format import fragment_key
     from vitscale.models import weight_dtype
-    from vitscale.training import fragments
-    from vitscale.training.engine import build_engine, derive_config, set_rates
-    from vitscale.training.run_plan import schedule_in_steps
+    from vitscale.runs.checkpoint.format import fragment_key
+    from vitscale.training.beginning.run_plan import schedule_in_steps
+    from vitscale.training.deepspeed import fragments
+    from vitscale.training.deepspeed.engine import build_engine, derive_config, set_rates
 
     join(rank, world_size, port)
     for case, blocks in cases.items():

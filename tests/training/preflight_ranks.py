@@ -31,10 +31,10 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
 
     from dataclasses import replace
 
-    from vitscale.errors import RecipeError
-    from vitscale.shards import Manifest
-    from vitscale.training import preflight
-    from vitscale.training.run_plan import plan_run
+    from vitscale.data.shards import Manifest
+    from vitscale.ground.errors import RecipeError
+    from vitscale.training.beginning.run_plan import plan_run
+    from vitscale.training.watching import preflight
 
     preflight._SHARED_WITHIN_SECONDS = 0.5
     assert Path(vitscale.__file__).is_relative_to(code)

@@ -14,9 +14,9 @@ from rank_faults import Wrapped, replaced
 from ranks import join
 from torch import Tensor
 
+from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.recipe import load_recipe
 from vitscale.recipe.smoke import TRAIN
-from vitscale.shards.generated import write_generated_dataset
 
 Fault = Callable[[Any], contextlib.AbstractContextManager[None]]
 """Breaks something while the prover that it is given takes its updates."""
@@ -24,8 +24,8 @@ Fault = Callable[[Any], contextlib.AbstractContextManager[None]]
 
 def prove_all(rank: int, world_size: int, port: int, root: Path, cases: dict[str, Any]) -> None:
     """Entry point of a rank. A case is (recipe, settings, updates, fault or None), and leaves `<case>-<world>.json`."""
-    from vitscale.proof.rank import Prover
-    from vitscale.proof.small_form import small_form
+    from vitscale.about.checks.rank import Prover
+    from vitscale.about.checks.small_form import small_form
 
     world = join(rank, world_size, port)
     write_generated_dataset(root / TRAIN, [96])

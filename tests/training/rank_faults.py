@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitscale.checkpoint.directory import LocalDirectory
-from vitscale.data import Batch
-from vitscale.errors import DataError
+from vitscale.data.batch import Batch
+from vitscale.ground.errors import DataError
+from vitscale.runs.checkpoint.directory import LocalDirectory
 
 
 @contextmanager
@@ -257,7 +257,7 @@ def end_in_evaluation(trainer: Any, step: int) -> Iterator[None]:
 @contextmanager
 def signal_in_evaluation(trainer: Any, step: int) -> Iterator[None]:
     """Rank 1 receives SIGTERM in the evaluation of one step."""
-    from vitscale.interruption import Interruption
+    from vitscale.ground.interruption import Interruption
 
     learner = trainer.learner
 

@@ -17,14 +17,14 @@ import pytest
 import torch
 from torch.multiprocessing import start_processes
 
-from vitscale.checkpoint import CheckpointStore
-from vitscale.errors import VitscaleError
-from vitscale.machine import free_port
+from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.ground.errors import VitscaleError
+from vitscale.ground.machine import free_port
 from vitscale.recipe import Recipe, load_recipe, smoke_form, validate_recipe
-from vitscale.shards.generated import write_generated_dataset
+from vitscale.runs.checkpoint import CheckpointStore
 
 # The second is what the first expected memory of a process imports, with the fake tensors that it is counted by.
-_IMPORTED_ONCE = ["vitscale.training.trainer", "torch._dynamo"]
+_IMPORTED_ONCE = ["vitscale.training.loop.trainer", "torch._dynamo"]
 
 STEPS = 6
 SHARDS = [24, 24, 24, 24, 9]
@@ -67,8 +67,8 @@ def train(
     recipe: Recipe, run_dir: Path, world: Any, stop_at: int | None = None, faults: tuple[Fault, ...] | list[Fault] = ()
 ) -> None:
     """One process's worth of training, and what it holds freed."""
-    from vitscale.training.run_plan import plan_run
-    from vitscale.training.trainer import Trainer
+    from vitscale.training.beginning.run_plan import plan_run
+    from vitscale.training.loop.trainer import Trainer
 
     trainer = Trainer(recipe, plan_run(recipe, world.rank, world.size), run_dir, world)
     try:
@@ -93,7 +93,7 @@ def join(rank: int, world_size: int, port: int) -> Any:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    from vitscale.training import distributed
+    from vitscale.training.deepspeed import distributed
 
     world = distributed.start(rank, world_size, rank)
     torch.set_num_threads(1)  # several for tensors this small only wait for each other
@@ -120,7 +120,7 @@ def start(entry: Callable[..., None], root: Path, work: Any, world_size: int) ->
 
 def run_smoke_forms(rank: int, world_size: int, port: int, root: Path, stems: list[str]) -> None:
     """Entry point of a rank: two steps of the smoke form of each recipe."""
-    from vitscale.training.automatic import settle
+    from vitscale.training.beginning.automatic import settle
 
     world = join(rank, world_size, port)
     for stem in stems:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitscale.recipe import Anomalies, Spike
-from vitscale.training.anomalies import AnomalyRecord, SkippedData, loss_limit
+from vitscale.training.watching.anomalies import AnomalyRecord, SkippedData, loss_limit
 
 RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)).map(lambda at: [at[0], sum(at)]), max_size=8)
 LOSSES = st.lists(st.floats(-1e6, 1e6), min_size=5, max_size=40)

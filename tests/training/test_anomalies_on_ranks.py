@@ -16,7 +16,7 @@ from outcomes import assert_same_run, checkpoint, column, error_of, printed, sto
 from rank_faults import leave_out, poison, write_slowly
 from ranks import SHARDS, STEPS, asked, launch, make_data
 
-from vitscale.data import TrainOrder
+from vitscale.data.order import TrainOrder
 
 SPIKE_STEPS = 9
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from vitscale.recipe import SGD, AdamW
-from vitscale.training.projections import key_of, mixed, project, sample
-from vitscale.training.update_rules import Settings, expected
+from vitscale.training.optimizers.projections import key_of, mixed, project, sample
+from vitscale.training.optimizers.update_rules import Settings, expected
 
 CPU = torch.device("cpu")
 

@@ -13,10 +13,10 @@ from outcomes import checkpoint, column, everything, metrics, printed
 from rank_faults import poison
 from ranks import STEPS, asked, launch, make_data, make_recipe
 
-from vitscale.errors import CheckpointError, RecipeError, VitscaleError
+from vitscale.ground.errors import CheckpointError, RecipeError, VitscaleError
 from vitscale.runs.run import Run
-from vitscale.training.branch import check_branch
-from vitscale.training.run_plan import plan_run
+from vitscale.training.beginning.run_plan import plan_run
+from vitscale.training.loop.branch import check_branch
 
 STAGES = [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2, 3))]
 AT = 3

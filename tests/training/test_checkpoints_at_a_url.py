@@ -12,10 +12,10 @@ import torch.multiprocessing as mp
 from ranks import make_data, make_recipe, run_jobs
 from s3_server import BUCKET, S3Server, serving
 
-from vitscale.checkpoint import CheckpointStore, RemoteDirectory
-from vitscale.machine import free_port
-from vitscale.shards.generated import CLASS_NAMES
-from vitscale.training.initial_weights import check_initial_weights
+from vitscale.data.shards.generated import CLASS_NAMES
+from vitscale.ground.machine import free_port
+from vitscale.runs.checkpoint import CheckpointStore, RemoteDirectory
+from vitscale.training.beginning.initial_weights import check_initial_weights
 
 COLUMNS = ("loss", "lr", "grad_norm", "batch_digest")
 

@@ -9,10 +9,10 @@ import torch
 from damaged_dataset import write_damaged
 from ranks import STEPS, launch, make_data, make_recipe
 
-from vitscale.checkpoint import CheckpointStore
-from vitscale.data import TrainOrder
+from vitscale.data.order import TrainOrder
 from vitscale.models import initial_value
 from vitscale.objectives import build_objective
+from vitscale.runs.checkpoint import CheckpointStore
 
 # ---- One step that is the gradient: all samples of a small dataset in one batch, one of them damaged.
 SAMPLES, BAD = [13, 11], {1: [4]}

@@ -5,9 +5,9 @@ import torch
 from ranks import make_recipe
 from torch import nn
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 from vitscale.objectives import Objective
-from vitscale.training.engine import build_optimizer, derive_config
+from vitscale.training.deepspeed.engine import build_optimizer, derive_config
 
 
 def test_defaults_of_deepspeed_that_change_results_are_set(tmp_path):

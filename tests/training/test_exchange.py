@@ -7,10 +7,10 @@ import torch
 from exchange_ranks import run_late
 from ranks import start
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 from vitscale.recipe import load_recipe
-from vitscale.training.engine import derive_config
-from vitscale.training.exchange import in_buckets
+from vitscale.training.deepspeed.engine import derive_config
+from vitscale.training.deepspeed.exchange import in_buckets
 
 
 def check(folder, world_size: int, stages: list[int], steps: int) -> None:

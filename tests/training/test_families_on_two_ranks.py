@@ -10,13 +10,13 @@ from finished_runs import evaluate_run, load_model
 from models.weights.exported import described, valued, write
 from ranks import STEPS, launch, make_data, make_recipe
 
-from vitscale.checkpoint import CheckpointStore
-from vitscale.checkpoint.opening import open_run
 from vitscale.cli.export import export
+from vitscale.data.shards.generated import CLASS_NAMES
 from vitscale.models import build_model, initial_value
 from vitscale.models.weights import describe, load_weights, open_weights
 from vitscale.objectives import build_objective
-from vitscale.shards.generated import CLASS_NAMES
+from vitscale.runs.checkpoint import CheckpointStore
+from vitscale.runs.checkpoint.opening import open_run
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "resnet-v2": {"name": "ResNet50x1", "blocks": [1, 1]},

@@ -11,10 +11,12 @@ from outcomes import assert_same_run, checkpoint, column, everything
 from ranks import SHARDS, launch, make_data
 
 from vitscale.cli.export import export
-from vitscale.data import Loader, TrainOrder, TrainTransform
+from vitscale.data.augmentation import TrainTransform
+from vitscale.data.loader import Loader
+from vitscale.data.order import TrainOrder
+from vitscale.data.shards import Manifest
 from vitscale.recipe import Ema
-from vitscale.shards import Manifest
-from vitscale.training.averaging import decay
+from vitscale.training.deepspeed.averaging import decay
 
 transformers = pytest.importorskip("transformers")
 zoom = pytest.importorskip("scipy.ndimage").zoom

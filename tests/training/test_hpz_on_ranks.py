@@ -11,9 +11,9 @@ import pytest
 from outcomes import checkpoint, column, equal, evaluations
 from ranks import STEPS, asked, launch, make_data
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 from vitscale.recipe import load_recipe
-from vitscale.training.engine import derive_config
+from vitscale.training.deepspeed.engine import derive_config
 
 FROZEN = r"^(embedding|cls|pos|blocks\.[01]\.)"
 RUNS: dict[str, dict[str, Any]] = {

@@ -21,14 +21,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import vitscale
-from vitscale.errors import CheckpointError, RecipeError
+from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
+from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models import Model, build_model, initial_value
 from vitscale.models.vit.positions import resample_positions
 from vitscale.models.weights import load_weights, open_weights
 from vitscale.recipe import Normalise, load_recipe, override, smoke_form
 from vitscale.runs.names import step_folder
-from vitscale.shards.generated import CLASS_NAMES, write_generated_dataset
-from vitscale.training.initial_weights import check_initial_weights
+from vitscale.training.beginning.initial_weights import check_initial_weights
 
 NAMES = list(CLASS_NAMES)
 STAGES = range(4)

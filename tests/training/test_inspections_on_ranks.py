@@ -13,11 +13,11 @@ from PIL import Image
 from ranks import launch, make_data, make_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vitscale.errors import RecipeError
 from vitscale.evaluation.finished import FinishedModel
-from vitscale.inspection.figures import inspection_figures
-from vitscale.inspection.looking import look
-from vitscale.page import standalone
+from vitscale.evaluation.inspection.figures import inspection_figures
+from vitscale.evaluation.inspection.looking import look
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.page import standalone
 
 pytest.importorskip("matplotlib")
 INSPECT = {"every": {"steps": 3}, "images": "test", "count": 23}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from vitscale.machine import hold_port
-from vitscale.training import distributed
+from vitscale.ground.machine import hold_port
+from vitscale.training.deepspeed import distributed
 
 
 def listeners(port: int) -> set[str]:

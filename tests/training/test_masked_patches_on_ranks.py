@@ -10,13 +10,16 @@ from finished_runs import evaluate_run
 from outcomes import assert_same_run, checkpoint, column
 from ranks import SHARDS, STEPS, launch, make_data, make_recipe
 
-from vitscale.checkpoint.opening import open_run
 from vitscale.cli.export import export
-from vitscale.data import Loader, TrainOrder, TrainTransform, to_model_input
+from vitscale.data.augmentation import TrainTransform
+from vitscale.data.device import to_model_input
+from vitscale.data.loader import Loader
+from vitscale.data.order import TrainOrder
+from vitscale.data.shards import Manifest
 from vitscale.models import initial_value
 from vitscale.models.weights import describe, open_weights
 from vitscale.objectives import build_objective
-from vitscale.shards import Manifest
+from vitscale.runs.checkpoint.opening import open_run
 
 STAGES = range(4)
 FEWSHOT = {"tasks": [{"name": "toy", "train": "train", "test": "test"}], "shots": [2]}

@@ -11,11 +11,14 @@ from outcomes import assert_same_run, column, error_of
 from ranks import SHARDS, launch, make_data, make_recipe
 from torch.nn import functional as F
 
-from vitscale.data import Loader, TrainOrder, TrainTransform, to_model_input
+from vitscale.data.augmentation import TrainTransform
+from vitscale.data.device import to_model_input
+from vitscale.data.loader import Loader
+from vitscale.data.order import TrainOrder
+from vitscale.data.shards import Manifest
 from vitscale.models import initial_value
 from vitscale.objectives import build_objective
 from vitscale.objectives.mixing import partners_of
-from vitscale.shards import Manifest
 
 pytestmark = pytest.mark.slow
 

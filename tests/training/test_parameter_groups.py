@@ -10,10 +10,10 @@ from outcomes import put_together
 from parameter_group_ranks import PARAMETERS, RANKS, SIZES, UPDATES, LinearLoss, initial, numbers, rate, update_all
 from ranks import make_recipe, start
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 from vitscale.recipe import validate_recipe
 from vitscale.runs.directory import check_recipe
-from vitscale.training.engine import build_optimizer
+from vitscale.training.deepspeed.engine import build_optimizer
 
 ADAMW = {"name": "adamw", "lr": 1.0, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1}
 SGD = {"name": "sgd", "lr": 1.0, "momentum": 0.9, "weight_decay": 0.1}

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from vitscale.models import initial_value
 from vitscale.objectives import build_objective
 from vitscale.recipe import load_recipe
-from vitscale.training import distributed
-from vitscale.training.run_plan import open_loader, plan_run
+from vitscale.training.beginning.run_plan import open_loader, plan_run
+from vitscale.training.deepspeed import distributed
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 import vitscale
-from vitscale.shards.generated import write_generated_dataset
+from vitscale.data.shards.generated import write_generated_dataset
 
 # oneDNN's own way to do without an instruction, whatever processor the tests run on.
 WITHOUT_BF16 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}

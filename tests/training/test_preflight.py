@@ -13,9 +13,9 @@ from preflight_ranks import run_jobs
 from ranks import make_data
 
 import vitscale
-from vitscale.machine import free_port
-from vitscale.shards.generated import write_generated_dataset
-from vitscale.training.preflight import code_fingerprint
+from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.ground.machine import free_port
+from vitscale.training.watching.preflight import code_fingerprint
 
 HOST = socket.gethostname()
 B16 = {"model": {"name": "ViT-B/16", "patch_size": 16, "width": 768, "depth": 12, "mlp_dim": 3072, "num_heads": 12}}

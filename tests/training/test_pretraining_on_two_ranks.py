@@ -11,11 +11,14 @@ from outcomes import checkpoint, column, equal, error_of, everything, store
 from ranks import SHARDS, STEPS, launch, make_data, make_recipe
 from torch.nn import functional as F
 
-from vitscale.data import Loader, TrainOrder, TrainTransform, to_model_input
+from vitscale.data.augmentation import TrainTransform
+from vitscale.data.device import to_model_input
+from vitscale.data.loader import Loader
+from vitscale.data.order import TrainOrder
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.models import initial_value
 from vitscale.objectives import build_objective
-from vitscale.shards import Manifest
-from vitscale.shards.generated import write_generated_dataset
 
 DROPOUT = {"dropout": 0.2}
 BLOCKS: dict[str, dict[str, Any]] = {

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from vitscale.training.progress import TrainingProgress
+from vitscale.training.deepspeed.progress import TrainingProgress
 
 
 class Clock:

@@ -26,8 +26,8 @@ from proof_ranks import (
 )
 from ranks import asked, start
 
-from vitscale.errors import ProofError, RecipeError
-from vitscale.proof.small_form import MOST_ACCUMULATED, STEPS, small_form
+from vitscale.about.checks.small_form import MOST_ACCUMULATED, STEPS, small_form
+from vitscale.ground.errors import ProofError, RecipeError
 from vitscale.recipe import load_recipe
 
 pytestmark = pytest.mark.timeout(3600)  # the matrix is computed before its first test
@@ -229,12 +229,12 @@ def test_what_is_broken_is_found_and_named(proofs, fault):
 
 
 def test_the_oracle_is_short_and_knows_neither_deepspeed_nor_training():
-    source = Path("vitscale/proof/oracle.py").read_text()
+    source = Path("vitscale/about/checks/oracle.py").read_text()
     assert len(source.splitlines()) <= 200
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {name for node in nodes for name in ([node.module] if isinstance(node, ast.ImportFrom) else [])}
     names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    rooms = {"vitscale.data", "vitscale.objectives", "vitscale.proof.rounding", "vitscale.recipe", "torch"}
+    rooms = {"vitscale.data", "vitscale.objectives", "vitscale.about.checks.rounding", "vitscale.recipe", "torch"}
     assert {name for name in names if name.startswith(("vitscale", "torch", "deepspeed"))} == rooms
 
 
@@ -282,7 +282,9 @@ def test_ctrl_c_ends_with_130_as_in_other_commands():
     command = [sys.executable, "-m", "vitscale", "prove", "b16_i1k", "--world", "2"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        while process.poll() is None and b"vitscale.proof.rank" not in b"".join(map(command_line, read(children))):
+        while process.poll() is None and b"vitscale.about.checks.rank" not in b"".join(
+            map(command_line, read(children))
+        ):
             time.sleep(0.05)
         ranks = read(children)
         process.send_signal(signal.SIGINT)

@@ -12,7 +12,7 @@ from outcomes import error_of
 from rank_faults import flip_bit, wrong_layer
 from ranks import launch, make_data
 
-from vitscale.training.replicas import checksum
+from vitscale.training.watching.replicas import checksum
 
 # ---- Checksums -------------------------------------------------------------------------------------------------------
 

@@ -4,11 +4,11 @@ import pytest
 import yaml
 from ranks import make_data, make_recipe
 
-from vitscale.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError
 from vitscale.recipe import load_recipe
-from vitscale.training.attention import attention_order
-from vitscale.training.automatic import compiling, overlapping, settle
-from vitscale.training.run_plan import plan_run
+from vitscale.training.beginning.automatic import compiling, overlapping, settle
+from vitscale.training.beginning.run_plan import plan_run
+from vitscale.training.deepspeed.attention import attention_order
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vitscale.training.schedule import course, learning_rate
+from vitscale.training.optimizers.schedule import course, learning_rate
 
 # ViT-B/16 on JFT-300M, 7 epochs (Table 3): base rate 8e-4, 10,000 steps of warmup, about 517,800 steps.
 JFT = {"base": 8e-4, "total": 517_800, "warmup": 10_000}

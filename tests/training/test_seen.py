@@ -18,13 +18,13 @@ from rank_faults import poison
 from ranks import STEPS, launch, make_data
 from typer.testing import CliRunner
 
+from vitscale.about.checks.seen import Content, History, steps_of
 from vitscale.cli.main import app
-from vitscale.data import TrainOrder
-from vitscale.errors import CheckpointError, DataError, RecipeError
-from vitscale.replay.seen import Content, History, steps_of
-from vitscale.shards import Manifest
-from vitscale.shards.opening import open_shard
-from vitscale.training.anomalies import SkippedData
+from vitscale.data.order import TrainOrder
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.opening import open_shard
+from vitscale.ground.errors import CheckpointError, DataError, RecipeError
+from vitscale.training.watching.anomalies import SkippedData
 
 SKIPPED = 3  # the batch with a bad loss
 WORD = 2**64

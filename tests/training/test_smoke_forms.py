@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from ranks import run_smoke_forms, start
 
-from vitscale.checkpoint import CheckpointStore
-from vitscale.families import ResNetShape
+from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.recipe import list_recipes, load_recipe, override, smoke_form
-from vitscale.shards.generated import write_generated_dataset
+from vitscale.recipe.families import ResNetShape
+from vitscale.runs.checkpoint import CheckpointStore
 
 RECIPES = sorted(list_recipes())
 # One of each code path in every run of the tests; all of them in `make test-all`.

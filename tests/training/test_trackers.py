@@ -11,10 +11,10 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_t
 from PIL import Image
 from ranks import make_recipe
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 from vitscale.recipe.watching import Logging, Tracker
-from vitscale.training import trackers
-from vitscale.training.metrics import MetricsWriter
+from vitscale.training.loop.metrics import MetricsWriter
+from vitscale.training.watching import trackers
 
 RELEASED = threading.Event()
 """Ends what hangs, at the end of its test."""

@@ -12,12 +12,12 @@ from ranks import STEPS, launch, make_data
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from vitscale.about.report import gather
+from vitscale.about.status import RunReader
 from vitscale.cli.main import app
-from vitscale.errors import DataError, RecipeError
-from vitscale.report import gather
+from vitscale.ground.errors import DataError, RecipeError
 from vitscale.runs.checkpoint_index import CheckpointIndex, FileEntry, index_text, read_index
 from vitscale.runs.done import verification
-from vitscale.status import RunReader
 
 SAVED = 4  # the checkpoint that is tampered with
 NOTHING = ("--steps", 0, "--no-shards", "--no-evaluations")  # is computed again

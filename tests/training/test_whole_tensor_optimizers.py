@@ -14,15 +14,15 @@ from rank_faults import save_at_once
 from ranks import STEPS, asked, launch, make_data, make_recipe, start
 from whole_tensor_ranks import RATE, UPDATES, LinearLoss, gradient, initial, update_tensors
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 from vitscale.models import build_model
 from vitscale.models.weights.table import table
 from vitscale.objectives import build_objective
-from vitscale.planning.memory import expected_memory
 from vitscale.recipe import differences, load_recipe, validate_recipe
-from vitscale.training.fragments import checkpoint_bytes
-from vitscale.training.muon import orthogonal
-from vitscale.training.parameter_groups import parameter_groups
+from vitscale.training.beginning.memory import expected_memory
+from vitscale.training.deepspeed.fragments import checkpoint_bytes
+from vitscale.training.optimizers.muon import orthogonal
+from vitscale.training.optimizers.parameter_groups import parameter_groups
 
 OPTIMIZERS = {
     "lamb": {"name": "lamb", "lr": 1.0, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1},

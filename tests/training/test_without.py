@@ -18,18 +18,18 @@ from stock_beton import write_stock
 from typer.testing import CliRunner
 
 from data_tools.leaving_out import write_without
+from vitscale.about.checks.seen import History
+from vitscale.about.checks.verifying import Asked, verify_run
 from vitscale.cli.main import app
-from vitscale.errors import CheckpointError, DataError, RecipeError
+from vitscale.data.shards import Manifest, SelectFirst
+from vitscale.data.shards.adopt import adopt
+from vitscale.data.shards.opening import open_shard
+from vitscale.data.shards.views import why_no_view
+from vitscale.ground.errors import CheckpointError, DataError, RecipeError
 from vitscale.recipe import read_recipe
-from vitscale.replay.seen import History
-from vitscale.replay.verifying import Asked, verify_run
 from vitscale.runs.checkpoint_index import read_index
-from vitscale.shards import Manifest, SelectFirst
-from vitscale.shards.adopt import adopt
-from vitscale.shards.opening import open_shard
-from vitscale.shards.views import why_no_view
-from vitscale.training.branch import check_branch
-from vitscale.training.run_plan import plan_run
+from vitscale.training.beginning.run_plan import plan_run
+from vitscale.training.loop.branch import check_branch
 
 TOTAL = 12  # steps: 105 images make 6 batches of 16 an epoch
 SKIPPED = 2  # the batch with a bad loss

@@ -69,11 +69,11 @@ def update_tensors(rank: int, world_size: int, port: int, root: Path, cases: dic
     """Entry point of a rank: ten updates of each case's recipe; what it owns then goes to `<case>-<rank>.npz`."""
     import deepspeed
 
-    from vitscale.checkpoint.format import fragment_key
     from vitscale.models import weight_dtype
-    from vitscale.training import fragments
-    from vitscale.training.engine import build_engine, derive_config, set_rates
-    from vitscale.training.schedule import Rates
+    from vitscale.runs.checkpoint.format import fragment_key
+    from vitscale.training.deepspeed import fragments
+    from vitscale.training.deepspeed.engine import build_engine, derive_config, set_rates
+    from vitscale.training.optimizers.schedule import Rates
 
     join(rank, world_size, port)
     for case, blocks in cases.items():

@@ -15,10 +15,10 @@ from typing import Annotated, Any, cast
 import typer
 
 from vitscale.cli.entry import EXIT_INTERRUPTED
-from vitscale.errors import EXIT_DONE, DataError, RecipeError, VitscaleError
-from vitscale.files.durable import forbid_writing_by_everybody
-from vitscale.machine import share_cores
-from vitscale.safe_text import indented, protect_output, shown
+from vitscale.ground.errors import EXIT_DONE, DataError, RecipeError, VitscaleError
+from vitscale.ground.files.durable import forbid_writing_by_everybody
+from vitscale.ground.machine import share_cores
+from vitscale.ground.safe_text import indented, protect_output, shown
 
 HELP = {"help_option_names": ["-h", "--help"]}
 """A command's settings, which its subcommands inherit."""
@@ -43,7 +43,7 @@ Version = Annotated[
 
 def show_versions(*, as_json: bool) -> None:
     """Print the versions that a result depends on, one per line or as one JSON object."""
-    from vitscale.versions import versions
+    from vitscale.ground.versions import versions
 
     found = versions()
     if as_json:

@@ -16,13 +16,13 @@ from data_tools.dedup.settings import PRESETS, Preset, Settings
 from data_tools.machine import Machine
 from data_tools.report import ProgressDisplay
 from data_tools.sources.source import Source
-from vitscale import storage
 from vitscale.cli.shards_output import interruptible, plain
-from vitscale.errors import DataError, RecipeError
-from vitscale.safe_text import without_secrets
-from vitscale.shards import MANIFEST_NAME, Manifest
-from vitscale.table import Console
-from vitscale.wording import counted
+from vitscale.data.shards import MANIFEST_NAME, Manifest
+from vitscale.ground import storage
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.safe_text import without_secrets
+from vitscale.ground.table import Console
+from vitscale.ground.wording import counted
 
 _NAMED = re.compile(r"([^/=:]+)=(.+)", re.DOTALL)
 _SUFFIXES = re.compile(r"(\.[A-Za-z][A-Za-z0-9]*)+$")

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from vitscale.errors import RecipeError, VitscaleError
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.contact_sheet import contact_sheet, first_samples
 from vitscale.evaluation.finished import FinishedModel, evaluate_finished, predicted_classes
+from vitscale.ground.errors import RecipeError, VitscaleError
+from vitscale.ground.table import Console
 from vitscale.runs.run import Run
-from vitscale.shards import Manifest
-from vitscale.shards.contact_sheet import contact_sheet, first_samples
-from vitscale.table import Console
 
 _MARKER = ".vitscale-demo"
 _STOP_AT = 150

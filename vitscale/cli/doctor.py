@@ -1,4 +1,4 @@
-"""`vitscale doctor`: the command line of vitscale.doctor."""
+"""`vitscale doctor`: the command line of vitscale.about.doctor."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,10 +14,10 @@ def doctor(
 
     Ends with 0, or with 2 where something would stop runs.
     """
-    from vitscale.doctor import examine
-    from vitscale.errors import RecipeError
-    from vitscale.safe_text import printable
-    from vitscale.table import Column, Console, ResultTable, render
+    from vitscale.about.doctor import examine
+    from vitscale.ground.errors import RecipeError
+    from vitscale.ground.safe_text import printable
+    from vitscale.ground.table import Column, Console, ResultTable, render
 
     with Console(stderr=True).status("looking"):  # seen on a terminal only
         findings = list(examine(folder))

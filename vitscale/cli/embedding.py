@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 
 if TYPE_CHECKING:
     from vitscale.evaluation.embedding import Embedder
@@ -35,10 +35,10 @@ def opened_embedder(
         if useless := of_weights + _given({"--cosine": cosine}):
             raise RecipeError(f"{', '.join(useless)}: belongs to an embedding: --embedding RUN|WEIGHTS")
         return None
-    from vitscale.checkpoint.opening import is_weights
     from vitscale.cli.model_block import model_block
     from vitscale.evaluation.embedding import Embedder
     from vitscale.evaluation.finished import OfWeights
+    from vitscale.runs.checkpoint.opening import is_weights
 
     if not is_weights(source):
         if of_weights:

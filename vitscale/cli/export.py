@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import typer
 
 from vitscale.cli.looking import NoEma
-from vitscale.errors import RecipeError
-from vitscale.weight_formats import Format
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.weight_formats import Format
 
 # The options that each kind of source uses; an option that would have no effect is refused.
 _OPTIONS = {
@@ -51,10 +51,10 @@ def export(
 
     They are those of a run, of a fresh model or of a file in any of these formats.
     """
-    from vitscale.checkpoint import EMA
-    from vitscale.checkpoint.opening import kind_of, open_model
     from vitscale.cli.model_block import model_block
     from vitscale.models.weights import HEAD, loading_lines, write_weights
+    from vitscale.runs.checkpoint import EMA
+    from vitscale.runs.checkpoint.opening import kind_of, open_model
 
     options = {"step": step, "no_ema": no_ema or None, "model": model, "set": settings or None, "seed": seed}
     options |= {"num_classes": num_classes, "image_size": image_size, "head": head}

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from vitscale.errors import RecipeError
 from vitscale.evaluation.representation import Method, Strength
+from vitscale.ground.errors import RecipeError
 
 _PAPERS_SHOTS = [1, 5, 10, 25]
 _PAPERS_L2 = 2.0**10

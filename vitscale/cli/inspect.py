@@ -81,8 +81,8 @@ def inspect(
     from vitscale.cli.inspect_output import run_inspect
 
     def options(source: Path) -> Any:
-        from vitscale.checkpoint.opening import is_weights
         from vitscale.cli.looking import opened
+        from vitscale.runs.checkpoint.opening import is_weights
 
         of_run: Any = (step, no_ema)
         of_weights: Any = (model, image_size, None, None, precision)

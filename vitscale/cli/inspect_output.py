@@ -9,19 +9,19 @@ from typing import Literal
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vitscale.errors import RecipeError
+from vitscale.data.shards import MANIFEST_NAME
 from vitscale.evaluation.finished import FinishedModel
+from vitscale.evaluation.inspection.figures import inspection_figures
+from vitscale.evaluation.inspection.finished import Pictures, first_of, inspect_model
+from vitscale.evaluation.inspection.looking import PARTS, Findings, Part
+from vitscale.evaluation.inspection.output import PAGE, write
+from vitscale.evaluation.inspection.speed import Throughput, speed_figure, throughputs
 from vitscale.evaluation.placing import join
 from vitscale.evaluation.prediction import image_files, pictures_of
-from vitscale.files.durable import new_folder
-from vitscale.inspection.figures import inspection_figures
-from vitscale.inspection.finished import Pictures, first_of, inspect_model
-from vitscale.inspection.looking import PARTS, Findings, Part
-from vitscale.inspection.output import PAGE, write
-from vitscale.inspection.speed import Throughput, speed_figure, throughputs
-from vitscale.page import check_drawing
-from vitscale.shards import MANIFEST_NAME
-from vitscale.table import Console
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.files.durable import new_folder
+from vitscale.ground.page import check_drawing
+from vitscale.ground.table import Console
 
 Open = Callable[[Path], AbstractContextManager[FinishedModel]]
 

@@ -72,7 +72,7 @@ def launch(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run; start nothing.")] = False,
 ) -> None:
     """Pre-train a recipe, and start again when something fails. Repeating the command continues."""
-    from vitscale.errors import RecipeError
+    from vitscale.ground.errors import RecipeError
     from vitscale.launch import Pretraining
     from vitscale.launch.clusters import Job, find_cluster, read_pairs
 

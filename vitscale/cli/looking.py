@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from vitscale.errors import DataError, RecipeError, VitscaleError
-from vitscale.safe_text import printable, without_secrets
-from vitscale.storage import read_text
-from vitscale.table import Console
-from vitscale.wording import counted
+from vitscale.ground.errors import DataError, RecipeError, VitscaleError
+from vitscale.ground.safe_text import printable, without_secrets
+from vitscale.ground.storage import read_text
+from vitscale.ground.table import Console
+from vitscale.ground.wording import counted
 
 if TYPE_CHECKING:
+    from vitscale.data.shards import Manifest
     from vitscale.evaluation.finished import FinishedModel
     from vitscale.evaluation.metrics import ReaL
-    from vitscale.shards import Manifest
 
 NoEma = Annotated[bool, typer.Option("--no-ema", help="For a run: use its last weights, not their average.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's field.")]
@@ -331,9 +331,9 @@ def opened(
 
     Raises `RecipeError` for options that have no effect for this source, and as `FinishedModel` does.
     """
-    from vitscale.checkpoint.opening import is_weights
     from vitscale.cli.model_block import model_block
     from vitscale.evaluation.finished import FinishedModel, OfWeights
+    from vitscale.runs.checkpoint.opening import is_weights
 
     if max_memory is not None and not max_memory > 0:  # a NaN, too
         raise RecipeError(f"--max-memory {max_memory:g}: expected gigabytes above 0")

@@ -20,7 +20,7 @@ from vitscale.cli.seen import seen
 from vitscale.cli.status import status
 from vitscale.cli.verify import verify
 from vitscale.cli.without import without
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 
 app = typer.Typer(
     help="Pre-train Vision Transformers at scale.",

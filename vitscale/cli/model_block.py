@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vitscale.errors import RecipeError
-from vitscale.families import architecture, nearest
+from vitscale.ground.errors import RecipeError
 from vitscale.recipe import apply_setting, find_recipe, load_recipe
+from vitscale.recipe.families import architecture, nearest
 
 
 def model_block(model: str | None, settings: Sequence[str]) -> dict[str, Any] | None:

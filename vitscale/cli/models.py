@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
-from vitscale.errors import RecipeError
-from vitscale.families import REGISTRY, model_of
 from vitscale.flops import model_work
-from vitscale.table import Console
-from vitscale.wording import counted
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.table import Console
+from vitscale.ground.wording import counted
+from vitscale.recipe.families import REGISTRY, model_of
 
 
 @dataclass(frozen=True)

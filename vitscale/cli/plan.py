@@ -1,4 +1,4 @@
-"""`vitscale plan`: the command line of vitscale.planning.plan."""
+"""`vitscale plan`: the command line of vitscale.about.planning.plan."""
 
 from pathlib import Path
 from typing import Annotated
@@ -56,12 +56,12 @@ def plan(
     By every ZeRO stage, recomputation and micro-batch; on paper, nothing is run.
     """
     from vitscale.cli.plan_output import show_plan
-    from vitscale.errors import RecipeError
     from vitscale.flops.estimate import estimate
     from vitscale.flops.hardware import find_device
     from vitscale.flops.reports import check_known
+    from vitscale.ground.errors import RecipeError
+    from vitscale.ground.table import Console
     from vitscale.recipe import load_recipe
-    from vitscale.table import Console
 
     for option, value in {"--network": network, "--memory": memory, "--storage": storage, "--mtbf": mtbf}.items():
         if value is not None and not 0 < value <= 1e9:
@@ -84,9 +84,9 @@ def plan(
     estimated.recipe.split(devices)  # before torch is imported, which takes seconds
 
     with Console(stderr=True).status("planning, which takes some seconds"):  # seen on a terminal only
-        from vitscale.planning.cluster import make_cluster
-        from vitscale.planning.failures import make_failures
-        from vitscale.planning.plan import make_plan
+        from vitscale.about.planning.cluster import make_cluster
+        from vitscale.about.planning.failures import make_failures
+        from vitscale.about.planning.plan import make_plan
 
         cluster = make_cluster(
             device,
@@ -109,7 +109,7 @@ def plan(
 
 def _restarts(run: Path, *, is_asked: bool) -> list[float]:
     """The seconds that each restart of a run took. Raises `RecipeError` if it had none, or they would not be used."""
-    from vitscale.errors import RecipeError
+    from vitscale.ground.errors import RecipeError
     from vitscale.runs.restarts import restart_times
 
     if not is_asked:

@@ -5,11 +5,11 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from vitscale.planning.cluster import GB, Cluster
-from vitscale.planning.plan import Choice, ClusterPlan, Goodput, Totals, find_best
-from vitscale.planning.step_time import message_time
-from vitscale.table import Column, ResultTable, Row, hanging, number, percent, render, short
-from vitscale.wording import counted
+from vitscale.about.planning.cluster import GB, Cluster
+from vitscale.about.planning.plan import Choice, ClusterPlan, Goodput, Totals, find_best
+from vitscale.about.planning.step_time import message_time
+from vitscale.ground.table import Column, ResultTable, Row, hanging, number, percent, render, short
+from vitscale.ground.wording import counted
 
 _PARTS = ("weights", "optimizer", "ema", "gradients", "update", "activations", "workspace", "images")
 _WORTH_SAYING = 0.01  # share of a step

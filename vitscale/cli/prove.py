@@ -1,4 +1,4 @@
-"""`vitscale prove`: the command line of vitscale.proof.proving."""
+"""`vitscale prove`: the command line of vitscale.about.checks.proving."""
 
 import json
 from typing import Annotated, Any
@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from vitscale.cli.looking import Settings
-from vitscale.errors import ProofError
+from vitscale.ground.errors import ProofError
 
 _SHOWN = 10
 
@@ -24,8 +24,8 @@ def prove(
 
     Gradients, updates, moments, averages and weights each have a limit, which follows from the number formats.
     """
-    from vitscale.proof.proving import prove_recipe
-    from vitscale.table import Console
+    from vitscale.about.checks.proving import prove_recipe
+    from vitscale.ground.table import Console
 
     console = Console(stderr=True)
     found = prove_recipe(
@@ -45,8 +45,8 @@ def prove(
 
 
 def _print_table(found: dict[str, Any]) -> None:
-    from vitscale.table import Column, ResultTable, render
-    from vitscale.wording import counted
+    from vitscale.ground.table import Column, ResultTable, render
+    from vitscale.ground.wording import counted
 
     rows = [
         {"group": group["group"], "parameters": group["parameters"], "elements": group["elements"]}

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import typer
 import yaml
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.table import hanging
 from vitscale.recipe import differences, explain_fields, json_schema, list_recipes, load_recipe
-from vitscale.table import hanging
 
 _EXIT_DIFFERENT = 1
 

@@ -1,4 +1,4 @@
-"""`vitscale report`: the command line of vitscale.report."""
+"""`vitscale report`: the command line of vitscale.about.report."""
 
 from pathlib import Path
 from typing import Annotated
@@ -24,10 +24,10 @@ def report(
     From it every claim can be checked: results beside the paper's, curves, compute, what decided, de-duplication, data,
     versions and recipes.
     """
-    from vitscale.errors import RecipeError
-    from vitscale.page import check_drawing, read_figures
-    from vitscale.report import PAGE_FILE, gather, page, write_report
-    from vitscale.report.writing import check_folder
+    from vitscale.about.report import PAGE_FILE, gather, page, write_report
+    from vitscale.about.report.writing import check_folder
+    from vitscale.ground.errors import RecipeError
+    from vitscale.ground.page import check_drawing, read_figures
 
     check_drawing("vitscale report")
     check_folder(out)

@@ -1,4 +1,4 @@
-"""`vitscale seen`: the command line of vitscale.replay.seen."""
+"""`vitscale seen`: the command line of vitscale.about.checks.seen."""
 
 from pathlib import Path
 from typing import Annotated

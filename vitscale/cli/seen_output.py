@@ -10,12 +10,12 @@ from typing import Any
 from PIL import Image
 
 from data_tools.dedup.near import copies_of
-from vitscale.errors import RecipeError
-from vitscale.files.durable import new_folder
-from vitscale.replay.asked import Asked, asked_samples
-from vitscale.replay.seen import History, SampleLocation, Sighting
-from vitscale.table import Console
-from vitscale.wording import counted
+from vitscale.about.checks.asked import Asked, asked_samples
+from vitscale.about.checks.seen import History, SampleLocation, Sighting
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.files.durable import new_folder
+from vitscale.ground.table import Console
+from vitscale.ground.wording import counted
 
 _SHOWN = 20  # sightings of a sample that are printed
 _RENDERED = 1000  # sightings of all samples together that are written as PNG

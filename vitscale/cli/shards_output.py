@@ -16,13 +16,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from vitscale.cli.entry import EXIT_INTERRUPTED
-from vitscale.errors import DataError, RecipeError
-from vitscale.files.durable import durable_file
-from vitscale.safe_text import printable
-from vitscale.shards import MANIFEST_NAME, Manifest
-from vitscale.storage import without_file_scheme
-from vitscale.table import Console, hanging
-from vitscale.wording import counted
+from vitscale.data.shards import MANIFEST_NAME, Manifest
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.files.durable import durable_file
+from vitscale.ground.safe_text import printable
+from vitscale.ground.storage import without_file_scheme
+from vitscale.ground.table import Console, hanging
+from vitscale.ground.wording import counted
 
 _LINE_SECONDS = 10.0
 _SHOWN_DAMAGE = 100
@@ -32,7 +32,7 @@ _EXIT_DIFFERENT = 1
 
 def show_info(dataset: str, classes: bool, as_json: bool) -> None:
     """Print what a dataset is. Raises DataError and StorageError, as all functions here do."""
-    from vitscale.shards.info import census, describe
+    from vitscale.data.shards.info import census, describe
 
     manifest = Manifest.load(dataset)
     facts = describe(manifest)
@@ -76,7 +76,7 @@ def show_info(dataset: str, classes: bool, as_json: bool) -> None:
 
 def show_verdict(dataset: str, workers: int | None, decode: bool, as_json: bool) -> None:
     """Raises typer.Exit(3) for a damaged dataset."""
-    from vitscale.shards.verify import verify
+    from vitscale.data.shards.verify import verify
 
     manifest = Manifest.load(dataset)
     workers = workers or len(os.sched_getaffinity(0))
@@ -122,7 +122,7 @@ def show_verdict(dataset: str, workers: int | None, decode: bool, as_json: bool)
 
 def show_head(dataset: str, count: int, out: Path | None) -> None:
     """Print the first samples and draw a contact sheet. Also raises RecipeError if `out` cannot be written."""
-    from vitscale.shards.contact_sheet import contact_sheet, first_samples
+    from vitscale.data.shards.contact_sheet import contact_sheet, first_samples
 
     if out is not None and out.suffix.lower() != ".png":
         raise RecipeError(f"--out {out}: a contact sheet is a .png")
@@ -152,7 +152,7 @@ def show_head(dataset: str, count: int, out: Path | None) -> None:
 
 def show_difference(a: str, b: str, by: Literal["key", "content"], as_json: bool) -> None:
     """Raises typer.Exit(1) if the datasets differ."""
-    from vitscale.shards.diff import diff
+    from vitscale.data.shards.diff import diff
 
     found = diff(Manifest.load(a), Manifest.load(b), by)
     if as_json:
@@ -193,7 +193,7 @@ def show_difference(a: str, b: str, by: Literal["key", "content"], as_json: bool
 
 def run_export(dataset: str, out: str) -> None:
     """Write the images and print one line."""
-    from vitscale.shards.export import export
+    from vitscale.data.shards.export import export
 
     manifest = Manifest.load(dataset)
     with _progress("images", manifest.num_samples) as progress:
@@ -223,7 +223,7 @@ def run_adopt(
 ) -> None:
     """Make a dataset from FFCV's file and print how its fields were interpreted. Raises RecipeError."""
     from data_tools.classes import read_classes
-    from vitscale.shards.adopt import adopt, default_out
+    from vitscale.data.shards.adopt import adopt, default_out
 
     names = None if classes is None else read_classes(classes)
     out, local = out or default_out(file), Path(without_file_scheme(file))

@@ -1,4 +1,4 @@
-"""`vitscale status`: the command line of vitscale.status."""
+"""`vitscale status`: the command line of vitscale.about.status."""
 
 from typing import Annotated
 
@@ -27,10 +27,10 @@ def status(
 
     Also checkpoints, restarts, and whether they are alive.
     """
+    from vitscale.about.status import RunReader
     from vitscale.cli.status_output import show_status, watch_status
-    from vitscale.errors import RecipeError
     from vitscale.flops.hardware import find_device
-    from vitscale.status import RunReader
+    from vitscale.ground.errors import RecipeError
 
     if price is not None and not 0 <= price <= _MOST:  # a NaN is in typer's range
         raise RecipeError(f"--price {price:g}: expected the price of one device-hour from 0 to {_MOST:g}")

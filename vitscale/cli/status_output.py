@@ -15,14 +15,14 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from vitscale.about.status import NoRunYetError, RunReader, RunStatus
+from vitscale.about.status.liveness import duration
 from vitscale.cli.command_line import reader_is_gone
 from vitscale.cli.entry import EXIT_INTERRUPTED
-from vitscale.errors import VitscaleError
-from vitscale.safe_text import indented, printable
-from vitscale.status import NoRunYetError, RunReader, RunStatus
-from vitscale.status.liveness import duration
-from vitscale.table import Column, Console, ResultTable, Row, fitted, hanging, hours, number, percent, short
-from vitscale.wording import counted
+from vitscale.ground.errors import VitscaleError
+from vitscale.ground.safe_text import indented, printable
+from vitscale.ground.table import Column, Console, ResultTable, Row, fitted, hanging, hours, number, percent, short
+from vitscale.ground.wording import counted
 
 _EVERY_S = 2.0
 _SHOWN_METRICS = 6

@@ -1,4 +1,4 @@
-"""`vitscale study`: the command line of vitscale.studies."""
+"""`vitscale study`: the command line of vitscale.about.studies."""
 
 import json
 from pathlib import Path
@@ -35,8 +35,8 @@ app = typer.Typer(
 @app.command("list")
 def list_() -> None:
     """List the studies that come with vitscale, as without a command."""
-    from vitscale.studies.reading import list_studies
-    from vitscale.table import hanging
+    from vitscale.about.studies.reading import list_studies
+    from vitscale.ground.table import hanging
 
     for stem, title in list_studies().items():
         print(f"{stem:<20}  {hanging(title, 22)}")
@@ -45,7 +45,7 @@ def list_() -> None:
 @app.command()
 def schema() -> None:
     """Print the JSON schema of studies, for editors."""
-    from vitscale.studies.reading import study_schema
+    from vitscale.about.studies.reading import study_schema
 
     print(json.dumps(study_schema(), indent=1))
 

@@ -10,21 +10,21 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from vitscale.errors import EXIT_DONE, RecipeError, VitscaleError
+from vitscale.about.status import RunReader, RunStatus
+from vitscale.about.studies.engine import Engine
+from vitscale.about.studies.expansion import Entry, Expansion, expand
+from vitscale.about.studies.local import LocalEngine
+from vitscale.about.studies.outcomes import check_unchanged
+from vitscale.about.studies.ray import RayEngine
+from vitscale.about.studies.reading import find_study, load_study
+from vitscale.about.studies.results import RESULTS_FILE
+from vitscale.about.studies.running import Progress, StudyRun
+from vitscale.about.studies.slurm import SlurmEngine
+from vitscale.ground.errors import EXIT_DONE, RecipeError, VitscaleError
+from vitscale.ground.table import Column, Console, ResultTable, Row, render
 from vitscale.launch import Pretraining
 from vitscale.launch.clusters import Job, launch_command, read_pairs
 from vitscale.launch.ends import EXIT_PREEMPTED
-from vitscale.status import RunReader, RunStatus
-from vitscale.studies.engine import Engine
-from vitscale.studies.expansion import Entry, Expansion, expand
-from vitscale.studies.local import LocalEngine
-from vitscale.studies.outcomes import check_unchanged
-from vitscale.studies.ray import RayEngine
-from vitscale.studies.reading import find_study, load_study
-from vitscale.studies.results import RESULTS_FILE
-from vitscale.studies.running import Progress, StudyRun
-from vitscale.studies.slurm import SlurmEngine
-from vitscale.table import Column, Console, ResultTable, Row, render
 
 _LOOK_EVERY_SECONDS = 2.0
 
@@ -60,7 +60,7 @@ def run_study(
         return EXIT_DONE
     check_unchanged(expansion.entries.values(), folder)
     if check:
-        from vitscale.studies.checking import check_entries  # loads torch, which takes seconds
+        from vitscale.about.studies.checking import check_entries  # loads torch, which takes seconds
 
         check_entries(expansion, folder)
     about = {"study": file.stem, "file": str(file), "engine": engine, "settings": settings}

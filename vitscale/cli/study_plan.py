@@ -4,12 +4,12 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from vitscale.errors import RecipeError
+from vitscale.about.studies.expansion import expand
+from vitscale.about.studies.reading import find_study, load_study
 from vitscale.flops.hardware import find_device
-from vitscale.studies.expansion import expand
-from vitscale.studies.reading import find_study, load_study
-from vitscale.table import Column, Console, ResultTable, hours, number, render, short
-from vitscale.wording import counted
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.table import Column, Console, ResultTable, hours, number, render, short
+from vitscale.ground.wording import counted
 
 _COLUMNS = (
     Column("part", "part", is_text=True),
@@ -46,8 +46,8 @@ def show_cost(
     loaded = load_study(file)
     expansion = expand(loaded, Path("runs") / file.stem, settings, file.parent)
     with Console(stderr=True).status("planning, which takes some seconds") as status:  # seen on a terminal only
-        from vitscale.planning.cluster import make_cluster  # torch takes seconds
-        from vitscale.studies.cost import cost_of
+        from vitscale.about.planning.cluster import make_cluster  # torch takes seconds
+        from vitscale.about.studies.cost import cost_of
 
         cluster = make_cluster(device, devices // slots, efficiency=mfu)
         cost = cost_of(loaded, expansion, cluster, slots, samples=samples, price=price, say=status.update)

@@ -1,4 +1,4 @@
-"""`vitscale verify`: the command line of vitscale.replay.verifying."""
+"""`vitscale verify`: the command line of vitscale.about.checks.verifying."""
 
 import json
 from dataclasses import asdict
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vitscale.errors import DataError
+from vitscale.ground.errors import DataError
 
 _SHOWN = {True: "ok", False: "BAD", None: "--"}
 
@@ -31,8 +31,8 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per finding.")] = False,
 ) -> None:
     """Check a run against its own files, by evaluating it again, and by taking some of its steps again."""
-    from vitscale.replay.verifying import Asked, verify_run
-    from vitscale.table import Console
+    from vitscale.about.checks.verifying import Asked, verify_run
+    from vitscale.ground.table import Console
 
     console, findings = Console(stderr=True), []
     where = None if report is None else str(report)

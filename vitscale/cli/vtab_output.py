@@ -11,11 +11,11 @@ from data_tools.vtab.copies import Search, find_copy
 from data_tools.vtab.ids import IDS_NAME, Ids
 from data_tools.vtab.prepare import DATASETS, Prepared, is_prepared, prepare, verify_prepared
 from data_tools.vtab.tasks import ORIGINS
-from vitscale.errors import DataError, RecipeError, VitscaleError
-from vitscale.safe_text import printable
-from vitscale.table import Column, Console, ResultTable, Row, render
-from vitscale.vtab import TASKS
-from vitscale.wording import counted
+from vitscale.ground.errors import DataError, RecipeError, VitscaleError
+from vitscale.ground.safe_text import printable
+from vitscale.ground.table import Column, Console, ResultTable, Row, render
+from vitscale.ground.vtab import TASKS
+from vitscale.ground.wording import counted
 
 
 def run_prepare(

@@ -1,4 +1,4 @@
-"""`vitscale without`: the command line of vitscale.replay.without."""
+"""`vitscale without`: the command line of vitscale.about.checks.without."""
 
 from pathlib import Path
 from typing import Annotated

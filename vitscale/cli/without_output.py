@@ -7,9 +7,9 @@ from typing import Any
 
 from data_tools.dedup.near import copies_of
 from data_tools.leaving_out import write_without
-from vitscale.replay.without import leave_out
-from vitscale.storage import is_url
-from vitscale.wording import counted
+from vitscale.about.checks.without import leave_out
+from vitscale.ground.storage import is_url
+from vitscale.ground.wording import counted
 
 
 def show_without(

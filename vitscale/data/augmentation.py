@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from vitscale import native
 from vitscale.data.draws import uniform
 from vitscale.data.hashing import combine, mix
-from vitscale.images import Resize
+from vitscale.ground import native
+from vitscale.ground.images import Resize
 from vitscale.recipe import Crop, EvalCrop
 
 _CROP, _FLIP, _TOP, _LEFT, _VIEW = 3, 4, 6, 7, 27  # purposes of hashes

@@ -20,8 +20,8 @@ from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.pixel_programs import PixelPrograms
 from vitscale.data.settings import Reading
 from vitscale.data.worker_threads import Activity
-from vitscale.errors import DataError, StorageError
-from vitscale.images import CRC_MISMATCH, NO_MEMORY, OK, WRONG_SIZE, decode_slice, operate
+from vitscale.ground.errors import DataError, StorageError
+from vitscale.ground.images import CRC_MISMATCH, NO_MEMORY, OK, WRONG_SIZE, decode_slice, operate
 
 _SLICE_SAMPLES = 16  # at 224 px the decoded pixels are still in the core's cache when their digest is taken
 _CHECK = 5  # purpose of a hash

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from vitscale.data.device import to_model_input
 from vitscale.data.draws import operation_keys
-from vitscale.errors import RecipeError
-from vitscale.extensions import implementation
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.extensions import implementation
 from vitscale.recipe import LoaderOperation, Recipe
 
 

@@ -21,10 +21,10 @@ from vitscale.data.open_shards import OpenShards
 from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.pixel_programs import PixelPrograms
 from vitscale.data.settings import Reading
+from vitscale.data.shards import Manifest
 from vitscale.data.worker_threads import THREADS, Activity, WorkerThreads
-from vitscale.errors import StorageError
+from vitscale.ground.errors import StorageError
 from vitscale.recipe import ImageOperation
-from vitscale.shards import Manifest
 
 _POLL_SECONDS = 0.1
 _CLOSE_SECONDS = 10.0  # how long closing waits for a read to return; the planner waits longer, to close the files

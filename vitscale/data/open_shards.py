@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from vitscale.data.settings import Reading
+from vitscale.data.shards import Manifest, ShardFile
+from vitscale.data.shards.cache import PinnedFile, ShardCache
+from vitscale.data.shards.opening import open_shard_file
+from vitscale.data.shards.verified import markers_in, verify_once
 from vitscale.data.worker_threads import Activity, WorkerThreads
-from vitscale.errors import DataError
-from vitscale.shards import Manifest, ShardFile
-from vitscale.shards.cache import PinnedFile, ShardCache
-from vitscale.shards.opening import open_shard_file
-from vitscale.shards.verified import markers_in, verify_once
-from vitscale.storage import is_url
+from vitscale.ground.errors import DataError
+from vitscale.ground.storage import is_url
 
 _OPEN_FILES = 4096  # one rank alone may read from more than 1,024 shards in a batch, the usual limit of open files
 _OPENERS, _BRINGERS = 4, 2  # threads, which mostly wait for a disk or a network

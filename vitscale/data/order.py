@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vitscale.data.hashing import permutation, places_in_permutation
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 
 # Since 2 fewer than four shards are shuffled as a whole; 1 had windows of 65,536 samples there as well.
 ORDER_VERSION = 2

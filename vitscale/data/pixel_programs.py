@@ -8,7 +8,7 @@ import numpy as np
 
 from vitscale.data import randaugment
 from vitscale.data.draws import between, operation_keys, stratum, uniform
-from vitscale.images import INSTRUCTION, Code
+from vitscale.ground.images import INSTRUCTION, Code
 from vitscale.recipe import (
     ColorJitter,
     GaussianBlur,

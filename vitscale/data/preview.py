@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vitscale.data.augmentation import EvalTransform
-from vitscale.images import OK, decode_slice
+from vitscale.ground.images import OK, decode_slice
 
 
 def views_of(jpegs: Sequence[tuple[bytes, int, int]], transform: EvalTransform, image_size: int) -> Tensor:

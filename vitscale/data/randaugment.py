@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vitscale.data.draws import normal, stratum, uniform
-from vitscale.images import INSTRUCTION, Code, Interpolation
+from vitscale.ground.images import INSTRUCTION, Code, Interpolation
 from vitscale.recipe import RandAugment
 
 _CHOICE, _DONE, _MAGNITUDE, _SIGN, _INTERPOLATION, _ROW, _COLUMN = range(7)  # purposes of draws

@@ -4,8 +4,8 @@ from vitscale.data.augmentation import train_transform
 from vitscale.data.loader import Loader
 from vitscale.data.order import TrainOrder
 from vitscale.data.settings import Reading
+from vitscale.data.shards import Manifest
 from vitscale.recipe import Recipe
-from vitscale.shards import Manifest
 
 
 def training_order(recipe: Recipe, manifest: Manifest) -> TrainOrder:

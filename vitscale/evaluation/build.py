@@ -4,15 +4,18 @@ from collections.abc import Sequence
 
 import torch
 
-from vitscale.data import EvalOrder, EvalTransform, Loader, Reading
-from vitscale.errors import DataError, RecipeError
+from vitscale.data.augmentation import EvalTransform
+from vitscale.data.loader import Loader
+from vitscale.data.order import EvalOrder
+from vitscale.data.settings import Reading
+from vitscale.data.shards import Manifest
 from vitscale.evaluation.classification import Validation
 from vitscale.evaluation.contract import Evaluator, MakeLoader
 from vitscale.evaluation.fewshot import PAPER_L2S, FewShot, SharedL2FewShot
-from vitscale.extensions import implementation
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.extensions import implementation
 from vitscale.objectives.build import objective_class
 from vitscale.recipe import EvalCrop, Recipe
-from vitscale.shards import Manifest
 
 
 def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 0, world: int = 1) -> list[Evaluator]:

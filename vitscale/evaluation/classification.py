@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitscale.errors import DataError
 from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict
-from vitscale.ranks import reduce_sum
+from vitscale.ground.errors import DataError
+from vitscale.ground.ranks import reduce_sum
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any, Protocol, Self
 
 from torch import Tensor
 
+from vitscale.data.shards import Manifest
 from vitscale.models import Outputs
 from vitscale.recipe import EvalCrop, Recipe
-from vitscale.shards import Manifest
 
 
 class EvaluationBatch(Protocol):

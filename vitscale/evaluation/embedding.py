@@ -12,10 +12,10 @@ from typing import Self
 import numpy as np
 import torch
 
-from vitscale.data import EvalTransform
+from vitscale.data.augmentation import EvalTransform
 from vitscale.data.preview import view_of_pixels
-from vitscale.errors import DataError, RecipeError
 from vitscale.evaluation.finished import FinishedModel, OfWeights
+from vitscale.ground.errors import DataError, RecipeError
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitscale.errors import DataError
 from vitscale.evaluation.classification import check_count
 from vitscale.evaluation.contract import MakeLoader, Predict
-from vitscale.files.arrays import map_array
-from vitscale.files.digests import file_digests
-from vitscale.files.durable import new_folder
-from vitscale.ranks import gather_rows, on_rank_zero
-from vitscale.storage import read_bytes
+from vitscale.ground.errors import DataError
+from vitscale.ground.files.arrays import map_array
+from vitscale.ground.files.digests import file_digests
+from vitscale.ground.files.durable import new_folder
+from vitscale.ground.ranks import gather_rows, on_rank_zero
+from vitscale.ground.storage import read_bytes
 
 META = "meta.json"
 _VERSION = 1

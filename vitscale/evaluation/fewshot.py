@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from vitscale.data.hashing import mix
-from vitscale.errors import DataError
 from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict
 from vitscale.evaluation.features import Features, extract_features
 from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
-from vitscale.ranks import on_rank_zero
+from vitscale.ground.errors import DataError
+from vitscale.ground.ranks import on_rank_zero
 
 PAPER_L2S = tuple(2.0**exponent for exponent in range(-10, 20))
 """The regularisation strengths among which the authors' original few-shot code chose."""

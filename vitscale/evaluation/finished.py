@@ -15,22 +15,24 @@ import torch
 from accelerate.utils import align_module_device
 from torch import nn
 
-from vitscale.checkpoint import MASTER, CheckpointReader
-from vitscale.checkpoint.opening import describe_run, is_weights, of_file, open_run, trained_recipe
-from vitscale.data import EvalTransform, Reading, to_model_input
-from vitscale.errors import DataError, RecipeError, VitscaleError
+from vitscale.data.augmentation import EvalTransform
+from vitscale.data.device import to_model_input
+from vitscale.data.settings import Reading
+from vitscale.data.shards import MANIFEST_NAME, Manifest
 from vitscale.evaluation.build import build_evaluators, exact_pass
 from vitscale.evaluation.contract import MakeLoader, evaluate
 from vitscale.evaluation.placing import ReadTensor, is_main, join, place, tell
 from vitscale.evaluation.splits import common_samples
+from vitscale.ground.errors import DataError, RecipeError, VitscaleError
+from vitscale.ground.weight_formats import POSITIONS_RULE
 from vitscale.models import BlockTokens, Model, Outputs, weight_dtype
 from vitscale.models.weights import WHOLE_PICTURE, Description, Source
 from vitscale.objectives import Objective, build_objective
 from vitscale.recipe import Classification, Data, EvalCrop, Normalise, Recipe, override
 from vitscale.recipe.datasets import find_dataset
+from vitscale.runs.checkpoint import MASTER, CheckpointReader
+from vitscale.runs.checkpoint.opening import describe_run, is_weights, of_file, open_run, trained_recipe
 from vitscale.runs.checkpoint_index import data_root
-from vitscale.shards import MANIFEST_NAME, Manifest
-from vitscale.weight_formats import POSITIONS_RULE
 
 _BICUBIC, _ANTIALIASED = "resampled, bicubic with edges in one place", "resampled, bicubic and antialiased"
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitscale.errors import DataError, RecipeError
+from vitscale.data.shards import Manifest
 from vitscale.evaluation.classification import check_count, rank_of_label
 from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict
 from vitscale.evaluation.imagenet import imagenet_synsets
-from vitscale.ranks import reduce_sum
-from vitscale.shards import Manifest
-from vitscale.storage import read_text
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.ranks import reduce_sum
+from vitscale.ground.storage import read_text
 
 BINS = 15
 """The number of bins of the expected calibration error."""
@@ -128,7 +128,7 @@ class ReaL:
 
         Raises `DataError` for any other file, and for a dataset of other images.
         """
-        from vitscale.shards.opening import sample_names  # loads pyarrow
+        from vitscale.data.shards.opening import sample_names  # loads pyarrow
 
         try:
             lists = json.loads(read_text(file))

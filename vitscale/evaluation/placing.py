@@ -13,7 +13,7 @@ from accelerate import Accelerator, dispatch_model, infer_auto_device_map
 from accelerate.utils import get_max_memory, offload_weight, save_offload_index
 from torch import Tensor, nn
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 
 _ROOM = 0.8
 """The share of a device's free memory that weights may take; the rest is for activations."""

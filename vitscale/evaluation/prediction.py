@@ -8,13 +8,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from vitscale.data import EvalTransform
+from vitscale.data.augmentation import EvalTransform
 from vitscale.data.preview import views_of
-from vitscale.errors import DataError, RecipeError
+from vitscale.data.shards import MANIFEST_NAME
+from vitscale.data.shards.images import IMAGE_SUFFIXES, ImageOptions, Reject, store_image
 from vitscale.evaluation.finished import FinishedModel
-from vitscale.ranks import gather
-from vitscale.shards import MANIFEST_NAME
-from vitscale.shards.images import IMAGE_SUFFIXES, ImageOptions, Reject, store_image
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.ranks import gather
 
 _AT_ONCE = 64  # images per process
 

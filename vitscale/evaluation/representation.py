@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitscale.errors import DataError, VitscaleError
+from vitscale.data.shards import Manifest
 from vitscale.evaluation.build import check_class_names, samples_expected
 from vitscale.evaluation.features import Features, extract_features, read_features
 from vitscale.evaluation.fewshot import PAPER_L2S, check_labels, hash_of, select_shots
@@ -20,9 +20,9 @@ from vitscale.evaluation.neighbours import neighbour_accuracies
 from vitscale.evaluation.placing import tell
 from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
 from vitscale.evaluation.splits import Overlap, common_samples, judge
-from vitscale.ranks import on_rank_zero
+from vitscale.ground.errors import DataError, VitscaleError
+from vitscale.ground.ranks import on_rank_zero
 from vitscale.recipe import EvalCrop
-from vitscale.shards import Manifest
 
 Method = Literal["ridge", "knn", "logistic", "heads"]
 Strength = float | Literal["shared", "others"]

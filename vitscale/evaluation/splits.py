@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from vitscale.errors import DataError
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.overlap import overlap
+from vitscale.ground.errors import DataError
 from vitscale.recipe import Recipe
-from vitscale.shards import Manifest
-from vitscale.shards.overlap import overlap
 
 Overlap = Literal["refuse", "allow"]
 """What samples in both of two splits lead to: an error, or a note."""

@@ -11,7 +11,7 @@ imported here.
 from vitscale.flops.accounting import exaflops, mfu, training_flops_per_image
 from vitscale.flops.hardware import peak_flops
 from vitscale.flops.work import Work, model_work, recipe_work
-from vitscale.operations import Operation
+from vitscale.ground.operations import Operation
 
 __all__ = [
     "Operation",

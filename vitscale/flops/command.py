@@ -11,14 +11,14 @@ from typing import Annotated
 import typer
 
 from vitscale.cli.command_line import HELP, Version, run
-from vitscale.errors import RecipeError
 from vitscale.flops import reports
 from vitscale.flops.cost import Hardware
 from vitscale.flops.estimate import Estimate, estimate
 from vitscale.flops.hardware import find_device
 from vitscale.flops.published import table_6
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.table import Form, render
 from vitscale.recipe import find_recipe, load_recipe, recipes_dir
-from vitscale.table import Form, render
 
 # Options that go with the option that chooses the report; the first of these that is given chooses.
 _OF_HARDWARE = {"--devices", "--mfu", "--price"}

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from vitscale.errors import VitscaleError
 from vitscale.flops.accounting import FORWARD_PASSES_PER_TRAINING_STEP, exaflops
 from vitscale.flops.matching import scaling_row
 from vitscale.flops.published import Scaling
 from vitscale.flops.training_set import images_of, training_set
 from vitscale.flops.work import Work, recipe_work
+from vitscale.ground.errors import VitscaleError
 from vitscale.recipe import Recipe
 
 

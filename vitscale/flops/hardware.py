@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 
 Dtype = Literal["bf16", "fp16"]
 

@@ -6,7 +6,6 @@ regularisation and what is evaluated on the way do not.
 
 from typing import Any
 
-from vitscale.families import model_of
 from vitscale.flops.published import (
     DataSize,
     PositionEmbedding,
@@ -19,6 +18,7 @@ from vitscale.flops.published import (
 )
 from vitscale.flops.training_set import PAPER_SETS
 from vitscale.recipe import Recipe
+from vitscale.recipe.families import model_of
 
 # Tables 7 and 8 report runs of 7 epochs.
 _ABLATION_EPOCHS = 7

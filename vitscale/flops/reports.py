@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from vitscale.errors import RecipeError
 from vitscale.flops.accounting import FORWARD_PASSES_PER_TRAINING_STEP
 from vitscale.flops.cost import Hardware, cost_row
 from vitscale.flops.estimate import Estimate
 from vitscale.flops.hardware import Device
 from vitscale.flops.matching import position_row, possible_epochs, transfer_row
 from vitscale.flops.published import DataSize
-from vitscale.table import Column, ResultTable, Row, number, percent, short
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.table import Column, ResultTable, Row, number, percent, short
 
 RECIPE = Column("recipe", "recipe", is_text=True)
 EXAFLOPS = Column("exaflops", "exaFLOPs", number(1))

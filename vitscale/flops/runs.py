@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from vitscale.errors import DataError
 from vitscale.flops.accounting import mfu as model_flops_utilisation
 from vitscale.flops.cost import cost_row
 from vitscale.flops.hardware import Device
 from vitscale.flops.reports import energy_legend
 from vitscale.flops.work import recipe_work
+from vitscale.ground.errors import DataError
+from vitscale.ground.table import Column, ResultTable, Row, hours, number, percent
 from vitscale.runs.names import METRICS_FILE
 from vitscale.runs.run import Cost, Run
-from vitscale.table import Column, ResultTable, Row, hours, number, percent
 
 _COLUMNS = (
     Column("run", "run", is_text=True),

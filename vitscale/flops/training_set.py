@@ -7,7 +7,7 @@ manifest is read, like any other's.
 
 from dataclasses import dataclass
 
-from vitscale.errors import DataError, VitscaleError
+from vitscale.ground.errors import DataError, VitscaleError
 from vitscale.recipe import Recipe
 
 
@@ -49,7 +49,7 @@ def training_set(recipe: Recipe, samples: int | None = None) -> TrainingSet:
     if num_classes is not None and (samples is not None or not counts_epochs):
         return TrainingSet(samples, num_classes)
     # Imported here: it takes longer than the rest of a report, and the paper's grid needs no manifest.
-    from vitscale.shards import Manifest
+    from vitscale.data.shards import Manifest
 
     try:
         manifest = Manifest.load(recipe.dataset_path(recipe.data.train))

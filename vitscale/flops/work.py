@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from vitscale.families import Model
 from vitscale.flops.accounting import FORWARD_PASSES_PER_TRAINING_STEP
-from vitscale.operations import Operation
+from vitscale.ground.operations import Operation
 from vitscale.recipe import Recipe
+from vitscale.recipe.families import Model
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Starts the ranks of a run, watches them and starts them again. Needs no torch."""
 
+from vitscale.ground.machine import count_devices
 from vitscale.launch.environment import RankEnvironment, find_place, read_environment
 from vitscale.launch.first_node import FirstNode
 from vitscale.launch.nodes import Layout, Nodes, ThisNode, fitting
@@ -8,7 +9,6 @@ from vitscale.launch.pretraining import Pretraining, PretrainingRanks, launch_pr
 from vitscale.launch.rank import RankCommand
 from vitscale.launch.restarts import Launch
 from vitscale.launch.supervisor import Supervisor
-from vitscale.machine import count_devices
 
 __all__ = [
     "FirstNode",

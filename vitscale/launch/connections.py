@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from vitscale.errors import PeerLostError, RecipeError
+from vitscale.ground.errors import PeerLostError, RecipeError
+from vitscale.ground.safe_text import printable
+from vitscale.ground.wording import describe_mistake
 from vitscale.launch.nodes import FromFirst, ThisNode, ToFirst
 from vitscale.launch.secret import SECRET_BYTES
 from vitscale.launch.supervisor import Supervisor, say
-from vitscale.safe_text import printable
-from vitscale.wording import describe_mistake
 
 LOOK_EVERY_SECONDS = 0.05
 SILENCE_SECONDS = 30.0

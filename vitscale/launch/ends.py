@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from vitscale.errors import EXIT_DONE, DataError, NonFiniteError, PeerLostError, PreemptedError, RecipeError
-from vitscale.safe_text import printable
+from vitscale.ground.errors import EXIT_DONE, DataError, NonFiniteError, PeerLostError, PreemptedError, RecipeError
+from vitscale.ground.safe_text import printable
 
 EXIT_BUG, EXIT_RECIPE, EXIT_DATA = 1, RecipeError.exit_code, DataError.exit_code
 EXIT_NON_FINITE, EXIT_RETRY, EXIT_PREEMPTED = (

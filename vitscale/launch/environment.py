@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.machine import free_port
+from vitscale.ground.wording import counted
 from vitscale.launch.nodes import DEFAULT_PORT, ThisNode
-from vitscale.machine import free_port
-from vitscale.wording import counted
 
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _OPEN_MPI = (

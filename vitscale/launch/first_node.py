@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vitscale.errors import PeerLostError
+from vitscale.ground.errors import PeerLostError
 from vitscale.launch.connections import (
     LOOK_EVERY_SECONDS,
     SILENCE_SECONDS,

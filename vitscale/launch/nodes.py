@@ -12,9 +12,9 @@ from typing import Annotated, NamedTuple, Protocol
 
 from pydantic import BaseModel, Field
 
-from vitscale.errors import VitscaleError
+from vitscale.ground.errors import VitscaleError
+from vitscale.ground.machine import hold_port
 from vitscale.launch.ends import Code, Count, End, Words
-from vitscale.machine import hold_port
 
 DEFAULT_PORT = 29600
 """The port on node 0 where the launches of several nodes meet."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vitscale.errors import PeerLostError, RecipeError
+from vitscale.ground.errors import PeerLostError, RecipeError
 from vitscale.launch.connections import (
     LOOK_EVERY_SECONDS,
     RECONNECT_SECONDS,

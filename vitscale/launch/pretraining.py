@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Literal
 
 import vitscale
-from vitscale.errors import PeerLostError, PreemptedError, RecipeError
+from vitscale.ground.errors import PeerLostError, PreemptedError, RecipeError
+from vitscale.ground.machine import count_devices
+from vitscale.ground.wording import counted
 from vitscale.launch.first_node import FirstNode
 from vitscale.launch.nodes import Layout, Nodes, OneNode, ThisNode, fitting
 from vitscale.launch.other_node import OtherNode
 from vitscale.launch.rank import RankCommand
 from vitscale.launch.restarts import Launch
 from vitscale.launch.supervisor import Supervisor, say
-from vitscale.machine import count_devices
 from vitscale.recipe import load_recipe, refuse_secrets
 from vitscale.runs.directory import in_use, is_held
 from vitscale.runs.names import RECIPE_FILE, default_run_dir
-from vitscale.wording import counted
 
 Resume = Literal["auto", "never"]
 _PATIENCE_SECONDS = (0.5, 1.0, 2.0)  # waits for ranks whose launch was killed a moment ago

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from vitscale.heartbeat import HEARTBEAT_VARIABLE, Beat, why_of
-from vitscale.machine import process_state
+from vitscale.ground.heartbeat import HEARTBEAT_VARIABLE, Beat, why_of
+from vitscale.ground.machine import process_state
 
 _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl  # looked up here: the less is done between fork and exec the better

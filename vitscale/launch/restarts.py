@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from vitscale.errors import EXIT_DONE, PeerLostError, VitscaleError
+from vitscale.ground.errors import EXIT_DONE, PeerLostError, VitscaleError
+from vitscale.ground.wording import counted
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL, End, cause
 from vitscale.launch.nodes import Account, Decision, Nodes, OneNode
 from vitscale.launch.rank import RankCommand
@@ -15,7 +16,6 @@ from vitscale.runs.checkpoints import newest_checkpoint_step
 from vitscale.runs.done import read_done
 from vitscale.runs.launches import Journal
 from vitscale.runs.names import DONE_FILE, LAUNCH_FILE
-from vitscale.wording import counted
 
 _LONGEST_PAUSE_SECONDS = 60.0
 _LATE_SECONDS = 5.0  # a network file system may show late what another machine has written

@@ -9,8 +9,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from vitscale.errors import RecipeError
-from vitscale.files.durable import durable_file, make_folder
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.files.durable import durable_file, make_folder
 from vitscale.runs.names import SECRET_FILE
 
 SECRET_BYTES = 32

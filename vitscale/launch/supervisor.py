@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from vitscale.ground.machine import STOPPED, out_of_memory_kills
+from vitscale.ground.safe_text import printable, without_secrets
+from vitscale.ground.wording import counted
 from vitscale.launch.ends import FINAL, End
 from vitscale.launch.rank import RankCommand, RankProcess
-from vitscale.machine import STOPPED, out_of_memory_kills
-from vitscale.safe_text import printable, without_secrets
-from vitscale.wording import counted
 
 # Signals that are passed on -> as what. SIGINT is a person's Ctrl-C, SIGHUP a terminal that was closed.
 PASSED_ON = {

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitscale import families
 from vitscale import recipe as recipes
-from vitscale.extensions import implementation
-from vitscale.files.private_folders import choose_code_folder
+from vitscale.ground.extensions import implementation
+from vitscale.ground.files.private_folders import choose_code_folder
 from vitscale.models.model import Model
+from vitscale.recipe import families
 
 
 def weight_dtype(recipe: recipes.Recipe) -> torch.dtype:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Builds the objective of a recipe."""
 
 from vitscale import recipe as recipes
-from vitscale.errors import RecipeError
-from vitscale.extensions import implementation
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.extensions import implementation
 from vitscale.models import Model
 from vitscale.models.build import build_of_block
 from vitscale.objectives.objective import Objective

@@ -21,15 +21,15 @@ from torch.nn import functional as F
 
 from vitscale import recipe as recipes
 from vitscale.data.hashing import orders
-from vitscale.errors import DataError
+from vitscale.ground.errors import DataError
 from vitscale.models import Initialiser, Model, Outputs, build_model, constant
 from vitscale.objectives.mixing import Mixer, Partners, partners_of
 from vitscale.objectives.objective import Losses, Objective, Plan
 from vitscale.recipe import Recipe
 
 if TYPE_CHECKING:
-    from vitscale.data import Batch
-    from vitscale.shards import Manifest
+    from vitscale.data.batch import Batch
+    from vitscale.data.shards import Manifest
 
 UNLABELLED = -1
 _KEPT = 28  # the purpose of a hash; see data/augmentation.py

@@ -15,13 +15,13 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitscale.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError
 from vitscale.models import Initialiser, Model, Outputs
 from vitscale.recipe import Recipe
 
 if TYPE_CHECKING:
-    from vitscale.data import Batch
-    from vitscale.shards import Manifest
+    from vitscale.data.batch import Batch
+    from vitscale.data.shards import Manifest
 
 Plan = tuple[Tensor, ...]
 """What an objective decides for a batch before it is computed, row by row: tensors (B, ...) on the host."""

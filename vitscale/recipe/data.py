@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SerializeAsAny, model_validator
 
-from vitscale.block import Block, Contradictions
-from vitscale.errors import RecipeError
-from vitscale.extensions import by_kind
+from vitscale.ground.block import Block, Contradictions
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.extensions import by_kind
+from vitscale.ground.storage import is_url
 from vitscale.recipe.image_operations import AnyOperation, ImageOperation
 from vitscale.recipe.normalise import Normalise
-from vitscale.storage import is_url
 
 CACHE_VARIABLE = "VITSCALE_CACHE"
 

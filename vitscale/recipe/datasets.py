@@ -9,9 +9,9 @@ import difflib
 import os
 from pathlib import Path
 
-from vitscale.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.storage import is_url, join, without_file_scheme
 from vitscale.recipe.strict_yaml import read_yaml
-from vitscale.storage import is_url, join, without_file_scheme
 
 DATA_ROOT_VARIABLE = "VITSCALE_DATA_ROOT"
 DATASETS_FILE = "datasets.yaml"

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from vitscale.block import Block
-from vitscale.families import ModelBlock
-from vitscale.operations import Operation
+from vitscale.ground.block import Block
+from vitscale.ground.operations import Operation
+from vitscale.ground.storage import is_url
+from vitscale.recipe.families import ModelBlock
 from vitscale.recipe.normalise import Normalise
 from vitscale.recipe.objectives import Classification
-from vitscale.storage import is_url
 
 if TYPE_CHECKING:
     from vitscale.recipe.schema import Recipe

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
 
-from vitscale.block import Block
+from vitscale.ground.block import Block
 
 
 class Duration(Block):

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SerializeAsAny, model_validator
 
-from vitscale.block import Block
-from vitscale.extensions import by_kind
+from vitscale.ground.block import Block
+from vitscale.ground.extensions import by_kind
 from vitscale.recipe.data import EvalCrop
 from vitscale.recipe.durations import Interval
 from vitscale.recipe.evaluators import Evaluator

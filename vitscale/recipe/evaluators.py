@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from vitscale.block import Block
+from vitscale.ground.block import Block
 
 
 class Evaluator(Block):

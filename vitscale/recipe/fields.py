@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from vitscale import extensions
-from vitscale.errors import RecipeError
-from vitscale.families import FAMILIES, UNSET
+from vitscale.ground import extensions
+from vitscale.ground.errors import RecipeError
 from vitscale.recipe.durations import Duration
+from vitscale.recipe.families import FAMILIES, UNSET
 from vitscale.recipe.field_notes import NO_UNIT, notes
 from vitscale.recipe.schema import Recipe
 
@@ -64,7 +64,7 @@ is `{steps: N}`, `{epochs: X}` or `{examples: N}`. On the command line
 
 `model: ViT-B/16` is short for `model: {name: ViT-B/16}`. A recipe with dotted
 paths, such as `family: my_package.Mixer`, is a program: only packages that
-declare an entry point `vitscale.extensions` are imported, and those that you
+declare an entry point `vitscale.ground.extensions` are imported, and those that you
 name in VITSCALE_EXTENSIONS or in ~/.config/vitscale/extensions.txt."""
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from vitscale.block import Block
+from vitscale.ground.block import Block
 
 _Probability = Annotated[float, Field(ge=0, le=1)]
 _Range = Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2, max_length=2)]
@@ -17,7 +17,7 @@ _Colour = Annotated[list[Annotated[int, Field(ge=0, le=255)]], Field(min_length=
 class ImageOperation(Block):
     """The base of every block of `data.operations`."""
 
-    # `module:class` of the `vitscale.data.ImageOperation` that computes it on the device.
+    # `module:class` of the `vitscale.data.image_operations.ImageOperation` that computes it on the device.
     implementation: ClassVar[str]
     # What it works on: uint8 from 0 to 255, before images are normalised, or fp32 in [-1, 1] after that.
     pixels: ClassVar[Literal["uint8", "float"]]

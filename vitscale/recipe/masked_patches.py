@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from vitscale.families import Patches
-from vitscale.operations import Operation, dense, parameters
+from vitscale.ground.operations import Operation, dense, parameters
+from vitscale.recipe.families import Patches
 from vitscale.recipe.objectives import Objective
 from vitscale.recipe.shares import by_largest_remainder
 

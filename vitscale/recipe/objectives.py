@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from vitscale.block import Block
-from vitscale.operations import Operation
+from vitscale.ground.block import Block
+from vitscale.ground.operations import Operation
 from vitscale.recipe.shares import by_largest_remainder
 
 if TYPE_CHECKING:

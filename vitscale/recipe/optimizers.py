@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
-from vitscale.block import Block
+from vitscale.ground.block import Block
 
 _MOST_GROUPS, _LONGEST_PATTERN = 100, 300
 

@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 import pydantic
 from pydantic import TypeAdapter, create_model
 
-from vitscale.block import Block, Contradictions
-from vitscale.errors import RecipeError
-from vitscale.families import Model, ModelBlock, by_name
+from vitscale.ground.block import Block, Contradictions
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.safe_text import without_secrets
+from vitscale.ground.wording import describe_expected, shortened
 from vitscale.recipe.comparing import changes
 from vitscale.recipe.durations import Duration
+from vitscale.recipe.families import Model, ModelBlock, by_name
 from vitscale.recipe.fields import blocks, keys, keys_in, nearest, without_indices
 from vitscale.recipe.objectives import DEFAULT_KIND
 from vitscale.recipe.schema import Recipe
 from vitscale.recipe.strict_yaml import parse_yaml, read_yaml
-from vitscale.safe_text import without_secrets
-from vitscale.wording import describe_expected, shortened
 
 _Block = TypeVar("_Block")
 _MODEL: TypeAdapter[Model] = TypeAdapter(ModelBlock)

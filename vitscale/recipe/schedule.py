@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from vitscale.block import Block, Contradictions
+from vitscale.ground.block import Block, Contradictions
 from vitscale.recipe.durations import Duration, Interval
 from vitscale.recipe.optimizers import Optimizer
 

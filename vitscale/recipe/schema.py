@@ -12,21 +12,21 @@ from pydantic import (
     model_validator,
 )
 
-from vitscale.block import Block, Contradictions
-from vitscale.errors import RecipeError
-from vitscale.extensions import by_kind
-from vitscale.families import ModelBlock
+from vitscale.ground.block import Block, Contradictions
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.extensions import by_kind
+from vitscale.ground.storage import is_url
 from vitscale.recipe.data import Data, EvalCrop
 from vitscale.recipe.datasets import find_dataset
 from vitscale.recipe.distillation import Distillation
 from vitscale.recipe.durations import Duration, Interval
 from vitscale.recipe.evaluation import Evaluation, Selection
+from vitscale.recipe.families import ModelBlock
 from vitscale.recipe.masked_patches import MaskedPatches
 from vitscale.recipe.objectives import Classification, Objective, with_kind
 from vitscale.recipe.optimizers import WHOLE_TENSOR_OPTIMIZERS, Adafactor, Kept, Optimizer, Shape
 from vitscale.recipe.schedule import Schedule
 from vitscale.recipe.watching import Anomalies, Check, Logging, Profile
-from vitscale.storage import is_url
 
 MICRO_MAX_ON_CPU = 128
 """What `batch.micro_max: auto` is on CPUs, whose memory is not what limits their speed."""

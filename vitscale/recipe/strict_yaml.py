@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-from vitscale.errors import RecipeError
-from vitscale.storage import read_text
-from vitscale.wording import shortened
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.storage import read_text
+from vitscale.ground.wording import shortened
 
 _MOST_CHARACTERS = 1 << 20
 

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from vitscale.block import Block
+from vitscale.ground.block import Block
 
 Policy = Literal["stop", "skip", "rewind"]
 """What to do with a batch that must not be trained on.

@@ -16,13 +16,13 @@ from typing import Annotated, Any
 
 import pydantic
 
-from vitscale.errors import CheckpointError
+from vitscale.ground.errors import CheckpointError
+from vitscale.ground.safe_text import without_secrets
+from vitscale.ground.storage import is_url, read_bytes
+from vitscale.ground.wording import describe_mistake
 from vitscale.recipe import Recipe
 from vitscale.runs.names import INDEX_FILE, step_folder
 from vitscale.runs.reading import count
-from vitscale.safe_text import without_secrets
-from vitscale.storage import is_url, read_bytes
-from vitscale.wording import describe_mistake
 
 SCHEMA_VERSION = 3
 MASTER = "master"

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from vitscale.errors import CheckpointError
+from vitscale.ground.errors import CheckpointError
+from vitscale.ground.storage import is_url, join, names_in
 from vitscale.runs.checkpoint_index import CheckpointIndex, read_index
 from vitscale.runs.names import CHECKPOINTS, INDEX_FILE, step_folder
-from vitscale.storage import is_url, join, names_in
 
 
 def steps_among(names: Iterable[str]) -> list[int]:

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import yaml
 
-from vitscale.errors import CheckpointError, RecipeError, StorageError, VitscaleError
-from vitscale.files.durable import make_folder, remove_leftovers, write_text
-from vitscale.files.locks import LockFile, is_locked, noted, try_lock
+from vitscale.ground.errors import CheckpointError, RecipeError, StorageError, VitscaleError
+from vitscale.ground.files.durable import make_folder, remove_leftovers, write_text
+from vitscale.ground.files.locks import LockFile, is_locked, noted, try_lock
+from vitscale.ground.storage import is_url, regular
 from vitscale.recipe import Recipe, differences, read_recipe
 from vitscale.runs.checkpoints import steps_at
 from vitscale.runs.done import read_done
 from vitscale.runs.names import CHECKPOINTS, LOCK_FILE, NEWEST_FILE, RECIPE_FILE, checkpoints_root
 from vitscale.runs.reading import read_object
-from vitscale.storage import is_url, regular
 
 _PAUSES = (0.1, 0.5)  # seconds before the second and third try to take a lock
 

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from vitscale.files.digests import file_digests
-from vitscale.files.durable import write_text
+from vitscale.ground.files.digests import file_digests
+from vitscale.ground.files.durable import write_text
 from vitscale.runs.names import DONE_FILE, INDEX_FILE, METRICS_FILE, RECIPE_FILE, VERIFIED_FILE
 from vitscale.runs.reading import read_object
 

@@ -10,10 +10,10 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from vitscale.errors import DataError
-from vitscale.files.durable import make_folder
+from vitscale.ground.errors import DataError
+from vitscale.ground.files.durable import make_folder
+from vitscale.ground.storage import regular
 from vitscale.runs.reading import count, number, parse_object, text, timestamp
-from vitscale.storage import regular
 
 _MOST_BYTES = 4 << 20  # only the end of the file is read; an event has some hundred bytes
 _AT_ONCE_S = 30.0  # lines of several nodes about the same attempt are at most this far apart

@@ -22,10 +22,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from vitscale.errors import DataError
-from vitscale.files.durable import durable_file
+from vitscale.ground.errors import DataError
+from vitscale.ground.files.durable import durable_file
+from vitscale.ground.storage import regular
 from vitscale.runs.reading import count, number, parse_object
-from vitscale.storage import regular
 
 RECENT_LINES = 50
 

@@ -3,9 +3,9 @@
 import os
 from pathlib import Path
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.storage import base_name, is_url, join, without_file_scheme
 from vitscale.recipe import Recipe, find_recipe
-from vitscale.storage import base_name, is_url, join, without_file_scheme
 
 RECIPE_FILE = "recipe.yaml"
 METRICS_FILE = "metrics.jsonl"

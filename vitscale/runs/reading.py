@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from vitscale.storage import read_bytes
+from vitscale.ground.storage import read_bytes
 
 _MOST = 1e18
 

@@ -10,7 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from vitscale.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.storage import is_url
 from vitscale.recipe import Recipe, find_dataset
 from vitscale.runs.checkpoint_index import CheckpointIndex, data_root, find_path
 from vitscale.runs.checkpoints import Checkpoints, read_checkpoints
@@ -19,7 +20,6 @@ from vitscale.runs.done import read_done
 from vitscale.runs.metrics import MetricsLog, Row
 from vitscale.runs.names import CHECKPOINTS, DONE_FILE, METRICS_FILE, checkpoints_root
 from vitscale.runs.reading import count, number
-from vitscale.storage import is_url
 
 _GAPS_TOLD = 5
 _MOST_PARENTS = 20

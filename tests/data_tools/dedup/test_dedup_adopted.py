@@ -10,9 +10,9 @@ from stock_beton import write_stock
 from typer.testing import CliRunner
 
 from vitscale.cli.main import app
-from vitscale.shards import Manifest
-from vitscale.shards.opening import open_shard
-from vitscale.shards.verify import verify
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.opening import open_shard
+from vitscale.data.shards.verify import verify
 
 URL = "memory://dedup-adopted"  # for this process, which then needs no workers
 

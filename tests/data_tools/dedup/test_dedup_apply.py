@@ -19,10 +19,12 @@ from data_tools.engines.inline import run_inline
 from data_tools.request import Request
 from data_tools.sources import SourceOptions
 from data_tools.subset import write_subset
-from vitscale.data import EvalOrder, EvalTransform, Loader, TrainOrder
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest, ShardFile
-from vitscale.shards.verify import verify
+from vitscale.data.augmentation import EvalTransform
+from vitscale.data.loader import Loader
+from vitscale.data.order import EvalOrder, TrainOrder
+from vitscale.data.shards import Manifest, ShardFile
+from vitscale.data.shards.verify import verify
+from vitscale.ground.errors import DataError, RecipeError
 
 
 def removal_of(planted, found, dataset=None):

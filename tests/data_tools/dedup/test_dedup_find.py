@@ -16,8 +16,8 @@ from data_tools.dedup.finding import find
 from data_tools.engines.inline import run_inline
 from data_tools.machine import Machine
 from data_tools.subset import write_subset
-from vitscale.errors import DataError, RecipeError
-from vitscale.shards import Manifest, ShardFile
+from vitscale.data.shards import Manifest, ShardFile
+from vitscale.ground.errors import DataError, RecipeError
 
 
 def run(planted, dataset, out, runner=run_inline, **overrides):

@@ -16,7 +16,7 @@ from data_tools.dedup.building import build_index
 from data_tools.dedup.embedding import cosine, unit_vector, whitened, whitening_of
 from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.matching import Matcher
-from vitscale.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError
 
 
 @dataclass(frozen=True)

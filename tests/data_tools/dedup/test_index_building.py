@@ -14,8 +14,8 @@ from dedup_data import NAMES, index_of, source_of
 from data_tools.dedup import building
 from data_tools.dedup.building import build_index
 from data_tools.dedup.index import FingerprintIndex
-from vitscale.errors import DataError, RecipeError
-from vitscale.files.durable import durable_folder
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.files.durable import durable_folder
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -10,7 +10,7 @@ from dedup_data import index_of, source_of
 from messages import OF_PYDANTIC, assert_messages
 
 from data_tools.dedup.index import FingerprintIndex
-from vitscale.errors import DataError
+from vitscale.ground.errors import DataError
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from vitscale import families, recipe
-from vitscale.operations import Operation, block_of, dense, parameters
+from vitscale import recipe
+from vitscale.ground.operations import Operation, block_of, dense, parameters
+from vitscale.recipe import families
 
 
 @dataclass(frozen=True)

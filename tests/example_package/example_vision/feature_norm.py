@@ -6,10 +6,10 @@ from typing import Self
 import torch
 
 import example_vision
+from vitscale.data.shards import Manifest
 from vitscale.evaluation import Evaluator, Loaders, MakeLoader, Predict
-from vitscale.ranks import reduce_sum
+from vitscale.ground.ranks import reduce_sum
 from vitscale.recipe import Recipe
-from vitscale.shards import Manifest
 
 
 class FeatureNorm(Evaluator):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import example_vision
-from vitscale.data import ImageOperation
+from vitscale.data.image_operations import ImageOperation
 
 
 class Solarize(ImageOperation):

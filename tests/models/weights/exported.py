@@ -8,10 +8,10 @@ import torch
 import yaml
 from models.small_models import with_values
 
-from vitscale.checkpoint import CheckpointIndex, CheckpointStore, Fragment
 from vitscale.models import Model
 from vitscale.models.weights import Description, Format, write_weights
 from vitscale.recipe import validate_recipe
+from vitscale.runs.checkpoint import CheckpointIndex, CheckpointStore, Fragment
 from vitscale.runs.names import CHECKPOINTS, RECIPE_FILE
 
 SUFFIX = {"safetensors": ".safetensors", "npz": ".npz", "timm": ".safetensors", "hf": ""}

@@ -8,7 +8,7 @@ from messages import refusal
 from models.small_models import images
 from models.weights.exported import TINY, described, differing, valued, write
 
-from vitscale.errors import CheckpointError, RecipeError
+from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models.weights import describe, load_weights, open_weights
 from vitscale.models.weights.table import table, their_shapes
 

@@ -10,7 +10,7 @@ from models.weights.exported import described, differing, finished_run, valued, 
 from safetensors.torch import load_file
 
 from vitscale.cli.export import export
-from vitscale.errors import CheckpointError, RecipeError
+from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models import Model
 from vitscale.models.weights import HEAD, Description, describe, load_weights, open_weights
 

@@ -14,11 +14,11 @@ from messages import assert_messages
 from models.weights.exported import NAMES, SUFFIX, TINY, described, differing, finished_run, valued, write
 from models.weights.test_weights_accounting import NO_WEIGHTS, no_weights
 
-from vitscale.checkpoint import CheckpointReader
 from vitscale.cli.export import export
-from vitscale.errors import CheckpointError, RecipeError
+from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models import initialise
 from vitscale.models.weights import describe, load_weights, open_weights
+from vitscale.runs.checkpoint import CheckpointReader
 from vitscale.runs.names import CHECKPOINTS, RECIPE_FILE
 
 

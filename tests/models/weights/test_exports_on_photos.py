@@ -15,9 +15,12 @@ from models.weights.exported import TINY, described, finished_run, valued
 
 from data_tools.convert import Machine, Request, convert
 from vitscale.cli.export import export
-from vitscale.data import EvalOrder, EvalTransform, Loader, to_model_input
+from vitscale.data.augmentation import EvalTransform
+from vitscale.data.device import to_model_input
+from vitscale.data.loader import Loader
+from vitscale.data.order import EvalOrder
+from vitscale.data.shards import Manifest
 from vitscale.recipe import EvalCrop
-from vitscale.shards import Manifest
 
 SIZE = 64
 CROPS = {"central": EvalCrop(kind="central", fraction=0.8), "square": EvalCrop(kind="square", fraction=0.8)}

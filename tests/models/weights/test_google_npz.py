@@ -6,7 +6,7 @@ import torch
 from models.small_models import images
 from models.weights.exported import described
 
-from vitscale.errors import CheckpointError
+from vitscale.ground.errors import CheckpointError
 from vitscale.models.weights import describe, load_weights, open_weights
 
 D, HEADS, DEPTH, MLP, PATCH, GRID, CLASSES = 192, 3, 2, 768, 16, 4, 7

@@ -11,7 +11,7 @@ import torch
 from models.weights.exported import SUFFIX, TINY, described, differing, valued, write
 
 from vitscale.cli.export import export
-from vitscale.errors import CheckpointError, RecipeError
+from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models.weights import load_weights, open_weights, write_weights
 
 FORMATS = pytest.mark.parametrize("form", list(SUFFIX))

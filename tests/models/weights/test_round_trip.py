@@ -6,9 +6,9 @@ import pytest
 from models.small_models import count, on_meta, shallow
 from models.weights.exported import TINY, described, differing, valued, write
 
-from vitscale.errors import RecipeError
-from vitscale.families import REGISTRY, ResNetShape, ViTShape, architecture
+from vitscale.ground.errors import RecipeError
 from vitscale.models.weights import describe, load_weights, open_weights
+from vitscale.recipe.families import REGISTRY, ResNetShape, ViTShape, architecture
 
 FORMATS = ("safetensors", "npz", "timm", "hf")
 SUPPORTED = {

@@ -10,11 +10,11 @@ from models.weights.exported import NAMES, TINY, described, differing, finished_
 from models.weights.test_weights_peers import assert_equal_logits, prepared
 
 from vitscale.cli.export import export
-from vitscale.errors import CheckpointError, RecipeError
-from vitscale.families import REGISTRY, architecture
+from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models import Model
 from vitscale.models.weights import Description, describe, load_weights, open_weights, write_weights
 from vitscale.recipe import EvalCrop, Normalise
+from vitscale.recipe.families import REGISTRY, architecture
 
 timm = pytest.importorskip("timm")
 SIZE = 64

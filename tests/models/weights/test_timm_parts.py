@@ -10,10 +10,10 @@ from models.small_models import images
 from models.weights.exported import described, differing, valued, write
 from safetensors.torch import load_file, save_file
 
-from vitscale.errors import CheckpointError, RecipeError
-from vitscale.families import model_of
+from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models.weights import Description, describe, load_weights, open_weights, write_weights
 from vitscale.models.weights.table import table, their_shapes
+from vitscale.recipe.families import model_of
 
 timm = pytest.importorskip("timm")
 SIZE = 64

@@ -7,7 +7,7 @@ import torch
 from models.weights.exported import TINY, described, differing, valued, write
 from safetensors.torch import load_file, save_file
 
-from vitscale.errors import CheckpointError, RecipeError, VitscaleError
+from vitscale.ground.errors import CheckpointError, RecipeError, VitscaleError
 from vitscale.models.weights import HEAD, describe, load_weights, open_weights, parameters, write_weights
 
 # Each format's name of one parameter that every Transformer has.

@@ -13,7 +13,7 @@ from models.weights.exported import TINY, described, valued, write
 from PIL import Image
 from safetensors.torch import load_file
 
-from vitscale.errors import CheckpointError, RecipeError
+from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models.weights import HEAD, describe, load_weights, open_weights
 from vitscale.models.weights.table import table, their_shapes
 

@@ -10,8 +10,8 @@ from models.weights.exported import TINY, described, finished_run, valued, write
 from safetensors.torch import load_file, save_file
 
 from vitscale.cli.export import export
-from vitscale.errors import CheckpointError, RecipeError
 from vitscale.evaluation.finished import FinishedModel
+from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models.weights import Description, describe, load_weights, open_weights, write_weights
 from vitscale.models.weights import huggingface as hf
 from vitscale.recipe import Normalise

@@ -9,10 +9,10 @@ from typing import Any, Protocol, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.wording import describe_mistake
 from vitscale.launch.nodes import DEFAULT_PORT
 from vitscale.launch.pretraining import Pretraining
-from vitscale.wording import describe_mistake
 
 CLUSTERS = {"local": "local", "hostfile": "hostfile", "slurm": "slurm", "k8s": "kubernetes"}
 """Name on the command line -> module of this package."""

@@ -23,8 +23,10 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 import vitscale
-from vitscale.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError
-from vitscale.files.durable import make_folder
+from vitscale.ground.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError
+from vitscale.ground.files.durable import make_folder
+from vitscale.ground.storage import read_text
+from vitscale.ground.wording import counted
 from vitscale.launch.clusters import Job, launch_command, read_options, refuse_node_options, shell_line, shell_words
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL
 from vitscale.launch.environment import split_address
@@ -37,8 +39,6 @@ from vitscale.runs.checkpoints import newest_checkpoint_step
 from vitscale.runs.launches import Journal
 from vitscale.runs.names import LAUNCH_FILE, default_run_dir
 from vitscale.runs.reading import parse_object
-from vitscale.storage import read_text
-from vitscale.wording import counted
 
 _LOST = 255  # ssh's exit code if it lost the connection, or never had one
 _ANSWER_SECONDS = 10

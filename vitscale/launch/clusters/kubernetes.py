@@ -15,13 +15,13 @@ from typing import Annotated, Any
 import yaml
 from pydantic import AfterValidator, BaseModel, Field
 
-from vitscale.errors import EXIT_DONE, RecipeError
+from vitscale.ground.errors import EXIT_DONE, RecipeError
+from vitscale.ground.storage import is_url, without_file_scheme
+from vitscale.ground.wording import counted
 from vitscale.launch.clusters import DEFAULT_PORT, Job, launch_command, read_options, refuse_node_options
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL
 from vitscale.recipe import load_recipe, refuse_secrets
 from vitscale.runs.names import default_run_dir
-from vitscale.storage import is_url, without_file_scheme
-from vitscale.wording import counted
 
 Object = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """This machine, or one of several machines that are each started by hand."""
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 from vitscale.launch.clusters import Job, shell_line
 from vitscale.launch.environment import find_place
 from vitscale.launch.nodes import Layout, ThisNode

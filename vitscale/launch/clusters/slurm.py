@@ -12,8 +12,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from vitscale.errors import RecipeError
-from vitscale.files.durable import make_folder
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.files.durable import make_folder
+from vitscale.ground.wording import counted
 from vitscale.launch.clusters import Job, launch_command, one_line, read_options, refuse_node_options, shell_words
 from vitscale.launch.nodes import Layout
 from vitscale.launch.pretraining import PretrainingRanks
@@ -21,7 +22,6 @@ from vitscale.launch.supervisor import say
 from vitscale.recipe import load_recipe, refuse_secrets
 from vitscale.runs.directory import check_run_dir
 from vitscale.runs.names import RECIPE_FILE, default_run_dir
-from vitscale.wording import counted
 
 _SIGNAL_SECONDS = 300
 

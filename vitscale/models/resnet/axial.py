@@ -7,8 +7,8 @@ positions.
 import torch
 from torch import Tensor, nn
 
-from vitscale.families.resnet import AXIAL_HEADS
 from vitscale.models.layers import Linear, relative_table
+from vitscale.recipe.families.resnet import AXIAL_HEADS
 
 
 class LineAttention(nn.Module):

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitscale import families
-from vitscale.families.resnet import GROUPS, ResNetShape
 from vitscale.models.anatomy import Anatomy
 from vitscale.models.initialise import Initialiser, constant, lecun_normal, normal
 from vitscale.models.layers import CHANNELS, OutputLayer, check_size, drop_path, run_block
@@ -23,6 +21,8 @@ from vitscale.models.model import Model
 from vitscale.models.outputs import Outputs
 from vitscale.models.resnet.axial import AxialAttention2d
 from vitscale.models.resnet.weights import ResNetWeights
+from vitscale.recipe import families
+from vitscale.recipe.families.resnet import GROUPS, ResNetShape
 
 GROUP_NORM_EPS = {"v1": 1e-6, "v2": 1e-5}
 Variant = Literal["v1", "v2"]

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from vitscale.families import ResNetShape
+from vitscale.ground.weight_formats import Format
 from vitscale.models.weights.foreign import ForeignWeights, TimmModel
 from vitscale.models.weights.rules import Rule, as_conv, as_flax_conv, flax_conv, flax_norm, renamed, same
-from vitscale.weight_formats import Format
+from vitscale.recipe.families import ResNetShape
 
 if TYPE_CHECKING:
     from vitscale.models.resnet.model import ResNet

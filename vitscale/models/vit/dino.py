@@ -14,8 +14,8 @@ from vitscale.models.weights.huggingface import ACTIVATIONS
 from vitscale.models.weights.rules import Rule, renamed, same, stacked, torch_patches
 
 if TYPE_CHECKING:
-    from vitscale.families import ViTShape
     from vitscale.models.vit.model import ViT
+    from vitscale.recipe.families import ViTShape
 
 DINOV2, DINOV3 = "dinov2_with_registers", "dinov3_vit"
 ARCHITECTURES = {DINOV2: "Dinov2WithRegistersModel", DINOV3: "DINOv3ViTModel"}

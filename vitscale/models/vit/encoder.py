@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitscale.families import ViTShape
 from vitscale.models.layers import LayerNorm, Linear, RMSNorm, drop_path, relative_table
 from vitscale.models.vit.positions import TwoDPositions, position_values, relative_logits, rotate
+from vitscale.recipe.families import ViTShape
 
 _OF_ONE_QUERY = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 

@@ -14,8 +14,8 @@ from vitscale.models.weights.rules import Rule, renamed, same, stacked, torch_pa
 from vitscale.models.weights.timm_hub import mlp_ratio
 
 if TYPE_CHECKING:
-    from vitscale.families import ViTShape
     from vitscale.models.vit.model import ViT
+    from vitscale.recipe.families import ViTShape
 
 POSITION = "1d_rope"
 _BASE, _GRID, _RATIO = 10_000.0, [16, 16], 4 * 2 / 3  # timm's

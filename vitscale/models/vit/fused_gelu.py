@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from triton import language as tl
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 from vitscale.models.layers import Linear
 from vitscale.models.vit.encoder import MLP
 

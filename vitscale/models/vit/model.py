@@ -14,8 +14,6 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from vitscale import families
-from vitscale.families import Pool, ViTShape
 from vitscale.models.anatomy import Anatomy, AttentionLayer
 from vitscale.models.initialise import (
     Initialiser,
@@ -39,6 +37,8 @@ from vitscale.models.vit.positions import (
     sincos_positions,
 )
 from vitscale.models.vit.weights import ViTWeights
+from vitscale.recipe import families
+from vitscale.recipe.families import Pool, ViTShape
 
 
 class ViT(Model):

@@ -6,8 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitscale import families
-from vitscale.families import ResNetShape, ViTShape
+from vitscale.ground.weight_formats import Format
 from vitscale.models.layers import CHANNELS
 from vitscale.models.resnet.weights import flax_stem, timm_features
 from vitscale.models.vit import dino, eva
@@ -30,7 +29,8 @@ from vitscale.models.weights.rules import (
 from vitscale.models.weights.source import differing
 from vitscale.models.weights.timm_hub import mlp_ratio
 from vitscale.models.weights.torch_files import CONFIG
-from vitscale.weight_formats import Format
+from vitscale.recipe import families
+from vitscale.recipe.families import ResNetShape, ViTShape
 
 if TYPE_CHECKING:
     from vitscale.models.vit.model import ViT

@@ -4,6 +4,7 @@ A table for each family says what our parameters are called in a format and how 
 read in both directions. Reading and writing hold one parameter at a time.
 """
 
+from vitscale.ground.weight_formats import Format
 from vitscale.models.weights.description import Description, describe, own_description
 from vitscale.models.weights.opening import open_weights
 from vitscale.models.weights.preprocessing import WHOLE_PICTURE
@@ -11,7 +12,6 @@ from vitscale.models.weights.reading import Reader, has_head, load_weights, note
 from vitscale.models.weights.source import Entry, Source
 from vitscale.models.weights.table import HEAD
 from vitscale.models.weights.writing import loading_lines, write_weights
-from vitscale.weight_formats import Format
 
 __all__ = [
     "HEAD",

@@ -9,15 +9,15 @@ import pydantic
 import torch
 from pydantic import Field
 
-from vitscale.errors import CheckpointError, RecipeError
-from vitscale.families import DIMENSIONS, Shape
+from vitscale.ground.errors import CheckpointError, RecipeError
+from vitscale.ground.wording import describe_mistake
 from vitscale.models.build import build_of_block
 from vitscale.models.model import Model
 from vitscale.models.weights.preprocessing import WHOLE_PICTURE
 from vitscale.models.weights.source import Source
 from vitscale.models.weights.table import table
 from vitscale.recipe import EvalCrop, Normalise, validate_model
-from vitscale.wording import describe_mistake
+from vitscale.recipe.families import DIMENSIONS, Shape
 
 METADATA_KEY = "vitscale"
 _VERSION = 1

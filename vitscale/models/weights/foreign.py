@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from vitscale.ground.weight_formats import Format
 from vitscale.models.weights.rules import Rule
-from vitscale.weight_formats import Format
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from vitscale.errors import CheckpointError
+from vitscale.ground.errors import CheckpointError
 from vitscale.models.layers import CHANNELS
 from vitscale.models.model import Model
 from vitscale.models.weights.preprocessing import crop_of, filter_of, normalise_of, resize_of, resized_edge

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitscale.errors import CheckpointError
-from vitscale.files.arrays import read_array, read_header
-from vitscale.files.unpacked import refuse_growth
+from vitscale.ground.errors import CheckpointError
+from vitscale.ground.files.arrays import read_array, read_header
+from vitscale.ground.files.unpacked import refuse_growth
 from vitscale.models.weights.source import Entry, Source, rename, some
 from vitscale.recipe import Normalise
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from vitscale.errors import CheckpointError
+from vitscale.ground.errors import CheckpointError
 from vitscale.models.weights import huggingface, timm_hub
 from vitscale.models.weights.description import METADATA_KEY
 from vitscale.models.weights.npz import read_npz

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vitscale.errors import CheckpointError
+from vitscale.ground.errors import CheckpointError
 from vitscale.models.model import Model
 from vitscale.models.weights.foreign import Resampling
 from vitscale.models.weights.rules import Rule

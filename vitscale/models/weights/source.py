@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from vitscale.errors import CheckpointError
+from vitscale.ground.errors import CheckpointError
+from vitscale.ground.storage import read_bytes
+from vitscale.ground.weight_formats import Format
 from vitscale.recipe import EvalCrop, Normalise
-from vitscale.storage import read_bytes
-from vitscale.weight_formats import Format
 
 
 @dataclass(frozen=True)

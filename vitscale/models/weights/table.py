@@ -2,10 +2,10 @@
 
 import torch
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.weight_formats import Format
 from vitscale.models.model import Model
 from vitscale.models.weights.rules import Rule, same
-from vitscale.weight_formats import Format
 
 HEAD = (
     *("head.weight", "head.bias", "pre_logits.weight", "pre_logits.bias"),

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from vitscale.errors import RecipeError
+from vitscale.ground.errors import RecipeError
 from vitscale.models.layers import CHANNELS
 from vitscale.models.model import Model
 from vitscale.models.weights.preprocessing import crop_of, filter_of, normalise_of, resize_of, resized_edge

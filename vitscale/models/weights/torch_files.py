@@ -16,11 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vitscale.errors import CheckpointError
-from vitscale.files.pickles import check_pickle
+from vitscale.ground.errors import CheckpointError
+from vitscale.ground.files.pickles import check_pickle
+from vitscale.ground.storage import read_bytes, regular
+from vitscale.ground.wording import shortened
 from vitscale.models.weights.source import Entry, some
-from vitscale.storage import read_bytes, regular
-from vitscale.wording import shortened
 
 SAFETENSORS = ".safetensors"
 TORCH_SUFFIXES = (".pth", ".pt", ".bin")

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from vitscale.errors import CheckpointError, RecipeError
-from vitscale.files.durable import durable_file, durable_folder, make_folder, write_text
+from vitscale.ground.errors import CheckpointError, RecipeError
+from vitscale.ground.files.durable import durable_file, durable_folder, make_folder, write_text
+from vitscale.ground.weight_formats import Format
 from vitscale.models.model import Model
 from vitscale.models.weights import huggingface, timm_hub
 from vitscale.models.weights.description import METADATA_KEY, Description
@@ -25,7 +26,6 @@ from vitscale.models.weights.source import some
 from vitscale.models.weights.table import HEAD, table, their_shapes
 from vitscale.models.weights.torch_files import CONFIG, SAFETENSORS, TORCH_SUFFIXES, WEIGHTS, write_safetensors
 from vitscale.recipe import Normalise
-from vitscale.weight_formats import Format
 
 _SUFFIX: dict[Format, str] = {"safetensors": SAFETENSORS, "npz": ".npz", "timm": SAFETENSORS}
 # The system's errors if the name of a new file or folder is taken, except by an empty folder.

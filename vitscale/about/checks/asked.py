@@ -1,0 +1,147 @@
+"""The samples that people ask about, given by uids, image files, folders, and lists of these."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from vitscale.about.checks.seen import Content, History, SampleLocation
+from vitscale.data.shards.images import IMAGE_SUFFIXES, ImageOptions, Reject, store_image
+from vitscale.evaluation.prediction import image_files
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.storage import read_bytes, read_text, regular
+from vitscale.ground.wording import counted
+
+_NAMED = 20  # uids in a message
+_HEAD = 4096  # bytes of a file that are enough to tell a list from an image
+
+
+Near = Callable[[Sequence[Path], str], Sequence[tuple[str, int, str]]]
+"""(files of images, a dataset's path or URL) -> the file, the copy's uid and the rule that found it, for each copy."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A sample of the dataset and why it is shown: it was named, it is a named image, or it is a copy of one.
+
+    Attributes:
+        what: what the person named.
+        why: why this sample is shown for it.
+        place: the sample's place; None if there is no such sample.
+    """
+
+    what: str
+    why: str
+    place: SampleLocation | None
+
+
+def asked_samples(history: History, named: Sequence[str], near: Near | None = None) -> list[Asked]:
+    """The samples that were named, in that order, followed by the copies of the images that `near` finds.
+
+    Args:
+        history: the run's history, which finds the samples.
+        named: uids, image files, folders of these, text files with a uid or a file per line, or `-` for such lines on
+            standard input.
+        near: finds copies of images, as de-duplication does; None to find none.
+
+    Raises `DataError` for unknown uids, files that are neither images nor lists, and if nothing is named; `RecipeError`
+    for `near` without an image; `StorageError`.
+    """
+    entries = [entry for name in named for entry in _entries(name)]
+    if not entries:
+        raise DataError(f"{', '.join(named)}: nothing is named there; expected a uid or a file of an image a line")
+    uids = [entry for entry in entries if isinstance(entry, int)]
+    images = list(dict.fromkeys(entry for entry in entries if isinstance(entry, Path)))
+    if near and not images:
+        raise RecipeError("--near is of files of images; for a uid, export the picture first: vitscale shards export")
+    of_uid = dict(zip(uids, history.find(uids), strict=True))
+    if unknown := sorted(uid for uid, place in of_uid.items() if place is None):
+        more = f" and {len(unknown) - _NAMED:,} more" if len(unknown) > _NAMED else ""
+        raise DataError(
+            f"{history.manifest.where} has no sample of {counted(len(unknown), 'uid')} that were named: "
+            f"{', '.join(map(str, unknown[:_NAMED]))}{more}"
+        )
+    of_image: dict[Path, list[SampleLocation]] = {image: [] for image in images}
+    for which, place in history.holding([_content(history, image) for image in images]):
+        of_image[images[which]].append(place)
+    found: list[Asked] = []
+    for entry in dict.fromkeys(entries):
+        if isinstance(entry, int):
+            found.append(Asked(str(entry), "uid", of_uid[entry]))
+            continue
+        found += [Asked(str(entry), "the image itself", place) for place in of_image[entry]]
+        if not of_image[entry] and not near:
+            found.append(Asked(str(entry), "not in the data", None))
+    return found + (_copies(history, images, near) if near is not None else [])
+
+
+def _entries(name: str) -> Iterator[int | Path]:
+    """The uids and image files that one argument of the command line names."""
+    path = Path(name)
+    if name == "-":
+        yield from _lines(sys.stdin.read(), "standard input")
+    elif name.isdecimal() and not path.exists():
+        yield int(name)
+    elif path.is_dir():
+        yield from image_files([path])
+    elif _is_list(path):
+        try:
+            yield from _lines(read_text(path), name)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{name}: cannot be read: {error}") from None
+    else:
+        yield path
+
+
+def _is_list(path: Path) -> bool:
+    """Whether a file is text."""
+    if path.name.lower().endswith(IMAGE_SUFFIXES):
+        return False
+    try:
+        with FileIO(path, opener=regular) as file:
+            head = file.read(_HEAD)
+    except OSError:
+        return False  # the error comes up when the file is read
+    return b"\0" not in head and all(byte >= 32 or byte in b"\t\r\n" for byte in head)
+
+
+def _lines(text: str, where: str) -> Iterator[int | Path]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        entry = line.strip()
+        if not entry or entry.startswith("#"):
+            continue
+        if entry.isdecimal():
+            yield int(entry)
+        elif Path(entry).is_file():
+            yield Path(entry)
+        else:
+            raise DataError(f"{where}: line {number}: {entry[:200]!r}: expected a uid, or a file of an image")
+
+
+def _content(history: History, file: Path) -> Content:
+    """The identity of an image's bytes as conversion would store them. Raises `DataError` if it is not an image."""
+    try:
+        content = read_bytes(file)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror or error}; expected a file, or a uid") from None
+    options = history.manifest.options
+    stored = store_image(
+        content,
+        ImageOptions(
+            short_side=options.get("short_side"),
+            long_side=options.get("long_side"),
+            quality=options.get("jpeg_quality", ImageOptions.quality),
+            pass_through=options.get("pass_through", True),
+        ),
+    )
+    if isinstance(stored, Reject):
+        raise DataError(f"{file}: {stored.reason}")
+    return Content.of(stored.jpeg)
+
+
+def _copies(history: History, images: Sequence[Path], near: Near) -> list[Asked]:
+    """The samples that de-duplication considers copies of the images."""
+    found = near(images, history.manifest.where)
+    places = history.find([uid for _, uid, _ in found])
+    return [Asked(image, f"a copy by {rule}", place) for (image, _, rule), place in zip(found, places, strict=True)]

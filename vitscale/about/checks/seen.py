@@ -1,0 +1,365 @@
+"""When a run saw a sample, with which crop and exactly which pixels, by inverting the order instead of searching it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import xxhash
+
+from vitscale.data.augmentation import sample_keys, train_transform
+from vitscale.data.batch import Batch
+from vitscale.data.order import ORDER_VERSION, TrainOrder
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.opening import OpenShard, open_shard
+from vitscale.data.training import training_loader, training_order
+from vitscale.ground.errors import CheckpointError, DataError
+from vitscale.ground.images import crc32c
+from vitscale.recipe import Recipe, validate_recipe
+from vitscale.recipe.datasets import find_dataset
+from vitscale.runs.checkpoint import CheckpointIndex, checkpoint_directory
+from vitscale.runs.checkpoint_index import data_root
+from vitscale.runs.directory import recipe_of_run
+from vitscale.training.watching.anomalies import AnomalyRecord, SkippedData
+
+
+@dataclass(frozen=True)
+class SampleLocation:
+    """Where a sample is stored, and its size in pixels.
+
+    Attributes:
+        uid: the sample's uid.
+        height, width: the stored image's size, in pixels.
+        at: for each dataset that the run has trained on, oldest first: (number of the sample's shard, the sample's
+            position among the shard's selected samples), or None if that dataset leaves the sample out.
+    """
+
+    uid: int
+    height: int
+    width: int
+    at: tuple[tuple[int, int] | None, ...]
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether every dataset leaves the sample out, although its shard belongs to the data."""
+        return not any(self.at)
+
+
+class Content(NamedTuple):
+    """The CRC-32C, size in bytes and XXH3-128 digest that identify the stored bytes of an image."""
+
+    crc: int
+    size: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, stored: bytes) -> Self:
+        """Compute them from an image's bytes as stored in a shard."""
+        return cls(crc32c(stored), len(stored), xxhash.xxh3_128_digest(stored))
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """One appearance of a sample in a batch.
+
+    Attributes:
+        step: the update made with the batch, from 1; None if a policy skipped the batch.
+        batch: the batch's position in the order, from 0.
+        epoch: the epoch of the order, from 0.
+        slot: the sample's slot in the global batch, from 0.
+        box: the crop: top, left, height and width, in pixels of the stored image.
+        is_flipped: whether the crop was mirrored.
+        partner: the uid of the sample that it was mixed with; None if the recipe mixes none.
+    """
+
+    step: int | None
+    batch: int
+    epoch: int
+    slot: int
+    box: tuple[int, int, int, int]
+    is_flipped: bool
+    partner: int | None
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Batches [start, stop) of the order of one dataset."""
+
+    manifest: Manifest
+    order: TrainOrder
+    start: int
+    stop: int
+
+    @property
+    def epochs(self) -> range:
+        """The epochs of this order that the run has begun."""
+        return range(self.start // self.order.steps_per_epoch, -(-self.stop // self.order.steps_per_epoch))
+
+
+class History:
+    """What a run has trained on, up to its newest checkpoint.
+
+    Args:
+        recipe: the run's recipe.
+        index: the index of its newest checkpoint.
+        manifests: the manifest of the training data, preceded in a branch by those that its trunks were trained on,
+            oldest first. Each is a view of the one before.
+
+    Attributes:
+        steps: updates done.
+        left_out: the number of batches of the order that a policy skipped.
+        manifest: the manifest of the oldest data, which hold all samples.
+        newest: the manifest of the data that the run would continue with.
+
+    Raises `DataError` if the data are not the run's, or the checkpoint has another version of the order.
+    """
+
+    def __init__(self, recipe: Recipe, index: CheckpointIndex, manifests: Sequence[Manifest]) -> None:
+        if index.data.get("order_version") != ORDER_VERSION:
+            raise DataError(
+                f"the run's order has version {index.data.get('order_version')}; this vitscale reads {ORDER_VERSION}"
+            )
+        before = _data_before(index)
+        sha = [*(each["manifest_sha256"] for each in before), index.data.get("manifest_sha256")]
+        starts = [0, *(each["start"] for each in before)]
+        stops = [*(each["stop"] for each in before), index.position]
+        for manifest, then in zip(manifests, sha, strict=True):
+            if manifest.sha256 != then:
+                raise DataError(
+                    f"{manifest.where}: the run was trained on data of manifest_sha256 {then}; these have "
+                    f"{manifest.sha256}"
+                )
+        self.recipe, self.index, self.manifest, self.newest = recipe, index, manifests[0], manifests[-1]
+        self._stretches = [
+            _Stretch(manifest, training_order(recipe, manifest), start, stop)
+            for manifest, start, stop in zip(manifests, starts, stops, strict=True)
+        ]
+        self.steps = index.step
+        self.left_out = sum(stretch.stop - stretch.start for stretch in self._stretches) - index.step
+        self._skipped = AnomalyRecord.of(index.anomalies).skipped
+        self._transform = train_transform(recipe.data.crop, recipe.data.flip)
+        self._first_uids = np.array([each.first_uid for each in self.manifest.shards])
+        self._number_of = [
+            {each.first_uid: number for number, each in enumerate(manifest.shards)} for manifest in manifests
+        ]
+
+    @classmethod
+    def of(cls, run_dir: Path, root: str | None = None) -> Self:
+        """The history of the run in a directory.
+
+        Args:
+            run_dir: the run's directory.
+            root: where its data are now; by default where its recipe says.
+
+        Raises `RecipeError` if there is no run, `CheckpointError` if it has no checkpoint, `DataError` if its data are
+        missing or have changed, `StorageError`.
+        """
+        index = newest_index(recipe_of_run(run_dir), run_dir)
+        recipe = validate_recipe(index.recipe, f"the recipe in the checkpoint of step {index.step}")
+        places = [each["where"] if root is None else find_dataset(each["train"], root) for each in _data_before(index)]
+        places.append(find_dataset(recipe.data.train, root or data_root(recipe, index)))
+        return cls(recipe, index, [Manifest.load(place) for place in places])
+
+    @property
+    def epochs(self) -> int:
+        """The number of epochs begun, over all datasets."""
+        return sum(len(stretch.epochs) for stretch in self._stretches)
+
+    # ---- Where samples are stored ------------------------------------------------------------------------------------
+
+    def find(self, uids: Sequence[int]) -> list[SampleLocation | None]:
+        """Where samples are stored, one per uid; None for a uid that no shard has. Opens each shard once."""
+        found: dict[int, SampleLocation] = {}
+        wanted = np.unique(np.array([uid for uid in uids if uid < 2**63], np.int64))
+        numbers = np.searchsorted(self._first_uids, wanted, side="right") - 1
+        for number in np.unique(numbers[numbers >= 0]).tolist():
+            of_shard = wanted[numbers == number]
+            with open_shard(self.manifest, number, with_keys=False) as shard:
+                slots = np.searchsorted(shard.file.uid, of_shard)
+                there = slots < shard.file.samples
+                there[there] = shard.file.uid[slots[there]] == of_shard[there]
+                found |= {place.uid: place for place in self._places(shard, slots[there])}
+        return [found.get(uid) for uid in uids]
+
+    def holding(self, images: Sequence[Content]) -> Iterator[tuple[int, SampleLocation]]:
+        """Find the samples whose stored bytes are those of given images; reads through all shards once.
+
+        Yields (number of the image in `images`, the sample's place).
+        """
+        wanted: dict[Content, list[int]] = {}
+        for number, image in enumerate(images):
+            wanted.setdefault(image, []).append(number)
+        keys = np.unique(np.array([_key(image.crc, image.size) for image in wanted], np.uint64))
+        for number in range(len(self.manifest.shards)):
+            with open_shard(self.manifest, number, with_keys=False) as shard:
+                alike = np.flatnonzero(np.isin(_key(shard.file.crc, shard.file.size), keys))
+                found = [
+                    (which, slot)
+                    for slot in np.intersect1d(alike, shard.slots).tolist()
+                    for which in wanted.get(Content.of(shard.file.read(slot)), ())
+                ]
+                if found:
+                    which, slots = zip(*found, strict=True)
+                    yield from zip(which, self._places(shard, np.array(slots)), strict=True)
+
+    def _places(self, shard: OpenShard, slots: np.ndarray) -> list[SampleLocation]:
+        """The places of the samples in given slots of a shard of the oldest dataset."""
+        at: list[list[tuple[int, int] | None]] = []
+        for number_of, stretch in zip(self._number_of, self._stretches, strict=True):
+            number = number_of.get(self.manifest.shards[shard.index].first_uid)
+            if number is None:
+                at.append([None] * len(slots))
+                continue
+            selected = shard.slots if stretch.manifest is self.manifest else stretch.manifest.slots(number)
+            positions = np.searchsorted(selected, slots)
+            inside = positions < len(selected)
+            inside[inside] = selected[positions[inside]] == slots[inside]
+            at.append([(number, int(place)) if is_in else None for place, is_in in zip(positions, inside, strict=True)])
+        file = shard.file
+        return [
+            SampleLocation(int(file.uid[slot]), int(file.height[slot]), int(file.width[slot]), tuple(places))
+            for slot, *places in zip(slots, *at, strict=True)
+        ]
+
+    # ---- When they were seen -----------------------------------------------------------------------------------------
+
+    def updates(self, places: Sequence[SampleLocation]) -> tuple[np.ndarray, np.ndarray]:
+        """The first update made with each sample, from 1 (0: none), and the number of updates; both int64 (n,)."""
+        first, times = np.zeros((2, len(places)), np.int64)
+        for found in self._found(places):
+            steps = steps_of(found.batches, self._skipped)
+            rows, steps = found.rows[steps > 0], steps[steps > 0]
+            times[rows] += 1
+            is_first = first[rows] == 0  # epochs come in order
+            first[rows[is_first]] = steps[is_first]
+        return first, times
+
+    def sightings(self, places: Sequence[SampleLocation]) -> list[list[Sighting]]:
+        """Every appearance of each sample in a batch of the run, in order: at most one per epoch and view."""
+        seen: list[list[Sighting]] = [[] for _ in places]
+        for found in self._found(places):
+            order = found.stretch.order
+            views = [order.views(slot) for slot in found.slots.tolist()]
+            each = np.repeat(np.arange(len(views)), [len(slots) for slots in views])
+            slots = np.array([slot for slots in views for slot in slots], np.int64)
+            view = np.array([number for slots in views for number in range(len(slots))], np.int64)
+            samples = [places[row] for row in found.rows[each].tolist()]
+            keys = sample_keys(self.recipe.seed, found.epoch, np.array([place.uid for place in samples]), view)
+            boxes = self._transform.boxes(
+                keys, np.array([place.height for place in samples]), np.array([place.width for place in samples])
+            ).tolist()
+            flips, batches = self._transform.flips(keys), found.batches[each]
+            partners = self._partners(found.stretch, batches, slots)
+            steps = steps_of(batches, self._skipped).tolist()
+            for number, row in enumerate(found.rows[each].tolist()):
+                top, left, height, width = boxes[number]
+                seen[row].append(
+                    Sighting(
+                        step=steps[number] or None,
+                        batch=int(batches[number]),
+                        epoch=found.epoch,
+                        slot=int(slots[number]),
+                        box=(top, left, height, width),
+                        is_flipped=bool(flips[number]),
+                        partner=partners[number],
+                    )
+                )
+        return seen
+
+    def _found(self, places: Sequence[SampleLocation]) -> Iterator["_Found"]:
+        """The batches and slots of samples in the order, epoch after epoch."""
+        for number, stretch in enumerate(self._stretches):
+            lying = [(row, *at) for row, place in enumerate(places) if (at := place.at[number]) is not None]
+            if not lying:
+                continue
+            rows, shard, position = np.array(lying, np.int64).T
+            for epoch in stretch.epochs:
+                batches, slots = stretch.order.find(shard, position, epoch)
+                seen = (batches >= stretch.start) & (batches < stretch.stop)
+                if seen.any():
+                    yield _Found(stretch, epoch, rows[seen], batches[seen], slots[seen])
+
+    def _partners(self, stretch: _Stretch, batches: np.ndarray, slots: np.ndarray) -> list[int | None]:
+        """The uids of the samples that those in given slots of batches are mixed with; opens each shard once."""
+        if self.recipe.objective.together != 2:
+            return [None] * len(slots)
+        drawn = [
+            stretch.order.batch(batch, slot ^ 1, (slot ^ 1) + 1)
+            for batch, slot in zip(batches.tolist(), slots.tolist(), strict=True)
+        ]
+        shards = np.array([int(each.shard[0]) for each in drawn])
+        positions = np.array([int(each.position[0]) for each in drawn])
+        uids = np.empty(len(drawn), np.int64)
+        for number in np.unique(shards).tolist():
+            with open_shard(stretch.manifest, number, with_keys=False) as shard:
+                of_shard = shards == number
+                uids[of_shard] = shard.file.uid[shard.slots[positions[of_shard]]]
+        return list(uids.tolist())
+
+    def pixels(self, sighting: Sighting) -> Batch:
+        """The pixels that the loader made of the sample: a batch of one, with the digest of these pixels.
+
+        Raises as `Loader`.
+        """
+        stretch = next(each for each in self._stretches if each.start <= sighting.batch < each.stop)
+        with training_loader(
+            self.recipe,
+            stretch.manifest,
+            stretch.order,
+            rank=sighting.slot,  # one rank per slot
+            world=stretch.order.global_batch,
+            start=sighting.batch,
+            stop=sighting.batch + 1,
+            digest=True,
+        ) as loader:
+            return next(loader)
+
+
+class _Found(NamedTuple):
+    """The samples found in one epoch: their rows in the query, batches and first slots, each int64 (m,)."""
+
+    stretch: _Stretch
+    epoch: int
+    rows: np.ndarray
+    batches: np.ndarray
+    slots: np.ndarray
+
+
+def newest_index(recipe: Recipe, run_dir: Path) -> CheckpointIndex:
+    """The index of a run's newest checkpoint. Its own checksum is verified, its files are not.
+
+    Raises `CheckpointError` if there is no checkpoint or it cannot be read.
+    """
+    place = checkpoint_directory(recipe, run_dir)
+    try:
+        steps = place.steps()
+    except OSError as error:
+        raise CheckpointError(f"the checkpoints of {run_dir} cannot be reached: {error.strerror or error}") from None
+    if not steps:
+        raise CheckpointError(f"{run_dir} has no checkpoint yet, so what it has seen is not known")
+    return place.read_index(steps[-1])
+
+
+def _data_before(index: CheckpointIndex) -> list[Mapping[str, Any]]:
+    """The index's entries on the data that the trunks of branches onto views were trained on, oldest first."""
+    found: list[Mapping[str, Any]] = []
+    init = index.data.get("init")
+    while init is not None and "continues" in init:
+        found += [init["data_before"]] if "data_before" in init else []
+        init = init.get("init")
+    return found[::-1]
+
+
+def _key(crc: Any, size: Any) -> Any:
+    """The checksum and size of a stored image, or of an array of them, as one uint64 each."""
+    return np.asarray(crc, np.uint64) << np.uint64(32) | np.asarray(size, np.uint64) & np.uint64(2**32 - 1)
+
+
+def steps_of(batches: np.ndarray, skipped: SkippedData) -> np.ndarray:
+    """The updates, from 1, made with the batches at given positions in the order, int64 (n,); 0 for a skipped batch."""
+    before, is_left_out = np.zeros(len(batches), np.int64), np.zeros(len(batches), bool)
+    for start, stop in skipped.ranges:
+        is_left_out |= (batches >= start) & (batches < stop)
+        before += np.clip(batches, start, stop) - start
+    return np.where(is_left_out, 0, batches - before + 1)

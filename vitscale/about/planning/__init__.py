@@ -1,0 +1,1 @@
+"""Predicts what a recipe will need on given hardware, before anything runs."""

@@ -1,0 +1,139 @@
+"""What the report says of a run, finished or not, as its results.json has it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vitscale.ground.weight_formats import POSITIONS_RULE
+from vitscale.recipe import EvalCrop, differences, recipe_sha256
+from vitscale.runs.done import verification
+from vitscale.runs.metrics import Row
+from vitscale.runs.names import RECIPE_FILE, checkpoints_root
+from vitscale.runs.reading import number
+from vitscale.runs.run import Run
+
+_MOST_POINTS = 300
+"""Points of a curve at most, so that the page of a long run stays small."""
+
+
+def read_run(directory: Path) -> Run:
+    """Read a run. Raises `RecipeError` if there is none, `DataError` if its records are broken."""
+    run = Run(directory)
+    _ = run.metrics, run.done
+    return run
+
+
+def begins_with(run: Run) -> str | None:
+    """The name of the run, or of the file, whose weights it began with; for a branch, its trunk."""
+    init = run.recipe.init
+    if init is None:
+        return None
+    return Path(init.source).name if run.parent is None else run.parent.name
+
+
+def policy(run: Run, crop: EvalCrop) -> dict[str, Any]:
+    """How images become the model's input in an evaluation."""
+    data = run.recipe.data
+    return {
+        "image_size": data.image_size,
+        "crop": crop.kind,
+        "crop_fraction": crop.fraction,
+        "resize": crop.resize,
+        "mean": list(data.normalise.mean),
+        "std": list(data.normalise.std),
+        "positions": _positions(run),
+    }
+
+
+def _positions(run: Run) -> str:
+    """The rule by which position embeddings were resampled."""
+    if run.recipe.init is None:
+        return "as trained"
+    if run.parent is None:
+        return f"of the file; where that is for another resolution, {POSITIONS_RULE}"
+    return _positions(run.parent) if _grid(run) == _grid(run.parent) else POSITIONS_RULE
+
+
+def _grid(run: Run) -> object:
+    """What positions depend on: the patches, or what a stem makes of images of this size."""
+    return run.recipe.model.patches(run.recipe.data.image_size) or run.recipe.data.image_size
+
+
+def content(run: Run) -> dict[str, Any]:
+    """The run's content of results.json."""
+    index, recipe, cost, log = run.index, run.recipe, run.cost, run.metrics
+    last = log.evaluations[-1][1] if log.evaluations else {}
+    return {
+        "name": run.name,
+        "directory": str(run.directory),
+        "is_done": run.is_done,
+        "model": recipe.model.describe(),
+        "begins_with": begins_with(run),
+        "recipe_sha256": recipe_sha256(recipe.dump()),
+        "seed": recipe.seed,
+        "train": recipe.data.train,
+        "optimizer": recipe.optimizer.name,
+        "lr": recipe.optimizer.lr,
+        "global_batch": recipe.batch.global_size,
+        "training_crop": _in_words(recipe.data.crop.model_dump(exclude_none=True)),
+        "flip": recipe.data.flip,
+        "step": None if cost is None else cost.step,
+        "total_steps": None if cost is None else run.total_steps,
+        "best_step": None if cost is None else run.best_step,
+        "images": None if cost is None else cost.images,
+        "exaflops": None if cost is None else cost.exaflops,
+        "hours": None if cost is None else cost.seconds / 3600,
+        "device_hours": None if cost is None or cost.device_seconds is None else cost.device_seconds / 3600,
+        "images_per_s": None if cost is None else cost.images_per_s,
+        "mfu": None if cost is None else cost.mfu,
+        "world_sizes": [] if cost is None else list(cost.world_sizes),
+        "metrics": run.evaluation if run.is_done else {key: value for key, value in last.items() if value is not None},
+        "versions": {} if index is None else index.versions,
+        "training_manifest_sha256": None if index is None else index.data.get("manifest_sha256"),
+        "curves": {
+            "loss": _points(log.rows, "loss"),
+            "lr": _points(log.rows, "lr"),
+            "evaluations": _evaluations(log.evaluations),
+        },
+        "verified": verification(run.directory, checkpoints_root(recipe, run.directory)),
+        "notes": _notes(run),
+    }
+
+
+def _notes(run: Run) -> list[str]:
+    """What is damaged, missing or contradictory."""
+    notes, index, cost = [], run.index, run.cost
+    if cost is None:
+        notes.append("its metrics tell of no training step yet")
+    else:
+        notes += run.notes
+        if len(cost.world_sizes) > 1:
+            worlds = " and ".join(f"{world_size:,}" for world_size in cost.world_sizes)
+            notes.append(f"its number of devices changed ({worlds}): the same batches, rounded differently")
+    if run.checkpoints is None:
+        notes.append("its checkpoints are at a URL: versions and the manifest that it trained on are not read there")
+    elif index is None:
+        notes.append("it has no checkpoint: nothing tells its versions and the manifest that it trained on")
+    elif changed := differences(index.recipe, run.recipe.dump()):
+        notes.append(f"{RECIPE_FILE} has been edited since its checkpoint: {'; '.join(changed)}")
+    return notes
+
+
+def _points(rows: Sequence[Row], key: str) -> list[list[float]]:
+    """[step, value] of a curve, thinned out evenly; the last point is kept."""
+    known = [[row["step"], value] for row in rows if (value := number(row.get(key))) is not None]
+    every = -(-len(known) // _MOST_POINTS) or 1
+    return known[::-1][::every][::-1]
+
+
+def _evaluations(found: Sequence[tuple[int, dict[str, float | None]]]) -> dict[str, list[list[float]]]:
+    curves: dict[str, list[list[float]]] = {}
+    for step, values in found:
+        for key, value in values.items():
+            if value is not None:
+                curves.setdefault(key, []).append([step, value])
+    return dict(sorted(curves.items()))
+
+
+def _in_words(fields: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in fields.items())

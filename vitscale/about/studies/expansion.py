@@ -1,0 +1,433 @@
+"""Expands a study into its entries: a pure function, which validates every recipe that may come to run."""
+
+import difflib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from vitscale.about.studies.schema import DEV, MOST_RUNS, DataSet, Part, Selection, Study
+from vitscale.ground.errors import RecipeError, VitscaleError
+from vitscale.ground.storage import is_url
+from vitscale.recipe import Recipe, find_recipe, override, read_content, recipe_sha256, refuse_secrets
+from vitscale.recipe.strict_yaml import parse_yaml
+
+_VALIDATION = "validation/"
+"""The prefix of the metrics of a recipe's `evaluation.validation`."""
+
+_MOST_PROBLEMS = 50
+
+
+@dataclass(frozen=True)
+class Option:
+    """A recipe that an entry may come to run.
+
+    Attributes:
+        label: what sets it apart from other candidates, in file names; empty without a grid.
+        source: the recipe's file.
+        settings: KEY=VALUE settings on top of it.
+        values: the grid's values.
+        recipe: the recipe with all of these.
+    """
+
+    label: str
+    source: str
+    settings: tuple[str, ...]
+    values: Mapping[str, Any]
+    recipe: Recipe
+
+    @cached_property
+    def recipe_sha256(self) -> str:
+        """The digest of all fields, defaults included; in hexadecimal."""
+        return recipe_sha256(self.recipe.dump())
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of a study; its directory has its name.
+
+    Attributes:
+        part: the part of the study.
+        dataset: the name of its data set in the study, or None.
+        split: the split of that data set that it is evaluated on, `dev` or `test`; None without a data set.
+        evaluated_on: that split as recipes name it.
+        seed: the seed that the study gives or that is taken from the parent; None for the recipe's own.
+        parent: the entry whose run it begins with, or None.
+        options: a single one; if the entry waits for a choice, one for each candidate that may win.
+        choice: the name of that choice, or None.
+    """
+
+    name: str
+    part: str
+    dataset: str | None
+    split: str | None
+    evaluated_on: str | None
+    seed: int | None
+    parent: str | None
+    options: tuple[Option, ...]
+    choice: str | None = None
+    depends_on: tuple[str, ...] = ()
+
+    def option(self, label: str | None) -> Option:
+        """The option that runs: the only one, or the winner's."""
+        if self.choice is None:
+            return self.options[0]
+        return next(option for option in self.options if option.label == label)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice of one winner among candidates.
+
+    Attributes:
+        name: the part and, if there are several, the run that they begin with and the data set.
+        metric: the metric, as runs report it.
+        candidates: label -> entries, over which the metric is averaged.
+        decided_by: the development splits, as recipes name them.
+    """
+
+    name: str
+    rule: Selection
+    metric: str
+    candidates: Mapping[str, tuple[str, ...]]
+    decided_by: tuple[str, ...]
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The runs of all candidates."""
+        return tuple(entry for entries in self.candidates.values() for entry in entries)
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """The entries of a study, each after those it depends on, and its choices, by name."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+    choices: dict[str, Choice] = field(default_factory=dict)
+
+
+def expand(study: Study, folder: Path, settings: Sequence[str] = (), beside: Path | None = None) -> Expansion:
+    """Expand a study into all of its runs.
+
+    Args:
+        folder: the folder in which each run has a directory of its name; runs that begin with another's weights refer
+            to it.
+        settings: KEY=VALUE for the recipes of all entries.
+        beside: the folder of the study's file, where recipes given by a path are looked for first.
+
+    Raises `RecipeError` for a recipe that is not valid, an edge to nothing, a cycle, two entries of one name, and if a
+    choice could see a test split.
+    """
+    expander = _Expander(study, folder, settings, beside)
+    for name in study.parts:
+        expander.add(name, ())
+    return expander.expansion
+
+
+class _Expander:
+    def __init__(self, study: Study, folder: Path, settings: Sequence[str], beside: Path | None) -> None:
+        self.expansion = Expansion()
+        self._study, self._folder, self._settings = study, folder, settings
+        self._finals: dict[str, list[str]] = {}
+        self._beside, self._content = beside, cache(read_content)
+        self._valid: dict[tuple[str, ...], Recipe] = {}
+        self._tests = {
+            splits.test: f"parts.{name}.datasets.{dataset}.test"
+            for name, part in study.parts.items()
+            for dataset, splits in part.datasets.items()
+            if splits.test is not None
+        }
+
+    def add(self, name: str, chain: tuple[str, ...]) -> None:
+        """Add a part, after those that it begins with."""
+        if name in self._finals:
+            return
+        if name in chain:
+            raise RecipeError(f"parts.{name}.from: a cycle: {' -> '.join((*chain[chain.index(name) :], name))}")
+        part = self._study.parts[name]
+        parents: list[str | None] = []
+        for source in part.source:
+            other = source.partition("-")[0]  # no part has one in its name
+            if other in self._study.parts:
+                self.add(other, (*chain, name))
+            parents += self._entries_of(source, name)
+        self._finals[name] = []
+        for parent in parents or [None]:
+            label = "-".join([name, *([parent] if parent is not None and len(parents) > 1 else [])])
+            _PartOfOneParent(self, part, name, label, parent).add()
+
+    def _entries_of(self, source: str, name: str) -> list[str]:
+        """The entries that a name in `from` stands for."""
+        if source in self._finals:
+            return self._finals[source]
+        if source in self.expansion.entries:
+            return [source]
+        near = difflib.get_close_matches(source, [*self._study.parts, *self.expansion.entries], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise RecipeError(f"parts.{name}.from: there is no part or entry {source!r}{hint}")
+
+    def option(
+        self,
+        where: str,
+        label: str,
+        source: str,
+        values: Mapping[str, Any],
+        seed: int | None,
+        blocks: Sequence[Mapping[str, Any]],
+        last: Mapping[str, Any],
+    ) -> Option:
+        """A recipe with settings: the study's, the blocks', the grid's, the command line's, the last ones, the seed."""
+        pairs = [pair for block in (self._study.settings, *blocks, values) for pair in block.items()]
+        settings = [*map(_setting, pairs), *self._settings, *map(_setting, last.items())]
+        beside = None if self._beside is None else self._beside / source
+        path = beside if beside is not None and beside.is_file() else find_recipe(source)
+        key = (str(path), *settings)
+        if key not in self._valid:
+            name = f"parts.{where} ({source})"
+            self._valid[key] = refuse_secrets(override(self._content(path), settings, name), name)
+        recipe = self._valid[key]
+        if seed is not None:
+            settings.append(f"seed={seed}")
+            recipe = recipe.model_copy(update={"seed": seed})  # the seed's bounds are the same in both schemas
+        return Option(label, str(path), tuple(settings), values, recipe)
+
+    def enter(self, entry: Entry, *, is_final: bool) -> None:
+        """Add an entry. Raises `RecipeError` if another one has its name."""
+        if entry.name in self.expansion.entries:
+            raise RecipeError(f"parts.{entry.part}: two entries are called {entry.name}: a value is twice in a list")
+        if len(self.expansion.entries) >= MOST_RUNS:
+            raise RecipeError(f"parts.{entry.part}: the study has more than {MOST_RUNS:,} runs; use several studies")
+        self.expansion.entries[entry.name] = entry
+        for option in entry.options:
+            if option.recipe.selection is not None:
+                self._refuse_tests(option, f"{entry.name}, whose recipe selects a checkpoint (selection),")
+        if is_final:
+            self._finals[entry.part].append(entry.name)
+
+    def choose(self, choice: Choice) -> None:
+        """Add a choice. Raises `RecipeError` if a recipe that decides it sees a test split."""
+        self.expansion.choices[choice.name] = choice
+        for name in choice.entries:
+            self._refuse_tests(self.expansion.entries[name].options[0], f"{name}, a candidate,")
+
+    def _refuse_tests(self, option: Option, who: str) -> None:
+        """Raise `RecipeError` if a recipe by which something is chosen names a test split of the study."""
+        tests = {_place(test, option.recipe): key for test, key in self._tests.items()}
+        for text in _texts(option.recipe.dump()):
+            if key := tests.get(_place(text, option.recipe)):
+                raise RecipeError(f"{who} would see {text!r}, which is {key}: no choice may see a test split")
+
+    def run_dir(self, entry: str) -> str:
+        """The absolute path of an entry's run, the same from every working directory."""
+        return str((self._folder / entry).absolute())
+
+    def taken(self, part: Part, parent: str, where: str) -> dict[str, Any]:
+        """The fields that are taken from the parent's recipe."""
+        found = {}
+        for key in part.take:
+            values = []
+            for option in self.expansion.entries[parent].options:
+                value: Any = option.recipe.dump()
+                for word in key.split("."):
+                    value = value.get(word) if isinstance(value, dict) else None
+                values.append(value)
+            if values[0] is None or any(value != values[0] for value in values):
+                raise RecipeError(
+                    f"parts.{where}.take: {key}: the recipe of {parent} has none, or leaves it to a choice"
+                )
+            found[key] = values[0]
+        return found
+
+
+class _PartOfOneParent:
+    """The entries of a part that begin with one run, or with no run."""
+
+    def __init__(self, expander: _Expander, part: Part, name: str, label: str, parent: str | None) -> None:
+        self._expander, self._part, self._name, self._label, self._parent = expander, part, name, label, parent
+        self._begin: dict[str, Any] = {}
+        if parent is not None:
+            self._begin = {"init.from": expander.run_dir(parent), **expander.taken(part, parent, name)}
+
+    def add(self) -> None:
+        part = self._part
+        self._validate()
+        candidates: dict[str | None, dict[str, tuple[str, ...]]] = {}
+        seeds: list[int | None] = [*part.seeds] or [None]
+        for dataset in part.datasets or [None]:
+            candidates[dataset] = {
+                label: tuple(self._candidate(dataset, label, recipe, values, seed) for seed in seeds)
+                for label, recipe, values in _combinations(part)
+            }
+        if part.selection is None:
+            return
+        choices: dict[str | None, Choice] = {}
+        if part.selection.shared:
+            labels = next(iter(candidates.values()))
+            shared = {label: tuple(e for each in candidates.values() for e in each[label]) for label in labels}
+            choices = dict.fromkeys(candidates, self._choice(self._label, part.selection, shared))
+        else:
+            for dataset, found in candidates.items():
+                choices[dataset] = self._choice(self._named(dataset), part.selection, found)
+        if part.refit is not None:
+            for dataset, choice in choices.items():
+                for seed in part.refit.seeds:
+                    self._refit(dataset, choice, seed)
+
+    def _validate(self) -> None:
+        """Raise one `RecipeError` for all recipes of the part that are not valid."""
+        problems: dict[str, None] = {}  # in order, each once
+        for dataset in self._part.datasets or [None]:
+            splits = None if dataset is None else self._part.datasets[dataset]
+            last = {} if splits is None else {"data.train": splits.train, "evaluation.validation": splits.dev}
+            for label, recipe, values in _combinations(self._part):
+                try:
+                    self._option(self._named(dataset, label, None), label, recipe, values, dataset, splits, last, None)
+                except RecipeError as error:
+                    problems[str(error)] = None
+                    if len(problems) > _MOST_PROBLEMS:
+                        raise RecipeError("\n".join(problems)) from None
+        if problems:
+            raise RecipeError("\n".join(problems))
+
+    def _candidate(
+        self, dataset: str | None, label: str, recipe: str, values: Mapping[str, Any], seed: int | None
+    ) -> str:
+        splits = None if dataset is None else self._part.datasets[dataset]
+        name = self._named(dataset, label, None if seed is None else f"seed{seed}")
+        last = {} if splits is None else {"data.train": splits.train, "evaluation.validation": splits.dev}
+        option = self._option(name, label, recipe, values, dataset, splits, last, seed)
+        entry = Entry(
+            name,
+            self._name,
+            dataset,
+            None if splits is None else "dev",
+            None if splits is None else splits.dev,
+            self._begin.get("seed", seed),
+            self._parent,
+            (option,),
+            depends_on=() if self._parent is None else (self._parent,),
+        )
+        self._expander.enter(entry, is_final=self._part.refit is None)
+        return name
+
+    def _refit(self, dataset: str | None, choice: Choice, seed: int) -> None:
+        assert dataset is not None
+        splits = self._part.datasets[dataset]
+        name = self._named(dataset, "full", f"seed{seed}")
+        last = {"data.train": splits.full, "evaluation.validation": splits.test}
+        options = tuple(
+            self._option(name, label, recipe, values, dataset, splits, last, seed)
+            for label, recipe, values in _combinations(self._part)
+        )
+        depends_on = (*choice.entries, *(() if self._parent is None else (self._parent,)))
+        entry = Entry(
+            name, self._name, dataset, "test", splits.test, seed, self._parent, options, choice.name, depends_on
+        )
+        self._expander.enter(entry, is_final=True)
+
+    def _option(
+        self,
+        name: str,
+        label: str,
+        recipe: str,
+        values: Mapping[str, Any],
+        dataset: str | None,
+        splits: DataSet | None,
+        last: Mapping[str, Any],
+        seed: int | None,
+    ) -> Option:
+        source = recipe.replace("{dataset}", dataset or "{dataset}")
+        own = {} if splits is None else splits.settings
+        return self._expander.option(
+            name, label, source, values, seed, (self._part.settings, own), {**self._begin, **last}
+        )
+
+    def _choice(self, name: str, rule: Selection, candidates: Mapping[str, tuple[str, ...]]) -> Choice:
+        metric = _VALIDATION + rule.metric.removeprefix(DEV)
+        entries = self._expander.expansion.entries
+        names = [entry for found in candidates.values() for entry in found]
+        probe = entries[names[0]].options[0].recipe.dump()
+        probe["evaluation"]["every"] = {"steps": 1}
+        probe["selection"] = {"metric": metric, "mode": rule.mode}
+        override(probe, [], f"parts.{self._name}.selection")  # the recipe's schema knows what is evaluated
+        decided_by = tuple(dict.fromkeys(str(entries[entry].evaluated_on) for entry in names))
+        choice = Choice(name, rule, metric, candidates, decided_by)
+        self._expander.choose(choice)
+        return choice
+
+    def _named(self, dataset: str | None, *words: str | None) -> str:
+        of_dataset = dataset if len(self._part.datasets) > 1 or dataset != self._name else None
+        return "-".join(word for word in (self._label, of_dataset, *words) if word)
+
+
+# ---- The grid --------------------------------------------------------------------------------------------------------
+
+
+def _combinations(part: Part) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(label, recipe, values) of every recipe with every point of the grid."""
+    keys = [key for axis in part.grid for key in axis]
+    points = [
+        [dict(zip(axis, values, strict=True)) for values in zip(*axis.values(), strict=True)] for axis in part.grid
+    ]
+    for recipe in part.recipes:
+        stem = [Path(recipe.replace("{dataset}", "")).stem] if len(part.recipes) > 1 else []
+        for combined in itertools.product(*(enumerate(axis) for axis in points)):
+            words = [_word(keys, index, point) for index, point in combined]
+            values = {key: value for _, point in combined for key, value in point.items()}
+            yield "-".join([*stem, *words]), recipe, values
+
+
+def _word(keys: Sequence[str], index: int, point: Mapping[str, Any]) -> str:
+    """The name of a point of an axis: keys, shortened from the left as far as they stay distinct, and values."""
+    words = []
+    for key, value in point.items():
+        if isinstance(value, str):
+            shown = re.sub(r"[^A-Za-z0-9.]+", "_", value).strip("_.")
+        else:
+            shown = json.dumps(value) if isinstance(value, int | float) else f"_{index}"
+        words.append(_short(key, keys) + shown)
+    return "-".join(words)
+
+
+def _short(key: str, keys: Sequence[str]) -> str:
+    """The last parts of a key, as few as tell it from all other keys."""
+    parts = key.split(".")
+    endings = (".".join(parts[-count:]) for count in range(1, len(parts)))
+    return next((end for end in endings if sum(f".{other}".endswith(f".{end}") for other in keys) == 1), key)
+
+
+def _setting(pair: tuple[str, Any]) -> str:
+    """KEY=VALUE as on a command line; the value reads as what it is."""
+    key, value = pair
+    if isinstance(value, str):
+        try:
+            if parse_yaml(value, "") == value:
+                return f"{key}={value}"
+        except RecipeError:
+            pass
+    return f"{key}={json.dumps(value)}"
+
+
+# ---- Test splits -----------------------------------------------------------------------------------------------------
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """Every text in plain data."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict | list):
+        for below in content.values() if isinstance(content, dict) else content:
+            yield from _texts(below)
+
+
+def _place(dataset: str, recipe: Recipe) -> str:
+    """The real path of a dataset if it is there, otherwise its name."""
+    try:
+        where = recipe.dataset_path(dataset)
+        return where if is_url(where) else str(Path(where).resolve())
+    except (VitscaleError, ValueError, OSError):
+        return dataset

@@ -1,0 +1,314 @@
+"""Runs a study: starts entries as they become ready, decides choices, keeps results.json up to date.
+
+The run directories alone tell what is finished, so that a study may be killed and repeated at any moment.
+"""
+
+import itertools
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, Self
+
+from vitscale.about.studies.choosing import choose
+from vitscale.about.studies.engine import LOG_FILE, Engine
+from vitscale.about.studies.expansion import Choice, Entry, Expansion
+from vitscale.about.studies.outcomes import Outcome, changed_fields, read_outcome
+from vitscale.about.studies.results import RESULTS_FILE, results_text
+from vitscale.ground.errors import EXIT_DONE, DataError, RecipeError, VitscaleError
+from vitscale.ground.files.durable import make_folder, write_text
+from vitscale.ground.files.locks import LockFile, try_lock
+from vitscale.ground.storage import regular
+from vitscale.launch import Pretraining
+from vitscale.launch.ends import EXIT_BUG, EXIT_DATA, EXIT_NON_FINITE, EXIT_PREEMPTED, EXIT_RECIPE, EXIT_RETRY
+from vitscale.launch.supervisor import PASSED_ON
+
+State = Literal["waiting", "running", "done", "failed", "not run"]
+_LOOK_EVERY_SECONDS = 0.2
+_SAME_REQUEST_SECONDS = 1.0
+_LOCK_FILE = ".lock"
+_LOG_END_BYTES = 1 << 16
+# Exit codes of entries, the worst first.
+_SEVERITY = (EXIT_BUG, EXIT_RECIPE, EXIT_DATA, EXIT_NON_FINITE, EXIT_RETRY, EXIT_PREEMPTED)
+
+
+@dataclass
+class Progress:
+    """The progress of an entry.
+
+    Attributes:
+        code: the exit code of its launch, if that has failed.
+        why: why it has failed or is not run.
+        outcome: its outcome, once it is done.
+        label: the label of the option that runs, once that is known.
+        began: its start by the monotonic clock, if this process has started it.
+        seconds: the time that it took in this process.
+    """
+
+    state: State = "waiting"
+    code: int | None = None
+    why: str = ""
+    outcome: Outcome | None = None
+    label: str | None = None
+    began: float | None = None
+    seconds: float | None = None
+
+
+class StudyRun:
+    """One study in one folder.
+
+    Args:
+        expansion: its entries and choices.
+        folder: the study's folder, with a directory for each entry, and results.json.
+        engine: starts their launches.
+        about: what results.json says about the study: name, file, engine.
+        look: called again and again with this object, to show it to people.
+    """
+
+    def __init__(
+        self,
+        expansion: Expansion,
+        folder: Path,
+        engine: Engine,
+        about: dict[str, Any],
+        look: Callable[["StudyRun"], None] = lambda run: None,
+    ) -> None:
+        self.expansion, self.folder = expansion, folder
+        self.progress = {name: Progress() for name in expansion.entries}
+        self.winners: dict[str, str | None] = {}
+        self.told: signal.Signals | None = None
+        self._engine, self._about, self._look = engine, about, look
+        self._known: Any = None
+
+    def run(self) -> int:
+        """Run the study. Returns 0 if all entries are done, 85 if told to end before, else the worst code of an entry.
+
+        Raises `RecipeError` if another process runs a study in the folder, and `DataError` if results.json cannot be
+        written.
+        """
+        self._find_finished()
+        self._find_running()
+        with _claimed(self.folder), _Requests() as requests:
+            try:
+                while self._step(requests):
+                    self._look(self)
+                    time.sleep(_LOOK_EVERY_SECONDS)
+            except BaseException:
+                self._engine.kill()
+                raise
+            self._look(self)
+            self._write_results()
+        return self._code()
+
+    def _step(self, requests: "_Requests") -> bool:
+        """Note what has ended and start what is ready. Returns whether there may be more to do."""
+        for name, code in self._engine.ended().items():
+            self._note_end(name, code)
+        if requests.told is not None and self.told is None:
+            self.told = requests.told
+            self._engine.tell_to_end()
+        if requests.at_once:
+            requests.at_once = False
+            self._engine.kill()
+        ready = [] if self.told is not None else list(itertools.islice(self._ready(), self._engine.room))
+        if ready:
+            works = [self._work(name) for name in ready]
+            for name in ready:
+                self.progress[name].state, self.progress[name].began = "running", time.monotonic()
+            self._engine.start(works)
+        return self._has_changed() or any(one.state == "running" for one in self.progress.values())
+
+    # ---- What is known -----------------------------------------------------------------------------------------------
+
+    def _find_finished(self) -> None:
+        """Take over what is done already; an entry that waits for a choice, once that is made."""
+        for entry in self.expansion.entries.values():  # each after those it depends on
+            self._decide_choices()
+            if self._label_of(entry) is not None:
+                self._take_if_finished(entry)
+        self._decide_choices()
+
+    def _find_running(self) -> None:
+        """Take over what an earlier process has started and the engine still runs."""
+        for name in self._engine.running:
+            if name in self.progress and self.progress[name].state == "waiting":
+                self.progress[name] = Progress("running", label=self._label_of(self.expansion.entries[name]))
+
+    def _take_if_finished(self, entry: Entry) -> bool:
+        outcome = read_outcome(self.folder / entry.name)
+        if outcome is None:
+            return False
+        progress, label = self.progress[entry.name], self._label_of(entry)
+        if self._is_refused(entry):
+            return True
+        progress.state, progress.outcome, progress.label = "done", outcome, label
+        return True
+
+    def _is_refused(self, entry: Entry) -> bool:
+        """Whether the entry's directory holds a run of another recipe, such as that of an earlier winner."""
+        option, progress = entry.option(self._label_of(entry)), self.progress[entry.name]
+        changed = changed_fields(self.folder / entry.name, option.recipe)
+        if changed:
+            progress.state, progress.code = "failed", EXIT_RECIPE
+            progress.why = f"its directory holds a run of another recipe: {'; '.join(changed)}"
+        return bool(changed)
+
+    def _label_of(self, entry: Entry) -> str | None:
+        """The label of the option that runs; None if that is not known yet."""
+        return entry.options[0].label if entry.choice is None else self.winners.get(entry.choice)
+
+    def _decide_choices(self) -> None:
+        for choice in self.expansion.choices.values():
+            if choice.name not in self.winners and all(self._has_scored(name) for name in choice.entries):
+                self.winners[choice.name] = choose(choice.rule, self.scores(choice))
+
+    def _has_scored(self, name: str) -> bool:
+        """Whether a candidate's run has ended; one that has diverged has lost."""
+        progress = self.progress[name]
+        return progress.state == "done" or progress.code == EXIT_NON_FINITE
+
+    def scores(self, choice: Choice) -> dict[str, list[float | None]]:
+        """The scores that the runs of each candidate have reached so far."""
+        found: dict[str, list[float | None]] = {}
+        for label, entries in choice.candidates.items():
+            outcomes = [self.progress[name].outcome for name in entries]
+            found[label] = [None if outcome is None else outcome.metrics.get(choice.metric) for outcome in outcomes]
+        return found
+
+    # ---- Starting and ending -----------------------------------------------------------------------------------------
+
+    def _ready(self) -> Iterator[str]:
+        """Entries that can be started, in the study's order; notes those that never can."""
+        for name, entry in self.expansion.entries.items():
+            progress = self.progress[name]
+            if progress.state != "waiting":
+                continue
+            if blocker := self._blocker(entry):
+                progress.state, progress.why = "not run", blocker
+            elif self._can_start(entry) and not self._take_if_finished(entry) and not self._is_refused(entry):
+                yield name
+
+    def _blocker(self, entry: Entry) -> str:
+        """Why an entry can never be run, in words; empty if it may."""
+        of_choice = self.expansion.choices[entry.choice].entries if entry.choice is not None else ()
+        for name in entry.depends_on:
+            if self.progress[name].state == "not run":
+                return f"{name} is not run"
+            if self.progress[name].state == "failed" and not (name in of_choice and self._has_scored(name)):
+                return f"{name} has failed"
+        if entry.choice is not None and self.winners.get(entry.choice, "") is None:
+            return f"every candidate of {entry.choice} has diverged"
+        return ""
+
+    def _can_start(self, entry: Entry) -> bool:
+        waits = any(self.progress[name].state in ("waiting", "running") for name in entry.depends_on)
+        return not waits and self._label_of(entry) is not None
+
+    def _work(self, name: str) -> Pretraining:
+        entry = self.expansion.entries[name]
+        option = entry.option(self._label_of(entry))
+        self.progress[name].label = option.label
+        return Pretraining(option.source, option.settings, self.folder / name)
+
+    def _note_end(self, name: str, code: int) -> None:
+        progress = self.progress.get(name)
+        if progress is None or progress.state != "running":
+            return  # it was done when this process began, or belongs to a study that has changed since
+        if progress.began is not None:
+            progress.seconds = time.monotonic() - progress.began
+        if code == EXIT_DONE:
+            try:
+                progress.outcome = read_outcome(self.folder / name)
+            except VitscaleError as error:
+                code, progress.why = error.exit_code, str(error)
+        if code == EXIT_DONE and progress.outcome is not None:
+            progress.state = "done"
+            self._decide_choices()
+            return
+        if self.told is not None and code in (EXIT_PREEMPTED, EXIT_RETRY):  # a new launch dies of a signal
+            progress.state = "waiting"
+            return
+        progress.state, progress.code = "failed", code or EXIT_RETRY
+        progress.why = progress.why or last_words(self.folder / name / LOG_FILE)
+        self._decide_choices()
+
+    def _code(self) -> int:
+        if all(one.state == "done" for one in self.progress.values()):
+            return EXIT_DONE
+        if self.told is not None:
+            return EXIT_PREEMPTED
+        codes = {one.code for one in self.progress.values() if one.state == "failed"}
+        return next((code for code in _SEVERITY if code in codes), EXIT_BUG)
+
+    def _has_changed(self) -> bool:
+        """Whether there is anything new since the last call; if so, writes results.json."""
+        known = [(one.state, one.code, one.label) for one in self.progress.values()], {**self.winners}
+        if known == self._known:
+            return False
+        self._known = known
+        with suppress(DataError):  # a full disk may have room again by the end
+            self._write_results()
+        return True
+
+    def _write_results(self) -> None:
+        """Write results.json. Raises `DataError`."""
+        try:
+            write_text(self.folder / RESULTS_FILE, results_text(self._about, self))
+        except OSError as error:
+            raise DataError(f"{self.folder / RESULTS_FILE}: cannot be written: {error.strerror}") from None
+
+
+def last_words(log: Path) -> str:
+    """The error of a launch that has failed, if its log has one, else its last line."""
+    lines: list[str] = []
+    with suppress(OSError), FileIO(log, opener=regular) as file:
+        file.seek(max(0, log.stat().st_size - _LOG_END_BYTES))
+        lines = [line.strip() for line in file.readall().decode(errors="replace").splitlines() if line.strip()]
+    return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1] if lines else "")
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """Keep the folder for this process. Raises `RecipeError` if another one has it."""
+    try:
+        make_folder(folder)
+        lock = LockFile(folder / _LOCK_FILE)
+        is_free = try_lock(lock)
+    except OSError as error:
+        raise RecipeError(f"{folder}: {error.strerror}") from None
+    with lock:
+        if not is_free:
+            raise RecipeError(f"{folder}: another process runs a study there; wait for it, or use another --dir")
+        yield
+
+
+class _Requests:
+    """Signals such as Ctrl-C during a study: the first asks all entries to save and end, a later one ends them."""
+
+    def __init__(self) -> None:
+        self.told: signal.Signals | None = None
+        self.at_once = False
+        self._told_at = 0.0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in PASSED_ON:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored on purpose, as by nohup
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        now = time.monotonic()
+        if self.told is None:
+            self.told, self._told_at = signal.Signals(number), now
+        elif now - self._told_at >= _SAME_REQUEST_SECONDS:
+            self.at_once = True

@@ -1,0 +1,112 @@
+"""The first samples of a dataset for people to look at: their facts, and a contact sheet of their pictures."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil, sqrt
+
+from PIL import Image, ImageDraw, ImageFont
+
+from vitscale.data.shards.manifest import Manifest
+from vitscale.data.shards.opening import OpenShard, open_shard
+from vitscale.data.shards.raw import raw_to_rgb
+from vitscale.ground.errors import DataError
+from vitscale.ground.images import OK, decode
+from vitscale.ground.safe_text import printable
+
+_SIDE = 160  # pixels of a picture at most
+_GAP = 12
+_TEXT_SIZE = 13
+_LINE = 18
+_BACKGROUND, _MARGIN, _TEXT, _FAINT, _WRONG = "white", "#ececec", "black", "#666666", "#c00000"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample: its uid, its key if known, its classes' names, its size in pixels and bytes, and a small picture."""
+
+    uid: int
+    key: str | None
+    class_names: tuple[str, ...]
+    height: int
+    width: int
+    bytes: int
+    picture: Image.Image
+
+
+def first_samples(manifest: Manifest, count: int) -> Iterator[Sample]:
+    """The first `count` selected samples, in stored order. Raises DataError (damage) and StorageError."""
+    names = manifest.class_names
+    for index in range(len(manifest.shards)):
+        if count <= 0:
+            return
+        with open_shard(manifest, index) as shard:
+            for slot in shard.slots[:count].tolist():
+                image = shard.image(slot)
+                yield Sample(
+                    uid=int(shard.file.uid[slot]),
+                    key=None if shard.keys is None else shard.keys[slot],
+                    class_names=tuple(
+                        names[label] if label < len(names) else f"class {label}" for label in shard.labels(slot)
+                    ),
+                    height=int(shard.file.height[slot]),
+                    width=int(shard.file.width[slot]),
+                    bytes=len(image),
+                    picture=_picture(shard, slot, image),
+                )
+                count -= 1
+
+
+def contact_sheet(samples: list[Sample], predicted: Mapping[int, str] | None = None, title: str = "") -> Image.Image:
+    """Pictures side by side with their aspect ratios kept, with the class and uid below each.
+
+    With `predicted`, uid -> class name, the prediction takes the place of the uid, in red if it is wrong. `title` is a
+    line above them all.
+    """
+    columns = ceil(sqrt(max(1, len(samples))))
+    rows = max(1, ceil(len(samples) / columns))
+    step_x, step_y = _SIDE + _GAP, _SIDE + 2 * _LINE + _GAP
+    top = _GAP + (_LINE if title else 0)
+    sheet = Image.new("RGB", (columns * step_x + _GAP, rows * step_y + top), _BACKGROUND)
+    draw = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(_TEXT_SIZE)
+    draw.text((_GAP, _GAP + _LINE / 2), title, fill=_TEXT, font=font, anchor="lm")
+    for i, sample in enumerate(samples):
+        x, y = _GAP + (i % columns) * step_x, top + (i // columns) * step_y
+        draw.rectangle((x, y, x + _SIDE - 1, y + _SIDE - 1), fill=_MARGIN)
+        picture = sample.picture
+        sheet.paste(picture, (x + (_SIDE - picture.width) // 2, y + (_SIDE - picture.height) // 2))
+        second = (f"uid {sample.uid}", _FAINT)
+        if predicted is not None:
+            name = predicted[sample.uid]
+            second = (printable(f"predicted: {name}"), _FAINT if name in sample.class_names else _WRONG)
+        for line, (text, colour) in enumerate(((_class_text(sample), _TEXT), second)):
+            at = (x + _SIDE / 2, y + _SIDE + line * _LINE + _LINE / 2 + 1)
+            draw.text(at, _shortened(text, font), fill=colour, font=font, anchor="mm")
+    return sheet
+
+
+def _class_text(sample: Sample) -> str:
+    return printable(", ".join(sample.class_names) if sample.class_names else "no label")
+
+
+def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+    """The text, cut and ended with an ellipsis if it is wider than a picture."""
+    text = text[:_SIDE]  # no letter is narrower than a pixel
+    if font.getlength(text) <= _SIDE:
+        return text
+    while text and font.getlength(f"{text}…") > _SIDE:
+        text = text[:-1]
+    return f"{text}…"
+
+
+def _picture(shard: OpenShard, slot: int, stored: bytes) -> Image.Image:
+    if shard.file.raw[slot]:
+        picture = Image.fromarray(raw_to_rgb(stored, int(shard.file.height[slot]), int(shard.file.width[slot])))
+    else:
+        status, pixels = decode(stored, int(shard.file.height[slot]), int(shard.file.width[slot]))
+        if status != OK:
+            raise DataError(f"{shard.file.path}: {shard.name(slot)} does not decode cleanly")
+        picture = Image.fromarray(pixels)
+    scale = _SIDE / max(picture.size)
+    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+    return picture.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST)

@@ -1,0 +1,183 @@
+"""Reads a dataset shard by shard, wherever it is; from a URL, one shard at a time is copied to a temporary folder."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from vitscale.data.shards.beton import NO_LABEL, ShardFile
+from vitscale.data.shards.foreign import ForeignShard
+from vitscale.data.shards.manifest import Manifest
+from vitscale.data.shards.provenance import provenance_path, read_provenance
+from vitscale.ground.errors import DataError
+from vitscale.ground.images import crc32c
+from vitscale.ground.storage import base_name, get, is_url, size_of
+from vitscale.ground.wording import counted
+
+
+@dataclass(frozen=True)
+class OpenShard:
+    """One shard of a dataset, open.
+
+    Attributes:
+        index: the shard's index in the manifest.
+        file: the open file.
+        slots: the slots that belong to the dataset, sorted, int64 (n,).
+        keys: the source's names of the images of all slots; None if there is no provenance table.
+    """
+
+    index: int
+    file: ShardFile
+    slots: np.ndarray
+    keys: list[str] | None
+
+    def name(self, slot: int) -> str:
+        """A sample's name in messages: its uid, and its key if known."""
+        uid = f"uid {int(self.file.uid[slot])}"
+        return uid if self.keys is None else f"{uid} ({self.keys[slot]})"
+
+    def image(self, slot: int) -> bytes:
+        """The stored image of a slot, compared with its checksum. Raises DataError if it is damaged."""
+        content = self.file.read(slot)
+        if crc32c(content) != int(self.file.crc[slot]):
+            raise DataError(
+                f"{self.file.path}: {self.name(slot)} is damaged; `vitscale shards verify` finds all damage"
+            )
+        return content
+
+    def image_file(self, slot: int) -> tuple[bytes, str]:
+        """The image of a slot as an image file, and its suffix: the stored JPEG, or a PNG of raw pixels.
+
+        Raises DataError if it is damaged.
+        """
+        content = self.image(slot)
+        if not self.file.raw[slot]:
+            return content, ".jpg"
+        from vitscale.data.shards.raw import raw_to_png  # loads Pillow, which only files of FFCV's own writer need
+
+        return raw_to_png(content, int(self.file.height[slot]), int(self.file.width[slot])), ".png"
+
+    def labels(self, slot: int) -> list[int]:
+        """All labels of a slot, the main one first. Raises DataError if they are damaged."""
+        return labels_of(self.file, slot)
+
+
+def labels_of(file: ShardFile, slot: int) -> list[int]:
+    """All labels of a slot, the main one first; empty for none. Raises DataError if they are damaged."""
+    several = file.labels(slot)
+    main = int(file.label[slot])
+    labels = [label for label in [main] if label != NO_LABEL] if several is None else several.tolist()
+    if min(labels, default=0) < 0 or labels[:1] != ([] if main == NO_LABEL else [main]):
+        raise DataError(
+            f"{file.path}: uid {int(file.uid[slot])} is damaged: its main label is {main}, all are {labels}"
+        )
+    return labels
+
+
+@lru_cache(maxsize=1)
+def known_manifest(where: str, sha256: str) -> Manifest:
+    """A manifest, read once per process, as a large one has megabytes. Raises DataError if `sha256` is not its own."""
+    manifest = Manifest.load(where)
+    if manifest.sha256 != sha256:
+        raise DataError(f"{where}: has changed since the command began. Repeat it")
+    return manifest
+
+
+def shard_file(manifest: Manifest, index: int, path: Path, expected_bytes: int | None = None) -> ShardFile:
+    """Open a shard of a dataset: one of ours, or an adopted one, whose checksums are beside the manifest.
+
+    Args:
+        manifest: the dataset's manifest.
+        index: the shard's index in the manifest.
+        path: the shard's file on this machine.
+        expected_bytes: the size that the file must have; None for any.
+
+    Raises:
+        DataError: the file or its checksums are missing or damaged.
+        StorageError: a URL does not answer.
+    """
+    adopted = manifest.shards[index].adopted
+    if adopted is None:
+        return ShardFile(path, expected_bytes)
+    return ForeignShard(
+        path,
+        image_field=adopted.image_field,
+        label_field=adopted.label_field,
+        crc=manifest.checksums(index),
+        expected_bytes=expected_bytes,
+    )
+
+
+def open_shard_file(manifest: Manifest, index: int, path: Path) -> ShardFile:
+    """As `shard_file`; also raises DataError unless size, number of samples and first uid are the manifest's."""
+    entry = manifest.shards[index]
+    file = shard_file(manifest, index, path, entry.bytes)
+    found = file.samples, int(file.uid[0])
+    if found != (entry.samples, entry.first_uid):
+        file.close()
+        raise DataError(
+            f"{path}: {counted(found[0], 'sample')} from uid {found[1]}; the manifest says {entry.samples} from "
+            f"{entry.first_uid}: this is another shard"
+        )
+    return file
+
+
+@contextmanager
+def open_shard(manifest: Manifest, index: int, with_keys: bool = True) -> Iterator[OpenShard]:
+    """Open one shard of a dataset, with its samples' keys if these are wanted and known. A context manager.
+
+    Raises:
+        DataError: anything of it is missing, damaged, or not what the manifest says.
+        StorageError: a URL does not answer.
+    """
+    entry = manifest.shards[index]
+    where = manifest.location(entry.path)
+    slots = manifest.slots(index)
+    keys = None
+    if with_keys and size_of(provenance_path(where)) is not None:
+        with local_copy(provenance_path(where)) as path:
+            keys = read_provenance(path, ["key"])["key"].to_pylist()
+    with local_copy(where) as path, open_shard_file(manifest, index, path) as file:
+        if keys is not None and len(keys) != file.samples:
+            raise DataError(f"{where}: {file.samples:,} samples; its table of provenance has {len(keys):,}")
+        yield OpenShard(index, file, slots, keys)
+
+
+def sample_names(manifest: Manifest) -> Iterator[tuple[int, str]]:
+    """(uid, the image's name in the source) of every sample of a dataset.
+
+    Raises `DataError` if a shard has no provenance table, and otherwise as `open_shard` does.
+    """
+    for index in range(len(manifest.shards)):
+        with open_shard(manifest, index) as shard:
+            if shard.keys is None:
+                raise DataError(f"{shard.file.path}: no table of provenance beside it, so images have no names")
+            yield from zip(
+                shard.file.uid[shard.slots].tolist(), [shard.keys[slot] for slot in shard.slots], strict=True
+            )
+
+
+@contextmanager
+def local_copy(where: str) -> Iterator[Path]:
+    """The path itself if it is on this machine; for a URL, the path of a temporary copy. A context manager.
+
+    Raises:
+        DataError: there is nothing at the URL, or it may not be read.
+        StorageError: the URL does not answer.
+    """
+    if not is_url(where):
+        yield Path(where)
+        return
+    with tempfile.TemporaryDirectory(prefix="vitscale-") as folder:
+        path = Path(folder) / base_name(where)
+        try:
+            get(where, path)
+        except FileNotFoundError as error:
+            raise DataError(f"{where}: missing") from error
+        except OSError as error:
+            raise DataError(f"{where}: cannot be read ({error.strerror or type(error).__name__})") from error
+        yield path

@@ -1,0 +1,547 @@
+"""The figures of an inspection, of one model or of several side by side, each with its numbers.
+
+They are Figures 6, 7, 9, 10 of the paper and those of its appendix, and others that later work introduced.
+
+Shape legend: k pictures, L layers, N patches, n patches on a side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from vitscale.evaluation.inspection.attention import distances
+from vitscale.evaluation.inspection.looking import Findings
+from vitscale.evaluation.inspection.mosaics import TILE, colour_tile, heat_tile, lit_tile, mosaic, picture_tile
+from vitscale.evaluation.inspection.representation import alignment
+from vitscale.ground.page import FAINT, SERIES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+OUTLIER = 4.0
+"""A token is an outlier if its norm is more than this many times the median of its layer."""
+_PANEL = 360  # width of one model's panel in pixels
+_LAYERS_SHOWN = 12
+_TILES_OF_A_SIDE = 16  # most tiles of position similarity on a side; of larger grids every second, third, ... is shown
+
+Value = str | int | float
+
+
+@dataclass(frozen=True)
+class InspectionFigure:
+    """One figure and its numbers.
+
+    Attributes:
+        key: the name of its files.
+        title, caption: its title, and a text that says how to read it.
+        put: draws it into an empty figure of `width` x `height` CSS pixels.
+        width, height: its size in CSS pixels.
+        columns, rows: its numbers.
+    """
+
+    key: str
+    title: str
+    caption: str
+    put: Callable[[Figure], None]
+    width: int
+    height: int
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Value]]
+
+
+def inspection_figures(findings: dict[str, Findings]) -> list[InspectionFigure]:
+    """All figures that the findings allow. Their keys are the models' names in the figures."""
+    makers = (_filters, _positions, _distance, _entropy, _rollout, _maps, _alignment, _norms, _norm_maps, _colours)
+    return [figure for make in (*makers, _neighbours) if (figure := make(findings)) is not None]
+
+
+# ---- The embedding ---------------------------------------------------------------------------------------------------
+
+
+def _filters(findings: dict[str, Findings]) -> InspectionFigure | None:
+    found = {name: each.components for name, each in findings.items() if each.components is not None}
+    if not found:
+        return None
+
+    def put(figure: Figure) -> None:
+        for (name, components), axes in zip(found.items(), _panels(figure, len(found)), strict=True):
+            tiles = [_stretched(component) for component in components.filters.numpy()]
+            _show(axes, mosaic([tiles[start : start + 7] for start in range(0, len(tiles), 7)]), name, findings)
+
+    sizes = {components.filters.shape[1:] for components in found.values()}
+    h, w, c = max(sizes)
+    columns = ["model", "component", "share_of_variance", *_grid_names("value", h, w, c)]
+    rows: list[list[Value]] = [
+        [name, index, _short(share), *map(_short, component.flatten().tolist())]
+        for name, components in found.items()
+        for index, (component, share) in enumerate(zip(components.filters, components.shares.tolist(), strict=True), 1)
+    ]
+    caption = (
+        "The first principal components of the filters of the first layer, in the order of the variance that they "
+        "explain, each stretched to the full range of colours (Figure 7, left)."
+    )
+    return InspectionFigure(
+        "filters", "Filters of the embedding", caption, put, _PANEL * len(found), 230, columns, rows
+    )
+
+
+def _stretched(component: np.ndarray) -> np.ndarray:
+    low, high = component.min(), component.max()
+    return picture_tile(((component - low) / max(high - low, 1e-30) * 255).round().astype(np.uint8), 64)
+
+
+def _positions(findings: dict[str, Findings]) -> InspectionFigure | None:
+    found = {
+        (name, where): values.numpy() for name, each in findings.items() for where, values in each.similarities.items()
+    }
+    if not found:
+        return None
+    across = min(len(found), 3)
+    down = math.ceil(len(found) / across)
+    grids = {name: each.grid for name, each in findings.items()}
+
+    def put(figure: Figure) -> None:
+        panels = _panels(figure, across, down)
+        for ((name, where), values), axes in zip(found.items(), panels, strict=False):
+            n = grids[name] or 1
+            tiles = values.reshape(n, n, n, n)[:: _step(n), :: _step(n)]
+            side = max(n, 24)
+            shown = mosaic([[heat_tile(tile, -1, 1, side) for tile in line] for line in tiles], max(1, side // 12))
+            _show(axes, shown, name, findings, "" if where == "learned" else where)
+            axes.set_xlabel("column of the patch")
+            axes.set_ylabel("row of the patch")
+        figure.colorbar(_scale(-1, 1), ax=list(panels), label="cosine similarity", shrink=0.8)
+
+    largest = max(len(values) for values in found.values())
+    rows: list[list[Value]] = []
+    for (name, where), values in found.items():
+        n = math.isqrt(len(values))
+        rows += [
+            [name, where, row, column, *map(_short, values[row * n + column].tolist())]
+            for row in range(0, n, _step(n))
+            for column in range(0, n, _step(n))
+        ]
+    columns = ["model", "added", "row", "column", *_grid_names("to", math.isqrt(largest), math.isqrt(largest))]
+    caption = (
+        "Each tile belongs to one patch, where it lies in the picture, and shows how alike its position embedding is "
+        "to those of all patches (Figure 7, centre; Figure 9)."
+    )
+    width, height = (440, 380) if across == 1 else (_PANEL * across, 340 * down)
+    return InspectionFigure(
+        "position_similarity", "Similarity of position embeddings", caption, put, width, height, columns, rows
+    )
+
+
+def _step(n: int) -> int:
+    return math.ceil(n / _TILES_OF_A_SIDE)
+
+
+# ---- Attention -------------------------------------------------------------------------------------------------------
+
+
+def _distance(findings: dict[str, Findings]) -> InspectionFigure | None:
+    found = {name: each for name, each in findings.items() if each.reach}
+    if not found:
+        return None
+    rows: list[list[Value]] = []
+    for name, each in found.items():
+        for layer, reach in each.reach.items():
+            for head in range(reach.distance.shape[1]):
+                of_head = reach.distance[:, head].double()
+                spread = of_head.std(correction=0).item()
+                numbers = (of_head.mean().item(), spread, reach.on_patches[:, head].double().mean().item())
+                rows.append([name, layer, head + 1, *map(_short, numbers)])
+
+    def put(figure: Figure) -> None:
+        panels = _panels(figure, len(found), shared=True)
+        for (name, each), axes in zip(found.items(), panels, strict=True):
+            assert each.grid is not None
+            _dots(axes, [reach.distance for reach in each.reach.values()], list(each.reach))
+            uniform = distances(each.grid, each.stride, "grid").mean().item()
+            axes.axhline(uniform, color=FAINT, linestyle="--", linewidth=1, label="even attention")
+            _from_zero(axes)
+            _titled(axes, name, findings)
+        panels[0].set_ylabel("mean attention distance (pixels)")
+        panels[-1].legend(loc="lower right")
+
+    (some, *_) = found.values()
+    images = f"over {some.images} pictures of {some.image_size} pixels" if len(found) == 1 else "over all pictures"
+    caption = (
+        f"Each dot is a head: how far away what it attends to lies, weighted by attention, {images}; the class token "
+        "and registers do not count (Figure 7, right; appendix D.6). Dashed: attention that is the same everywhere."
+    )
+    columns = ["model", "layer", "head", "distance_px", "deviation_px", "attention_on_patches"]
+    return InspectionFigure("attention_distance", "Attention distance", caption, put, _width(found), 300, columns, rows)
+
+
+def _entropy(findings: dict[str, Findings]) -> InspectionFigure | None:
+    found = {name: each for name, each in findings.items() if each.reach}
+    if not found:
+        return None
+    rows: list[list[Value]] = [
+        [name, layer, head, _short(value)]
+        for name, each in found.items()
+        for layer, reach in each.reach.items()
+        for head, value in enumerate(reach.entropy.double().mean(dim=0).tolist(), 1)
+    ]
+
+    def put(figure: Figure) -> None:
+        panels = _panels(figure, len(found), shared=True)
+        for (name, each), axes in zip(found.items(), panels, strict=True):
+            _dots(axes, [reach.entropy for reach in each.reach.values()], list(each.reach))
+            _from_zero(axes)
+            _titled(axes, name, findings)
+        panels[0].set_ylabel("entropy of attention (nats)")
+
+    caption = (
+        "Each dot is a head: 0 where it attends to one token alone, the logarithm of the number of tokens where it "
+        "attends to all alike."
+    )
+    columns = ["model", "layer", "head", "entropy_nats"]
+    return InspectionFigure("attention_entropy", "Attention entropy", caption, put, _width(found), 300, columns, rows)
+
+
+def _from_zero(axes: Axes) -> None:
+    """Let the y axis begin at 0 and leave some room above the highest value."""
+    axes.set_ylim(0, max(axes.get_ylim()[1], *axes.dataLim.intervaly * 1.06))
+
+
+def _dots(axes: Axes, values: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Draw a dot for each head, in a column for each layer, and a line through the layers' means."""
+    means = [value.double().mean(dim=0).tolist() for value in values]
+    at = [index for index, heads in enumerate(means, 1) for _ in heads]
+    axes.plot(at, [head for heads in means for head in heads], "o", color=SERIES[0], alpha=0.6, markersize=4)
+    axes.plot(range(1, len(means) + 1), [sum(heads) / len(heads) for heads in means], color=SERIES[1], label="mean")
+    _layers_below(axes, names)
+
+
+def _layers_below(axes: Axes, names: Sequence[str]) -> None:
+    step = math.ceil(len(names) / 14)
+    axes.set_xticks(range(1, len(names) + 1, step), names[::step])
+    if max(map(len, names)) > 3:
+        axes.tick_params(axis="x", labelrotation=90)
+    axes.set_xlabel("layer")
+
+
+def _rollout(findings: dict[str, Findings]) -> InspectionFigure | None:
+    found = {name: each for name, each in findings.items() if each.rollout is not None}
+    if not found:
+        return None
+
+    def put(figure: Figure) -> None:
+        for (name, each), axes in zip(found.items(), _panels(figure, 1, len(found)), strict=True):
+            assert each.rollout is not None
+            pictures = each.pictures.numpy()
+            lit = [lit_tile(p, _square(w)) for p, w in zip(pictures, each.rollout, strict=True)]
+            _show(axes, mosaic([[picture_tile(p) for p in pictures], lit]), name, findings)
+
+    rows: list[list[Value]] = [
+        [name, picture, *map(_short, weights.tolist())]
+        for name, each in found.items()
+        for picture, weights in enumerate(each.rollout if each.rollout is not None else (), 1)
+    ]
+    most = max(each.grid or 0 for each in found.values())
+    caption = (
+        "What the representation is made of, by attention alone: attention averaged over heads, half of each layer's "
+        "input beside it, multiplied through all layers (Abnar and Zuidema, 2020; Figure 6, appendix D.7). The "
+        "brighter, the more; the brightest place of each picture is 1."
+    )
+    (some, *_) = found.values()
+    width, height = _size_of_mosaic(len(some.pictures), 2 * len(found))
+    columns = ["model", "picture", *_grid_names("weight", most, most)]
+    return InspectionFigure("attention_rollout", "Attention rollout", caption, put, width, height, columns, rows)
+
+
+def _maps(findings: dict[str, Findings]) -> InspectionFigure | None:
+    found = {name: each for name, each in findings.items() if each.maps}
+    if not found:
+        return None
+    most_pictures = 4
+
+    def put(figure: Figure) -> None:
+        for (name, each), axes in zip(found.items(), _panels(figure, 1, len(found)), strict=True):
+            layers = _some(list(each.maps))
+            lines = []
+            for index, picture in enumerate(each.pictures[:most_pictures].numpy()):
+                maps = [_square(each.maps[layer][index]) for layer in layers]
+                heat = [heat_tile(values, 0, values.max(), TILE // 2) for values in maps]
+                lines.append([picture_tile(picture, TILE // 2), *heat])
+            _show(axes, mosaic(lines), name, findings)
+            step = TILE // 2 + 4
+            axes.set_axis_on()
+            axes.spines[:].set_visible(False)
+            axes.set_yticks([])
+            axes.set_xticks([TILE // 4 + step * at for at in range(len(layers) + 1)], ["", *layers])
+            axes.tick_params(length=0)
+            axes.set_xlabel("layer")
+
+    rows: list[list[Value]] = [
+        [name, picture + 1, layer, *map(_short, values[picture].tolist())]
+        for name, each in found.items()
+        for layer, values in each.maps.items()
+        for picture in range(len(values))
+    ]
+    most = max(each.grid or 0 for each in found.values())
+    caption = (
+        "What the class token attends to in each layer, as a mean over heads; in models without one, what the patches "
+        "attend to. Yellow is the largest of each map."
+    )
+    height = sum(70 * min(len(each.pictures), most_pictures) + 60 for each in found.values())
+    columns = ["model", "picture", "layer", *_grid_names("attention", most, most)]
+    return InspectionFigure("attention_maps", "Attention by layer", caption, put, 900, height, columns, rows)
+
+
+def _some(layers: Sequence[str]) -> list[str]:
+    """At most `_LAYERS_SHOWN` layers, evenly spaced, including the last one."""
+    if len(layers) <= _LAYERS_SHOWN:
+        return list(layers)
+    return [layers[round((at + 1) * len(layers) / _LAYERS_SHOWN) - 1] for at in range(_LAYERS_SHOWN)]
+
+
+# ---- Representation --------------------------------------------------------------------------------------------------
+
+
+def _alignment(findings: dict[str, Findings]) -> InspectionFigure | None:
+    found = {name: each for name, each in findings.items() if each.grams}
+    if not found:
+        return None
+    names = list(found)
+    pairs = [(name, name) for name in names] + [(names[0], name) for name in names[1:]]
+    values = {(a, b): _aligned(found[a], found[b]) for a, b in pairs}
+    across = min(len(pairs), 3)
+    down = math.ceil(len(pairs) / across)
+
+    def put(figure: Figure) -> None:
+        panels = _panels(figure, across, down)
+        for (a, b), axes in zip(pairs, panels, strict=False):
+            axes.imshow(values[a, b], cmap="viridis", vmin=0, vmax=1, origin="lower")
+            for axis, name in ((axes.yaxis, a), (axes.xaxis, b)):
+                layers = list(found[name].grams)
+                step = math.ceil(len(layers) / 13)
+                axis.set_ticks(range(0, len(layers), step), layers[::step])
+                axis.set_label_text("layer" if len(found) == 1 else f"layer of {name}")
+            axes.tick_params(axis="x", labelrotation=90)
+            axes.grid(False)
+        for axes in panels[len(pairs) :]:
+            axes.set_axis_off()
+        figure.colorbar(_scale(0, 1), ax=list(panels), label="alignment", shrink=0.8)
+
+    rows: list[list[Value]] = [
+        [a, layer, b, other, _short(value)]
+        for (a, b), table in values.items()
+        for layer, line in zip(found[a].grams, table.tolist(), strict=True)
+        for other, value in zip(found[b].grams, line, strict=True)
+    ]
+    caption = (
+        "Linear centred kernel alignment of the tokens of every two layers: 1 where they represent the pictures alike, "
+        "0 where nothing is (Kornblith et al., 2019; the unbiased estimate over minibatches)."
+    )
+    width, height = (460, 400) if across == 1 else (_PANEL * across, 350 * down)
+    columns = ["model", "layer", "other_model", "other_layer", "alignment"]
+    return InspectionFigure("layer_alignment", "Alignment of layers", caption, put, width, height, columns, rows)
+
+
+def _aligned(one: Findings, other: Findings) -> np.ndarray:
+    return alignment(list(one.grams.values()), list(other.grams.values())).numpy()
+
+
+def _norms(findings: dict[str, Findings]) -> InspectionFigure | None:
+    found = {name: _statistics(each) for name, each in findings.items() if each.norms}
+    if not found:
+        return None
+    columns = ["model", "layer", "median", "percentile_99", "largest", "share_of_outliers", "first_token"]
+
+    def put(figure: Figure) -> None:
+        from matplotlib.ticker import LogLocator, NullFormatter
+
+        panels = _panels(figure, len(found), shared=True)
+        for (name, table), axes in zip(found.items(), panels, strict=True):
+            layers = range(1, len(table) + 1)
+            for series, (column, label) in enumerate([(0, "median"), (1, "99 %"), (2, "largest")]):
+                axes.plot(layers, [line[column] for line in table.values()], color=SERIES[series], label=label)
+            firsts = [line[4] for line in table.values()]
+            if not all(math.isnan(first) for first in firsts):
+                axes.plot(layers, firsts, ":", color=SERIES[3], label="first token")
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
+            _layers_below(axes, list(table))
+            _titled(axes, name, findings)
+        panels[0].set_ylabel("norm of a token")
+        panels[0].legend(loc="upper left")
+
+    rows: list[list[Value]] = [
+        [name, layer, *("" if math.isnan(number) else _short(number) for number in line)]
+        for name, table in found.items()
+        for layer, line in table.items()
+    ]
+    caption = (
+        "Norms of the patches' tokens behind each layer, and of the first token where others come before the patches. "
+        f"A few far above the median (outliers: more than {OUTLIER:g} times) are what registers were invented for "
+        "(Darcet et al., 2024)."
+    )
+    return InspectionFigure("token_norms", "Norms of tokens", caption, put, _width(found), 300, columns, rows)
+
+
+def _statistics(found: Findings) -> dict[str, tuple[float, ...]]:
+    """Layer -> median, 99th percentile and largest norm of a patch, share of outliers, mean norm of the first token."""
+    table: dict[str, tuple[float, ...]] = {}
+    for layer, norms in found.norms.items():
+        values = np.sort(norms.numpy(), axis=None)
+        median = float(np.median(values))
+        first = found.first_norms[layer].double().mean().item() if layer in found.first_norms else math.nan
+        share = float((values > OUTLIER * median).mean())
+        table[layer] = (median, float(np.quantile(values, 0.99)), float(values[-1]), share, first)
+    return table
+
+
+def _norm_maps(findings: dict[str, Findings]) -> InspectionFigure | None:
+    found = {name: each for name, each in findings.items() if each.norms and len(each.pictures)}
+    if not found:
+        return None
+    last = {name: list(each.norms.values())[-1] for name, each in found.items()}
+
+    def put(figure: Figure) -> None:
+        for (name, each), axes in zip(found.items(), _panels(figure, 1, len(found)), strict=True):
+            maps = [_square(values) for values in last[name][: len(each.pictures)]]
+            high = max(float(values.max()) for values in maps)
+            tiles = [heat_tile(values, 0, high) for values in maps]
+            _show(axes, mosaic([[picture_tile(p) for p in each.pictures.numpy()], tiles]), name, findings)
+
+    rows: list[list[Value]] = [
+        [name, picture, *map(_short, values.tolist())]
+        for name, each in found.items()
+        for picture, values in enumerate(last[name][: len(each.pictures)], 1)
+    ]
+    most = max(each.grid or 0 for each in found.values())
+    (some, *_) = found.values()
+    width, height = _size_of_mosaic(len(some.pictures), 2 * len(found))
+    caption = "Norms of the patches' tokens behind the last layer. Yellow is the largest of all pictures, dark is 0."
+    columns = ["model", "picture", *_grid_names("norm", most, most)]
+    return InspectionFigure("token_norm_maps", "Norms in the pictures", caption, put, width, height, columns, rows)
+
+
+def _colours(findings: dict[str, Findings]) -> InspectionFigure | None:
+    found = {name: each for name, each in findings.items() if each.colours is not None}
+    if not found:
+        return None
+
+    def put(figure: Figure) -> None:
+        for (name, each), axes in zip(found.items(), _panels(figure, 1, len(found)), strict=True):
+            assert each.colours is not None
+            tiles = [colour_tile(_square(values)) for values in each.colours]
+            _show(axes, mosaic([[picture_tile(p) for p in each.pictures.numpy()], tiles]), name, findings)
+
+    rows: list[list[Value]] = []
+    for name, each in found.items():
+        assert each.colours is not None
+        for picture, values in enumerate(each.colours, 1):
+            n = math.isqrt(len(values))
+            rows += [[name, picture, *divmod(at, n), *map(_short, value)] for at, value in enumerate(values.tolist())]
+    shares = "; ".join(
+        f"{'' if len(found) == 1 else f'{name}: '}{', '.join(f'{share:.0%}' for share in each.shares.tolist())}"
+        for name, each in found.items()
+        if each.shares is not None
+    )
+    caption = (
+        "The first three principal components of the patches' tokens as red, green and blue, of all pictures together: "
+        f"what has one colour is represented alike. Their shares of the variance: {shares}."
+    )
+    (some, *_) = found.values()
+    width, height = _size_of_mosaic(len(some.pictures), 2 * len(found))
+    columns = ["model", "picture", "row", "column", "red", "green", "blue"]
+    return InspectionFigure("patch_colours", "Patches as colours", caption, put, width, height, columns, rows)
+
+
+def _neighbours(findings: dict[str, Findings]) -> InspectionFigure | None:
+    found = {name: each.neighbours for name, each in findings.items() if each.neighbours is not None}
+    if not found:
+        return None
+
+    def put(figure: Figure) -> None:
+        figure.set_layout_engine("constrained", wspace=0.06)
+        for (name, near), axes in zip(found.items(), _panels(figure, len(found)), strict=True):
+            pictures = findings[name].pictures.numpy()
+            lines = [
+                [picture_tile(picture, TILE // 2), *(picture_tile(other, TILE // 2) for other in others)]
+                for picture, others in zip(pictures, near.images.numpy(), strict=True)
+            ]
+            _show(axes, mosaic(lines, 14), name, findings)
+            step = TILE // 2 + 14
+            for row, cosines in enumerate(near.cosines.tolist()):
+                for column, cosine in enumerate(cosines, 1):
+                    place = (column * step + TILE // 4, row * step + TILE // 2 + 1)
+                    axes.text(*place, f"{cosine:.3f}", fontsize=7, ha="center", va="top")
+
+    rows: list[list[Value]] = [
+        [name, picture, rank, uid, _short(cosine)]
+        for name, near in found.items()
+        for picture, (uids, cosines) in enumerate(zip(near.uids.tolist(), near.cosines.tolist(), strict=True), 1)
+        for rank, (uid, cosine) in enumerate(zip(uids, cosines, strict=True), 1)
+    ]
+    (some, *_) = found.values()
+    caption = "Pictures, and beside each the most similar of the dataset: cosines of their representations."
+    width, height = 60 * (some.images.shape[1] + 2) * len(found), 64 * len(some.images) + 40
+    columns = ["model", "picture", "rank", "uid", "cosine"]
+    return InspectionFigure("neighbours", "Nearest neighbours", caption, put, width, height, columns, rows)
+
+
+# ---- Shared ----------------------------------------------------------------------------------------------------------
+
+
+def _panels(figure: Figure, across: int, down: int = 1, *, shared: bool = False) -> list[Axes]:
+    return list(figure.subplots(down, across, squeeze=False, sharey=shared).flat)
+
+
+def _show(axes: Axes, pixels: np.ndarray, name: str, findings: dict[str, Findings], more: str = "") -> None:
+    """Show pixels without axes, titled with the model's name if there are several models."""
+    axes.imshow(pixels, interpolation="nearest")
+    axes.grid(False)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines[:].set_visible(False)
+    _titled(axes, name, findings, more)
+
+
+def _titled(axes: Axes, name: str, findings: dict[str, Findings], more: str = "") -> None:
+    title = ", ".join(part for part in ([name] if len(findings) > 1 else []) + [more] if part)
+    if title:
+        axes.set_title(title)
+
+
+def _scale(low: float, high: float) -> Any:
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
+    return ScalarMappable(Normalize(low, high), "viridis")
+
+
+def _width(found: dict[str, Any]) -> int:
+    return 560 if len(found) == 1 else _PANEL * len(found)
+
+
+def _size_of_mosaic(columns: int, rows: int) -> tuple[int, int]:
+    return min(900, 150 * columns + 20), round(min(900, 150 * columns + 20) / columns * rows) + 10 * rows
+
+
+def _square(values: Tensor) -> np.ndarray:
+    n = math.isqrt(len(values))
+    return values.reshape(n, n, *values.shape[1:]).double().numpy()
+
+
+def _grid_names(prefix: str, *sizes: int) -> Iterator[str]:
+    for place in np.ndindex(*sizes):
+        yield "_".join([prefix, *map(str, place)])
+
+
+def _short(number: float) -> str:
+    """A number with six digits, since further ones differ between machines."""
+    return f"{number:.6g}"

@@ -1,0 +1,182 @@
+"""Inspects a model while it sees pictures: one pass, from which all figures are made.
+
+Shape legend: n images, k pictures that figures show, S side in pixels, A heads, T tokens, N patches, D width.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from vitscale.evaluation.inspection.attention import POOLING, AttentionMeter, Reach
+from vitscale.evaluation.inspection.capture import watching
+from vitscale.evaluation.inspection.embedding import Components, filter_components, similarity
+from vitscale.evaluation.inspection.representation import SMALLEST_BATCH, Neighbours, colours, gram
+from vitscale.ground.errors import RecipeError
+from vitscale.models import Model, Outputs
+
+Part = Literal["filters", "positions", "attention", "rollout", "alignment", "norms", "colours"]
+PARTS: tuple[Part, ...] = get_args(Part)
+BATCH = 8  # with ViT-H/14 at 518 pixels, 16 took 6.03 GB of memory
+"""The number of images forwarded at once. It is also the alignment's minibatch, hence the same for all models."""
+
+
+@dataclass
+class Findings:
+    """The results of inspecting one model. What was not inspected is empty or None.
+
+    Attributes:
+        title: the model's name.
+        image_size: side S of the input in pixels.
+        grid: the number of patches along one side; None if the model has no grid.
+        stride: pixels from one patch to the next.
+        images: the number of images seen.
+        parts: what was inspected.
+        pictures: the first images as the model sees them, uint8 (k, S, S, 3).
+        components: principal components of the filters.
+        similarities: where positions are added -> the cosine similarity of their embeddings, (N, N).
+        reach: layer -> how far its heads look, (n, A).
+        maps, rollout: as in `AttentionMeter`, of all batches together, (k, N).
+        norms: layer -> norms of the patches' tokens (n, N), or of all positions of a feature map.
+        first_norms: layer -> norms of the first token (n,), if any tokens come before the patches.
+        grams: layer -> the Gram matrix of each minibatch.
+        colours: the patches as colours, (k, N, 3).
+        shares: the share of the variance along each of the three colours, (3,).
+        neighbours: the pictures' nearest neighbours, if a dataset was given.
+    """
+
+    title: str
+    image_size: int
+    grid: int | None
+    stride: int
+    images: int
+    parts: Sequence[Part]
+    pictures: Tensor
+    components: Components | None = None
+    similarities: dict[str, Tensor] = field(default_factory=dict)
+    reach: dict[str, Reach] = field(default_factory=dict)
+    maps: dict[str, Tensor] = field(default_factory=dict)
+    rollout: Tensor | None = None
+    norms: dict[str, Tensor] = field(default_factory=dict)
+    first_norms: dict[str, Tensor] = field(default_factory=dict)
+    grams: dict[str, list[Tensor]] = field(default_factory=dict)
+    colours: Tensor | None = None
+    shares: Tensor | None = None
+    neighbours: Neighbours | None = None
+
+
+def parts_of(model: Model, title: str, wanted: Sequence[Part] | None) -> list[Part]:
+    """The parts of a model to inspect: the wanted ones, or all that it has.
+
+    Raises `RecipeError` if the model does not have a wanted part.
+    """
+    anatomy = model.anatomy()
+    missing: dict[Part, str] = {}
+    if not anatomy.attention:
+        missing["attention"] = missing["rollout"] = "has no attention between patches"
+    if not model.positions():
+        missing["positions"] = "has no position embeddings: nothing is added to its tokens"
+    if not anatomy.embedding:
+        missing["filters"] = "does not say where its filters are"
+    if anatomy.grid is None:
+        missing["colours"] = missing["norms"] = "does not say where its patches are"
+    for part in wanted or ():
+        if part in missing:
+            raise RecipeError(
+                f"--show {part}: {title} {missing[part]}; it has {', '.join(p for p in PARTS if p not in missing)}"
+            )
+    return [part for part in wanted or PARTS if part not in missing]
+
+
+@torch.no_grad()
+def look(
+    model: Model,
+    predict: Callable[[Tensor], Outputs],
+    images: Tensor,
+    title: str,
+    parts: Sequence[Part],
+    *,
+    pictures: int = 6,
+    batch: int = BATCH,
+    seen: Callable[[int], None] = lambda count: None,
+) -> Findings:
+    """Show images to a model and measure what happens inside.
+
+    Args:
+        model: the model that `predict` runs; its embedding's parameters must be readable.
+        predict: images, uint8 (B, S, S, 3) -> the model's outputs.
+        images: the images to show, uint8 (n, S, S, 3).
+        title: the model's name.
+        parts: what to inspect.
+        pictures: the number of images, the first ones, of which maps, colours and neighbours are made.
+        batch: the number of images forwarded at once.
+        seen: called with the number of images just done.
+    """
+    anatomy = model.anatomy()
+    found = Findings(title, images.shape[1], anatomy.grid, anatomy.stride, len(images), parts, images[:pictures])
+    if "filters" in parts and (filters := model.filters()) is not None:
+        found.components = filter_components(filters)
+    if "positions" in parts:
+        found.similarities = {where: similarity(values) for where, values in model.positions().items()}
+    if not set(parts) - {"filters", "positions"}:
+        return found
+    meter = AttentionMeter(anatomy, pictures if "rollout" in parts else 0)
+    norms: dict[str, list[Tensor]] = {}
+
+    def observe_layer(name: str, output: Tensor) -> None:
+        if "alignment" in parts and len(output) >= SMALLEST_BATCH:
+            found.grams.setdefault(name, []).append(gram(output))
+        if "norms" in parts:
+            is_map = output.dim() == 4
+            norms.setdefault(name, []).append(output.float().norm(dim=1 if is_map else -1).flatten(1).cpu())
+
+    shown: list[Tensor] = []
+    with ExitStack() as stack:
+        stack.enter_context(_hearing(anatomy.layers, observe_layer))
+        if {"attention", "rollout"} & set(parts):
+            watched = {layer.module: layer.name for layer in anatomy.attention}
+            watched |= {anatomy.pooling: POOLING} if anatomy.pooling is not None else {}
+            stack.enter_context(watching(watched, meter.observe))
+        for first in range(0, len(images), batch):
+            part = images[first : first + batch]
+            meter.begin(len(part))
+            outputs = predict(part)
+            meter.end()
+            if first < pictures:
+                rows = min(len(part), pictures - first)
+                shown.append(outputs.tokens[:rows].float().cpu())
+            seen(len(part))
+    if "attention" in parts:
+        found.reach = {name: _joined(values) for name, values in meter.reach.items()}
+    if "rollout" in parts:
+        found.maps = {name: torch.cat(values) for name, values in meter.maps.items()}
+        found.rollout = torch.cat(meter.rollout)
+    for name, values in norms.items():
+        of_tokens = torch.cat(values)
+        before = anatomy.before if of_tokens.shape[1] == anatomy.before + (anatomy.grid or 0) ** 2 else 0
+        found.norms[name] = of_tokens[:, before:]
+        if before:
+            found.first_norms[name] = of_tokens[:, 0]
+    if "colours" in parts and anatomy.grid is not None:
+        found.colours, found.shares = colours(torch.cat(shown)[:, -(anatomy.grid**2) :])
+    return found
+
+
+def _joined(values: Sequence[Reach]) -> Reach:
+    return Reach(*(torch.cat([getattr(value, name) for value in values]) for name in vars(values[0])))
+
+
+@contextmanager
+def _hearing(layers: Any, observe: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Within this context `observe` is called with each layer's name and output."""
+    with ExitStack() as stack:
+        for name, module in layers.items():
+
+            def hook(module: Any, inputs: Any, output: Tensor, name: str = name) -> None:
+                observe(name, output)
+
+            stack.callback(module.register_forward_hook(hook).remove)
+        yield

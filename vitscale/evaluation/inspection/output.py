@@ -1,0 +1,62 @@
+"""Writes an inspection: each figure as PNG and SVG, its numbers as CSV, a page of all, and a file for other pages.
+
+Equal findings give equal bytes: the files contain no dates and no paths.
+"""
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from vitscale.evaluation.inspection.figures import InspectionFigure
+from vitscale.ground.page import (
+    Drawing,
+    Facts,
+    Figures,
+    NumberedDrawing,
+    Part,
+    Section,
+    Text,
+    draw,
+    finite_rows,
+    page_text,
+    standalone,
+    write_figures,
+)
+
+PAGE = "index.html"
+
+
+def drawing(figure: InspectionFigure) -> Drawing:
+    """The figure as a drawing for a page."""
+    name = figure.key.replace("_", "-")
+    return draw(name, figure.title, figure.put, width=figure.width, height=figure.height, caption=figure.caption)
+
+
+def write(
+    folder: Path,
+    figures: Sequence[InspectionFigure],
+    title: str,
+    subtitle: str,
+    facts: Sequence[tuple[str, str]],
+    notes: Sequence[str] = (),
+) -> None:
+    """Write all figures and the page into a folder that exists. Raises OSError."""
+    drawn = []
+    for figure in figures:
+        made = drawing(figure)
+        rows = finite_rows(figure.rows)
+        drawn.append(
+            NumberedDrawing(figure.key, figure.title, figure.caption, list(figure.columns), rows, made.svg, made.width)
+        )
+        for form in ("png", "svg"):
+            content = standalone(figure.put, form, width=figure.width, height=figure.height)
+            (folder / f"{figure.key}.{form}").write_bytes(content)
+        text = io.StringIO(newline="")
+        csv.writer(text, lineterminator="\n").writerows([figure.columns, *figure.rows])
+        (folder / f"{figure.key}.csv").write_text(text.getvalue(), encoding="utf-8")
+    about: list[Part] = [Facts(facts), *(Text(note, "note") for note in notes)]
+    shown = [Section(each.title, [each.drawing]) for each in drawn]
+    page = page_text(title, subtitle, [Section("What was looked at", about), *shown])
+    (folder / PAGE).write_text(page, encoding="utf-8")
+    write_figures(folder, Figures(title, list(facts), list(notes), drawn))

@@ -1,0 +1,106 @@
+"""Measures representations: the alignment of layers, tokens as colours, nearest neighbours.
+
+Shape legend: B images of a minibatch, T tokens, N patches, D width, k pictures, E elements of a representation.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitscale.evaluation.inspection.embedding import principal_components
+
+SMALLEST_BATCH = 4
+"""The number of images that the unbiased estimator needs."""
+
+
+def gram(representation: Tensor) -> Tensor:
+    """The inner products of a minibatch's centred representations (B, ...), with a zero diagonal: fp64 (B, B)."""
+    rows = representation.flatten(1).float()
+    rows = rows - rows.mean(dim=0)
+    return (rows @ rows.T).double().cpu().fill_diagonal_(0.0)
+
+
+def independence(one: Tensor, other: Tensor) -> float:
+    """The unbiased estimate of the Hilbert-Schmidt independence criterion from two Gram matrices with zero diagonals.
+
+    Song et al., 2012, equation 5. Whatever the minibatches' size, its mean over them estimates the value over all
+    images (Nguyen et al., 2021). Needs 4 images.
+    """
+    B = len(one)
+    ones_one, ones_other = one.sum(dim=0), other.sum(dim=0)
+    value = (one * other).sum() + ones_one.sum() * ones_other.sum() / ((B - 1) * (B - 2))
+    return float((value - 2 * (ones_one @ ones_other) / (B - 2)) / (B * (B - 3)))
+
+
+def alignment(one: Sequence[Sequence[Tensor]], other: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Linear centred kernel alignment between layers, 1 if they are alike: (layers of one, layers of other).
+
+    Args:
+        one, other: for each layer the Gram matrices of the minibatches; both must be of the same images.
+    """
+
+    def mean(these: Sequence[Tensor], those: Sequence[Tensor]) -> float:
+        return sum(independence(a, b) for a, b in zip(these, those, strict=True))
+
+    own = torch.tensor([mean(layer, layer) for layer in one], dtype=torch.float64)
+    of_other = torch.tensor([mean(layer, layer) for layer in other], dtype=torch.float64)
+    shared = torch.tensor([[mean(a, b) for b in other] for a in one], dtype=torch.float64)
+    return shared / (own[:, None] * of_other).clamp_min(1e-300).sqrt()
+
+
+def colours(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The first three principal components of patch tokens (k, N, D) as red, green and blue in [0, 1], (k, N, 3).
+
+    They are computed over all pictures together, so that a colour means the same in each. Also returns the share of the
+    variance along each component, (3,).
+    """
+    k, N, D = tokens.shape
+    flat = tokens.detach().reshape(k * N, D).double().cpu()
+    components, shares, mean = principal_components(flat, 3)
+    values = (flat - mean) @ components.T
+    low, high = values.quantile(0.01, dim=0), values.quantile(0.99, dim=0)
+    values = ((values - low) / (high - low).clamp_min(1e-12)).clamp(0, 1)
+    return F.pad(values, (0, 3 - values.shape[1])).view(k, N, 3), F.pad(shares, (0, 3 - len(shares)))
+
+
+class Neighbours(NamedTuple):
+    """The pictures of a dataset that are most similar to k given ones, the most similar first.
+
+    Attributes:
+        images: the neighbours, uint8 (k, M, S, S, 3).
+        uids: their uids, (k, M).
+        cosines: cosine similarities of the representations, (k, M).
+    """
+
+    images: Tensor
+    uids: Tensor
+    cosines: Tensor
+
+
+def nearest(queries: Tensor, own: Tensor, batches: Iterable[tuple[Tensor, Tensor, Tensor]], count: int) -> Neighbours:
+    """Find nearest neighbours in one pass over a dataset; only the best so far are kept in memory.
+
+    Args:
+        queries: representations of the given pictures, (k, D).
+        own: uids of the given pictures, which are not their own neighbours, (k,); -1 if they are not in the dataset.
+        batches: the dataset's batches: images uint8 (B, S, S, 3), representations (B, D), uids (B,).
+        count: M, the number of neighbours; fewer if the dataset has fewer pictures.
+    """
+    unit = F.normalize(queries.float().cpu(), dim=-1)
+    best: Neighbours | None = None
+    for images, pooled, uids in batches:
+        cosines = unit @ F.normalize(pooled.float().cpu(), dim=-1).T
+        cosines[own[:, None] == uids] = -2.0
+        images, uids = images.expand(len(unit), *images.shape), uids.expand(len(unit), -1)
+        if best is not None:
+            images = torch.cat([best.images, images], dim=1)
+            uids = torch.cat([best.uids, uids], dim=1)
+            cosines = torch.cat([best.cosines, cosines], dim=1)
+        found = cosines.topk(min(count, cosines.shape[1]), dim=1)
+        rows = torch.arange(len(unit))[:, None]
+        best = Neighbours(images[rows, found.indices], uids.gather(1, found.indices), found.values)
+    assert best is not None, "a dataset without pictures"
+    return best

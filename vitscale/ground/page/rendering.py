@@ -1,0 +1,48 @@
+"""Renders a page: one HTML document that refers to nothing outside it, the same bytes for the same parts."""
+
+import json
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+import vitscale
+from vitscale.ground.page.drawing import SERIES
+from vitscale.ground.page.parts import Section
+from vitscale.ground.safe_text import without_secrets
+
+
+def page_text(title: str, subtitle: str, sections: Sequence[Section]) -> str:
+    """The HTML document. `subtitle` is a line below the title: what this is, and about what."""
+    page = _template().render(
+        title=title,
+        subtitle=subtitle,
+        sections=[(f"part-{index}", section) for index, section in enumerate(sections, start=1)],
+        series=SERIES,
+        version=vitscale.__version__,
+    )
+    return without_secrets(page)
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("vitscale.ground.page", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["all_digits"] = _all_digits
+    return environment.get_template("page.html")
+
+
+def _all_digits(value: Any) -> str:
+    """A number as results.json has it; empty for anything else. A number that is not finite is a bug."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ""
+    if not math.isfinite(value):
+        raise ValueError(f"{value} on a page: what is not known is None")
+    return json.dumps(value)

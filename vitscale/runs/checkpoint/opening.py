@@ -1,0 +1,245 @@
+"""Opens weights, of a run, of a file in any format or fresh ones: what is there, before any value is read."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vitscale.ground.errors import CheckpointError, RecipeError
+from vitscale.models import Model, initial_value
+from vitscale.models.weights import (
+    HEAD,
+    Description,
+    Entry,
+    Reader,
+    Source,
+    describe,
+    has_head,
+    open_weights,
+    own_description,
+    parameters,
+)
+from vitscale.recipe import Normalise, Recipe, differences, validate_model, validate_recipe
+from vitscale.recipe.families import Model as ModelBlock
+from vitscale.recipe.families import architecture, nearest
+from vitscale.runs.checkpoint.directory import checkpoint_directory
+from vitscale.runs.checkpoint.reader import CheckpointReader
+from vitscale.runs.checkpoint.store import CheckpointStore
+from vitscale.runs.checkpoint_index import EMA, MASTER, CheckpointIndex
+from vitscale.runs.directory import recipe_of_run
+from vitscale.runs.names import RECIPE_FILE
+
+Kind = Literal["a run", "a file of weights", "a model's name"]
+ReadPiece = Callable[[str, str, int, int], Tensor]
+"""(kind, name, start, length) -> those elements of a flattened parameter, as `CheckpointReader.read` has them."""
+
+
+@dataclass(frozen=True)
+class OpenWeights:
+    """Weights of which no value is read yet.
+
+    Attributes:
+        title: what the weights are called in messages.
+        source: names and shapes, and how to read.
+        description: the model that they are for; None if they do not say, and nobody else does.
+        facts: what identifies the weights, besides their files.
+        files: name -> sha256; of a checkpoint only.
+        recipe: the recipe that a checkpoint was trained with; None for a file.
+    """
+
+    title: str
+    source: Source
+    description: Description | None
+    facts: dict[str, Any]
+    files: dict[str, str] = field(default_factory=dict)
+    recipe: Recipe | None = None
+
+    @property
+    def model(self) -> ModelBlock | None:
+        """The checked block of the model."""
+        if self.description is None:
+            return None
+        return validate_model(self.description.model, self.description.image_size, str(self.source.path))
+
+    @property
+    def class_names(self) -> list[str] | None:
+        """The names of the outputs, if known."""
+        return (self.description or self.source).class_names
+
+    @property
+    def normalise(self) -> Normalise | None:
+        """How the images that the weights expect are normalised, if known."""
+        return (self.description or self.source).normalise
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {**self.facts, "files": self.files}
+
+    def fit(
+        self,
+        model: dict[str, Any] | None = None,
+        image_size: int | None = None,
+        *,
+        drop_head: bool = False,
+        report: Callable[[str], None] = print,
+    ) -> tuple[Description, Model, dict[str, Reader]]:
+        """Find out how to read each parameter of the model that the weights are for.
+
+        Args:
+            model: the `model` block, for files that do not name it.
+            image_size: the size to which position embeddings are resampled; by default that of the weights.
+            drop_head: leave the head out; one that the weights do not have is left out anyway.
+            report: as in `parameters`.
+
+        Returns:
+            The description, the model on the meta device, and parameter's name -> reader.
+
+        Raises as `describe` and `parameters` do.
+        """
+        own = describe(self.source, model, image_size, self.description)
+        is_headless = own.num_classes is None and (self.recipe is not None or not has_head(self.source))
+        built = own.build(with_head=not is_headless)
+        return own, built, parameters(built, self.source, HEAD if drop_head or is_headless else (), report)
+
+
+def of_checkpoint(
+    name: str | Path, where: str, index: CheckpointIndex, read: ReadPiece, kind: str | None = None
+) -> OpenWeights:
+    """The weights of a checkpoint's backbone; `kind` is the evaluated one by default. Raises `RecipeError`.
+
+    `name` is how the user called the run or checkpoint, `where` the folder of the checkpoint.
+    """
+    kind = kind or index.evaluated_kind
+    recipe = validate_recipe(index.recipe, f"the recipe in {where}")
+
+    def entry(name: str, shape: list[int]) -> Entry:
+        piece = partial(read, kind, name)
+        return Entry(name, tuple(shape), lambda: piece(0, prod(shape)).view(shape), piece)
+
+    entries = {name: entry(name, shape) for name, shape in index.shapes.items() if name not in recipe.objective.own}
+    return OpenWeights(
+        f"{name} step {index.step:,}{' (average)' if kind == EMA else ''}",
+        Source(Path(name), "safetensors", entries),
+        describe_run(recipe.dump()["model"], recipe, index),
+        {"step": index.step, "kind": kind},
+        {file.path: file.sha256 for file in index.files},
+        recipe,
+    )
+
+
+def describe_run(model: dict[str, Any], recipe: Recipe, index: CheckpointIndex) -> Description:
+    """The model of a checkpoint, by the block that it was trained with and a recipe, which may be another one."""
+    names = index.data.get("class_names") if recipe.objective.has_classes else None
+    num_classes, data = None if names is None else len(names), recipe.data
+    return Description(model, data.image_size, num_classes, names, index.step, data.eval_crop, data.normalise)
+
+
+def of_file(path: Path) -> OpenWeights:
+    """The weights in a file or folder, described as far as it tells. Raises `CheckpointError`."""
+    source = open_weights(path)
+    return OpenWeights(f"{path} ({source.form})", source, own_description(source), {"form": source.form})
+
+
+# ---- The door --------------------------------------------------------------------------------------------------------
+
+
+def kind_of(source: str) -> Kind:
+    """What a source is, by what lies there. Raises `RecipeError` if nothing does and no model has this name."""
+    path = Path(source)
+    try:
+        if (path / RECIPE_FILE).exists():
+            return "a run"
+        if path.exists():
+            return "a file of weights"
+    except OSError as error:
+        raise RecipeError(f"{str(error.filename)[:100]}: {error.strerror}") from None
+    try:
+        architecture(source)
+    except ValueError:
+        known = "" if path.suffix else f", and no model of this name; the nearest is {nearest(source)!r}"
+        raise RecipeError(f"{source}: there is no such run, file or folder{known}") from None
+    return "a model's name"
+
+
+def open_model(
+    source: str,
+    step: int | None = None,
+    *,
+    use_average: bool = True,
+    image_size: int | None = None,
+    num_classes: int | None = None,
+    head: str = "linear",
+    seed: int = 0,
+    report: Callable[[str], None] = print,
+) -> OpenWeights:
+    """The weights of any source.
+
+    Args:
+        source: a run's directory; weights in any format; or a model's name, for fresh weights.
+        step: for a run, the step of the checkpoint; by default the newest one that verifies.
+        use_average: for a run, whether to take the average of the weights if it keeps one.
+        image_size, num_classes, head, seed: of fresh weights; by default for 224 pixels.
+        report: called with what is worth knowing: damaged checkpoints, a recipe.yaml that names another model now.
+
+    Raises `RecipeError`, `CheckpointError` and, for checkpoints at a URL that does not answer, `StorageError`.
+    """
+    kind, path = kind_of(source), Path(source)
+    if kind == "a file of weights":
+        return of_file(path)
+    if kind == "a model's name":
+        block = {"name": source, "head": head, "num_classes": num_classes}
+        return _fresh(Description(block, image_size or 224, num_classes), seed)
+    recipe, reader = open_run(path, step, report)
+    found = of_checkpoint(path, str(reader.folder), reader.index, reader.read, None if use_average else MASTER)
+    assert found.description is not None
+    if edits := differences(found.description.model, recipe.dump()["model"], "model."):
+        report(f"{path / RECIPE_FILE} was edited ({'; '.join(edits)}); what was trained is exported")
+    return replace(found, description=replace(found.description, eval_crop=recipe.data.eval_crop))
+
+
+def _fresh(description: Description, seed: int) -> OpenWeights:
+    model, title = description.build(), description.title
+
+    def entry(name: str, shape: torch.Size) -> Entry:
+        return Entry(name, tuple(shape), lambda: initial_value(model, name, shape, seed))
+
+    entries = {name: entry(name, parameter.shape) for name, parameter in model.named_parameters()}
+    return OpenWeights(title, Source(Path(title), "safetensors", entries), description, {"seed": seed})
+
+
+def is_weights(source: Path) -> bool:
+    """Whether this is a file or folder of weights rather than a run's directory. Raises `RecipeError`."""
+    try:
+        return source.is_file() or ((source / "config.json").is_file() and not (source / RECIPE_FILE).is_file())
+    except OSError as error:
+        raise RecipeError(f"{str(source)[:100]}: {error.strerror}") from None
+
+
+def open_run(
+    run_dir: Path, step: int | None = None, report: Callable[[str], None] = print
+) -> tuple[Recipe, CheckpointReader]:
+    """A run's recipe, and its newest checkpoint that verifies, or the one of `step`.
+
+    Raises `RecipeError` if there is no run, `CheckpointError` if there is no such checkpoint, and `StorageError` if the
+    checkpoints are at a URL that does not answer.
+    """
+    recipe = recipe_of_run(run_dir)
+    store = CheckpointStore(checkpoint_directory(recipe, run_dir))
+    if step is None:
+        reader = store.newest(report=report)
+        if reader is None:
+            raise CheckpointError(f"{run_dir} has no checkpoint yet")
+        return recipe, reader
+    if step not in store.steps():
+        raise CheckpointError(f"{run_dir} has no checkpoint of step {step}; it has those of {store.steps()}")
+    return recipe, store.open(step)
+
+
+def trained_recipe(reader: CheckpointReader) -> Recipe:
+    """The recipe that a checkpoint was trained with, from its own record: unlike recipe.yaml, that has a checksum."""
+    return validate_recipe(reader.index.recipe, f"the recipe in {reader.folder}")

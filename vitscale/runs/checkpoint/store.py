@@ -1,0 +1,205 @@
+"""A run's checkpoints: saving, finding the newest that verifies, deleting old ones. All ranks act together."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from vitscale.ground.errors import CheckpointError, VitscaleError, as_plain, from_plain
+from vitscale.runs.checkpoint.directory import Directory, Files, LocalDirectory
+from vitscale.runs.checkpoint.format import Fragment, Layout, rank_file, read_layout
+from vitscale.runs.checkpoint.reader import CheckpointReader
+from vitscale.runs.checkpoint_index import CheckpointIndex, FileEntry, index_text, parse_index
+
+Gather = Callable[[object], list]
+"""Collects one value, plain data, from every rank, in rank order, on every rank; also a barrier."""
+
+Share = Callable[[Any], Any]
+"""Broadcasts rank 0's value, plain data, to every rank; the arguments of the other ranks are ignored."""
+
+_log = logging.getLogger(__name__)
+
+
+def alone(value: object) -> list:
+    """The `Gather` of a single process."""
+    return [value]
+
+
+class CheckpointStore:
+    """A run's checkpoints in one directory. Every method but `steps` is collective: all ranks must call it.
+
+    A failure on one rank raises an error of the same class on all of them, and never hangs.
+
+    Args:
+        directory: the directory of the checkpoints; a path means a folder that all ranks share.
+        rank: this process's rank.
+        gather: gathers over all ranks, 0, 1, ...; by default for a single process.
+        share: broadcasts over the same ranks. By default it is a `gather`, in which every rank sends every other one as
+            many bytes as the longest object has: for an index, which grows with the number of ranks, that is too much
+            with a thousand ranks.
+
+    Attributes:
+        root: the directory's path or URL.
+    """
+
+    def __init__(
+        self, directory: Directory | Path, *, rank: int = 0, gather: Gather = alone, share: Share | None = None
+    ) -> None:
+        self.directory = LocalDirectory(directory) if isinstance(directory, Path) else directory
+        self.root = self.directory.root
+        self.rank = rank
+        self.gather = gather
+        self._share = share or (lambda value: gather(value)[0])
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints, oldest first; not yet verified. Any rank may call it alone."""
+        return self.directory.steps()
+
+    def save(self, index: CheckpointIndex, fragments: list[Fragment]) -> None:
+        """Write one checkpoint; every rank passes the fragments that it owns.
+
+        Raises `CheckpointError`, or the error of vitscale.ground.errors that caused the failure, if any rank could not write.
+        Older checkpoints are then untouched, and nothing is left of this one.
+        """
+        doing = f"saving step {index.step} failed; earlier checkpoints are untouched"
+        try:
+            self._on_first_rank(doing, lambda: self.directory.begin(index.step))
+            name = rank_file(self.rank)
+            written = self._together(doing, lambda: asdict(self.directory.write(index.step, name, fragments)))
+            files = [FileEntry(**entry) for entry in written]
+            self._on_first_rank(doing, lambda: self.directory.finish(replace(index, files=files)))
+        except Exception:
+            if self.rank == 0:
+                self.directory.abandon(index.step)
+            raise
+        doing = f"step {index.step} is saved, but newer checkpoints, which are unusable, cannot be set aside"
+        self._on_first_rank(doing, lambda: self._set_aside_after(index.step))
+
+    def _set_aside_after(self, step: int) -> None:
+        for later in self.directory.steps():
+            if later > step:  # unusable, or this run would have resumed from it
+                self.directory.set_aside(later)
+
+    def newest(self, report: Callable[[str], None]) -> CheckpointReader | None:
+        """The newest checkpoint of which every byte verifies; None if there are no checkpoints at all.
+
+        Each rank verifies its share of the files. A damaged checkpoint is skipped and `report`ed.
+
+        Raises:
+            CheckpointError: there are checkpoints but none can be read (a run never starts over silently), or the
+                directory cannot be read at all.
+            StorageError: a URL does not answer, which says nothing about its checkpoints.
+        """
+        first_problem = ""
+        steps: list[int] = self._on_first_rank("its checkpoints cannot be listed", self.directory.steps)
+        for step in reversed(steps):
+            try:
+                reader = self.open(step)
+            except _Unusable as error:
+                for problem in error.problems:
+                    report(f"checkpoint of step {step} is unusable: {problem}")
+                first_problem = first_problem or error.problems[0]
+                continue
+            if first_problem:
+                report(f"falling back to the checkpoint of step {step}")
+            return reader
+        if first_problem:
+            raise CheckpointError(
+                f"{self.root}: none of the {len(steps)} checkpoints can be read; the newest fails with: "
+                f"{first_problem}. Restore one, or start over in another --run-dir"
+            ).on_all_ranks()
+        return None
+
+    def open(self, step: int) -> CheckpointReader:
+        """The checkpoint of one step, verified. Raises as `newest`, and `CheckpointError` if it does not exist."""
+        doing = f"the checkpoint of step {step} cannot be read now"
+        found = self._on_first_rank(doing, lambda: _or_problem(lambda: [index_text(self.directory.read_index(step))]))
+        if isinstance(found, str):
+            raise _Unusable([found])
+        index = parse_index(found[0].encode(), f"{self.root}, step {step}")
+        files = self.directory.files(step)
+        ranks = len(self.gather(None))
+        own = index.files[self.rank :: ranks]
+        layouts: dict[str, Layout | str] = {}
+        for of_rank in self._together(doing, lambda: {entry.path: _verify(files, entry) for entry in own}):
+            layouts |= of_rank
+        whole = {path: layout for path, layout in layouts.items() if not isinstance(layout, str)}
+        try:
+            if len(whole) < len(layouts):
+                raise _Unusable([problem for problem in layouts.values() if isinstance(problem, str)])
+            return CheckpointReader(files, index, whole)
+        except CheckpointError as error:
+            files.release()
+            raise error if isinstance(error, _Unusable) else _Unusable([str(error)]) from None
+
+    def amend(self, step: int, selection: dict[str, Any]) -> None:
+        """Replace the selection's state in a checkpoint's index. Raises as `save` does."""
+
+        def write() -> None:
+            self.directory.write_index(replace(self.directory.read_index(step), selection=selection))
+
+        self._on_first_rank(f"the index of step {step} cannot be amended", write)
+
+    def retain(self, keep: int, best: int | None, keep_every: int | None = None, tail: int | None = None) -> None:
+        """Delete all checkpoints but the newest `keep`, `best`, `tail`, and those at multiples of `keep_every`.
+
+        Raises as `save` does.
+        """
+
+        def delete() -> None:
+            for step in self.directory.steps()[:-keep]:
+                if step not in (best, tail) and (keep_every is None or step % keep_every):
+                    self.directory.remove(step)
+
+        self._on_first_rank("old checkpoints cannot be removed", delete)
+
+    def _on_first_rank(self, doing: str, work: Callable[[], Any]) -> Any:
+        """Rank 0's result of `work`, on every rank, so that ranks never see different states of a slow file system."""
+        outcome = self._share(self._outcome(doing, work) if self.rank == 0 else None)
+        return self._results(doing, [outcome])[0]
+
+    def _together(self, doing: str, work: Callable[[], object]) -> list:
+        """Every rank's result of `work`, on every rank; a failure on any rank raises on all of them and never hangs."""
+        return self._results(doing, self.gather(self._outcome(doing, work)))
+
+    def _outcome(self, doing: str, work: Callable[[], object]) -> dict[str, object]:
+        try:
+            return {"result": work()}
+        except Exception as error:
+            if not isinstance(error, VitscaleError | OSError):
+                _log.exception("rank %d: %s", self.rank, doing)  # a bug: other ranks get only its message
+            if not isinstance(error, VitscaleError):
+                error = CheckpointError(f"{type(error).__name__}: {error}")
+            kind, message = as_plain(error)
+            return {"kind": kind, "message": f"rank {self.rank}: {message}"}
+
+    def _results(self, doing: str, outcomes: list[dict[str, Any]]) -> list:
+        failures = [outcome for outcome in outcomes if "message" in outcome]
+        if failures:
+            kinds = {failure["kind"] for failure in failures}
+            kind = kinds.pop() if len(kinds) == 1 else CheckpointError.__name__
+            messages = "; ".join(failure["message"] for failure in failures)
+            raise from_plain(kind, f"{self.root}: {doing}. {messages}").on_all_ranks()
+        return [outcome["result"] for outcome in outcomes]
+
+
+class _Unusable(CheckpointError):
+    """A checkpoint is missing or damaged; collects what every rank has found."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+        self.on_all_ranks()
+
+
+def _or_problem(read: Callable[[], Any]) -> Any:
+    """The result of `read`, or in its place text: what is wrong with the checkpoint."""
+    try:
+        return read()
+    except CheckpointError as error:
+        return str(error)
+
+
+def _verify(files: Files, entry: FileEntry) -> Layout | str:
+    return _or_problem(lambda: read_layout(files.verified(entry)))

@@ -1,6 +1,0 @@
-"""Tells how a run is doing by its directory alone: while it trains, after it, or after what ended it. No torch."""
-
-from vitscale.status.run import NoRunYetError, RunReader
-from vitscale.status.summary import RunStatus
-
-__all__ = ["NoRunYetError", "RunReader", "RunStatus"]

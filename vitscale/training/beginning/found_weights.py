@@ -1,0 +1,200 @@
+"""Finds the weights that a recipe names, of a run or a file, and describes them before any value is read.
+
+They are what `init` starts from, or what a teacher of `objective` computes with.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from vitscale.ground.errors import CheckpointError, RecipeError
+from vitscale.ground.files.digests import file_digests
+from vitscale.ground.ranks import from_rank_zero, gather, on_rank_zero
+from vitscale.models.weights.huggingface import distinct
+from vitscale.recipe import Init, Normalise, read_recipe
+from vitscale.recipe.families import Model
+from vitscale.runs.checkpoint import CheckpointIndex, CheckpointStore, Directory, LocalDirectory, checkpoint_directory
+from vitscale.runs.checkpoint.opening import OpenWeights, of_checkpoint, of_file
+from vitscale.runs.checkpoints import steps_among
+from vitscale.runs.names import INDEX_FILE, RECIPE_FILE
+from vitscale.training.deepspeed import distributed
+
+_READ_WITH_WEIGHTS = (".safetensors", ".bin", ".json")  # what is read of a folder in another library's format
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """How a block of a recipe names weights.
+
+    Attributes:
+        key: the block's key in the recipe.
+        source: a run, a checkpoint of one, or a file or folder of weights.
+        step: the checkpoint of a run; None for its newest.
+    """
+
+    key: str
+    source: str
+    step: int | None
+
+    @classmethod
+    def by_init(cls, init: Init) -> "Named":
+        """The weights that a run begins with."""
+        return cls("init", init.source, init.step)
+
+
+def find_weights(named: Named) -> OpenWeights:
+    """The weights' names and shapes only, before the ranks meet; a checkpoint's files are not looked at.
+
+    Raises `RecipeError` if there are no such weights, and `CheckpointError` if they are damaged.
+    """
+    store, step = find_checkpoint(named)
+    if store is None:
+        return of_file(_path(named))
+    return of_checkpoint(named.source, store.root, read_found_index(named, store, step), _not_read_yet)
+
+
+def open_found(named: Named, world: distributed.World, say: Callable[[str], None]) -> OpenWeights:
+    """The weights, for reading; all ranks call it together.
+
+    Args:
+        say: reports damaged checkpoints, on rank 0.
+
+    Raises as `find_weights`, and `CheckpointError` if no checkpoint of a run verifies.
+    """
+    store, step = find_checkpoint(named, world)
+    if store is None:
+        path = _path(named)
+        return dataclasses.replace(of_file(path), files=on_rank_zero(lambda: digests(path)))
+    reader = store.newest(lambda problem: say(f"WARNING: {problem}")) if step is None else store.open(step)
+    if reader is None:
+        raise _no_checkpoint(named, store).on_all_ranks()
+    return of_checkpoint(named.source, str(reader.folder), reader.index, reader.read)
+
+
+def find_checkpoint(named: Named, world: distributed.World | None = None) -> tuple[CheckpointStore | None, int | None]:
+    """The store and step of a checkpoint; step None means the newest, store None a file of weights.
+
+    Raises `RecipeError` if nothing is there, or if what is there does not have the recipe's step.
+    """
+    path = _path(named)
+
+    def store(directory: Directory) -> CheckpointStore:
+        if world is None:
+            return CheckpointStore(directory)
+        return CheckpointStore(directory, rank=world.rank, gather=gather, share=from_rank_zero)
+
+    try:
+        path.stat()
+        if (path / RECIPE_FILE).is_file():
+            return store(checkpoint_directory(read_recipe(path / RECIPE_FILE), path)), named.step
+        if (path / INDEX_FILE).is_file():
+            place = path.absolute()
+            steps = steps_among([place.name])
+            if not steps:
+                raise RecipeError(
+                    f"{named.key}.from: {path} is a checkpoint whose folder is no longer named after its step"
+                )
+            if named.step not in (None, steps[0]):
+                raise RecipeError(f"{named.key}.step {named.step}: {path} is the checkpoint of step {steps[0]}")
+            return store(LocalDirectory(place.parent)), steps[0]
+    except OSError as error:
+        raise RecipeError(
+            f"{named.key}.from: {str(path)[:200]}: {error.strerror}; expected a run's directory, the folder of one of "
+            f"its checkpoints, or weights in a format of docs/weights.md"
+        ) from None
+    if named.step is not None:
+        raise RecipeError(f"{named.key}.step {named.step}: {path} is not a run, so it has no steps")
+    return None, None
+
+
+def _path(named: Named) -> Path:
+    return Path(os.path.expanduser(named.source))  # noqa: PTH111 (without an error where there is no home)
+
+
+def read_found_index(named: Named, store: CheckpointStore, step: int | None) -> CheckpointIndex:
+    """The index of a checkpoint, or the newest intact one if `step` is None; the checkpoint's files are not looked at.
+
+    Raises `CheckpointError` if there is none.
+    """
+    problem = None
+    try:
+        found = store.steps()
+    except OSError as error:
+        raise CheckpointError(f"{named.key}.from: {store.root}: {error.strerror}") from None
+    if step is not None and step not in found:
+        raise CheckpointError(
+            f"{named.key}.step {step}: {store.root} has no checkpoint of that step; it has those of "
+            f"{', '.join(map(str, found)) or 'none'}. A run keeps the ones of checkpoint.keep_every"
+        )
+    steps = found if step is None else [step]
+    for each in reversed(steps):
+        try:
+            return store.directory.read_index(each)
+        except CheckpointError as error:
+            problem = problem or error
+    raise problem or _no_checkpoint(named, store)
+
+
+def _no_checkpoint(named: Named, store: CheckpointStore) -> CheckpointError:
+    return CheckpointError(f"{named.key}.from: the run has no checkpoint yet in {store.root}")
+
+
+def _not_read_yet(kind: str, name: str, start: int, length: int) -> Tensor:
+    raise AssertionError(f"{kind}/{name} is asked for where only names and shapes are known")
+
+
+def digests(path: Path) -> dict[str, str]:
+    """Name -> sha256 of a file of weights, or of every file that is read of a folder in another library's format."""
+    try:
+        files = [path] if path.is_file() else [file for file in path.iterdir() if file.suffix in _READ_WITH_WEIGHTS]
+        return {file.name: file_digests(file).sha256 for file in sorted(files)}
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+# ---- What must be the same -------------------------------------------------------------------------------------------
+
+
+def check_model(named: Named, found: OpenWeights, ours: Model, whose: str) -> None:
+    """Compare what no parameter's shape shows, such as the number of heads; `whose` names our model in the error."""
+    if found.model is None:
+        return
+    theirs, own = found.model.facts(), ours.facts()
+    if differing := [key for key in own if theirs.get(key) != own[key]]:
+        listed = "; ".join(f"model.{key} {theirs.get(key)!r}, {whose} is {own[key]!r}" for key in differing)
+        raise RecipeError(f"{named.key}.from: {found.title} is of another model: it has {listed}")
+
+
+def check_normalisation(named: Named, found: OpenWeights, ours: Normalise, field: str) -> None:
+    """Compare how images are normalised, if the weights say so; `field` is the recipe's key for it."""
+    if found.normalise is None or found.normalise == ours:
+        return
+    raise RecipeError(
+        f"{named.key}.from: {found.title} expects images normalised by {in_yaml(found.normalise)}, but the recipe "
+        f"normalises by {in_yaml(ours)}; set {field}: --set '{field}={in_yaml(found.normalise)}'"
+    )
+
+
+def in_yaml(normalise: Normalise) -> str:
+    """The normalisation as written on a command line."""
+    return f"{{mean: {normalise.mean}, std: {normalise.std}}}"
+
+
+def check_classes(found: OpenWeights, class_names: list[str], where: str, otherwise: str) -> None:
+    """Compare the names of the classes, if both sides have them; their number shows in the head's shape.
+
+    Args:
+        where: begins the error's message.
+        otherwise: begins the advice at its end.
+    """
+    theirs = found.class_names
+    if theirs is None or len(theirs) != len(class_names) or theirs in (class_names, distinct(class_names)):
+        return
+    first = next(i for i, (their, our) in enumerate(zip(theirs, class_names, strict=True)) if their != our)
+    raise RecipeError(
+        f"{where}: {found.title} and data.train have other classes: number {first} is {theirs[first]!r} there, "
+        f"and {class_names[first]!r} here; {otherwise}data whose classes are the same in the same order"
+    )

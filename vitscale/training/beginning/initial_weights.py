@@ -1,0 +1,180 @@
+"""Initial weights taken from another run or from a file: `init` in a recipe.
+
+Every parameter comes from exactly one place: the weights, as they are or resampled; zero; or its initial value.
+Anything else that the weights hold is an error, except a head that the recipe does not keep.
+"""
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vitscale.ground.errors import VitscaleError
+from vitscale.ground.wording import counted
+from vitscale.models.weights import HEAD, Reader, Source, notes, parameters
+from vitscale.objectives import build_objective
+from vitscale.recipe import Recipe
+from vitscale.runs.checkpoint import checkpoint_directory
+from vitscale.runs.checkpoint.opening import OpenWeights
+from vitscale.runs.directory import read_newest
+from vitscale.training.beginning.found_weights import (
+    Named,
+    check_classes,
+    check_model,
+    check_normalisation,
+    find_weights,
+    in_yaml,
+    open_found,
+)
+from vitscale.training.deepspeed import distributed, fragments
+
+_OUTPUT_LAYERS = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
+_ADVICE = "leave the whole head out, as for fine-tuning: model.head: linear and init.head: zero"
+
+
+def check_initial_weights(recipe: Recipe, class_names: list[str], run_dir: Path) -> None:
+    """Check `init` by names and shapes alone, before the ranks meet; for branches see `branch`.
+
+    Nothing is looked at for a run that has a checkpoint, since it no longer needs its initial weights.
+
+    Args:
+        class_names: the classes of the training data.
+
+    Raises `RecipeError` if there are no such weights or they contradict the recipe, and `CheckpointError` if they are
+    damaged or of another model.
+    """
+    if recipe.init is None or recipe.init.continues or has_begun(recipe, run_dir):
+        return
+    _Assignment(recipe, class_names, find_weights(Named.by_init(recipe.init)))
+
+
+def initial_source(
+    recipe: Recipe,
+    class_names: list[str],
+    initial: fragments.Source,
+    world: distributed.World,
+    say: Callable[[str], None],
+) -> tuple[fragments.Source, dict[str, Any] | None]:
+    """Where a run that has no checkpoint yet takes its weights from; all ranks call it together.
+
+    Args:
+        class_names: the classes of the training data.
+        initial: the initial value of every parameter.
+        say: prints what is taken from where, on rank 0.
+
+    Returns:
+        The source for `fragments.load`, and what identifies the weights, for the index of the run's checkpoints: their
+        format, or step and kind, and the sha256 of each file; None if the recipe has no `init`.
+
+    Raises as `check_initial_weights`, and `CheckpointError` if no checkpoint of a run verifies.
+    """
+    if recipe.init is None:
+        return initial, None
+    found = open_found(Named.by_init(recipe.init), world, say)
+    try:
+        assignment = _Assignment(recipe, class_names, found)
+    except VitscaleError as error:
+        raise error.on_all_ranks() from None
+    for note in assignment.notes:
+        say(f"{found.source.path}: {note}")
+    say(assignment.describe())
+    return _InitialWeights(assignment, initial), found.identity
+
+
+def has_begun(recipe: Recipe, run_dir: Path) -> bool:
+    """Whether a run has a checkpoint already, as far as can be told."""
+    if read_newest(run_dir) is not None:
+        return True
+    with suppress(OSError):  # the run itself will say that it cannot read its checkpoints
+        return bool(checkpoint_directory(recipe, run_dir).steps())
+    return False
+
+
+# ---- Where each parameter comes from ---------------------------------------------------------------------------------
+
+
+class _Assignment:
+    """Where each parameter of a model comes from, all keys accounted for; nothing is read yet.
+
+    Attributes:
+        readers: readers of the parameters that are taken, by name.
+        zeros: names of the parameters that begin as zeros.
+        fresh: names of the others, which begin as without `init`.
+        notes: what people should know about the source.
+
+    Raises as `check_initial_weights`.
+    """
+
+    def __init__(self, recipe: Recipe, class_names: list[str], found: OpenWeights) -> None:
+        assert recipe.init is not None
+        self._found = found
+        with torch.device("meta"):
+            model = build_objective(recipe, len(class_names)).backbone
+        names = [name for name, _ in model.named_parameters()]
+        drop = [] if recipe.init.head == "keep" else [name for name in names if name in _OUTPUT_LAYERS]
+        if recipe.init.head == "initial" and not _has_pre_logits(found.source):
+            drop = [name for name in names if name in HEAD]
+        self.notes = notes(model, found.source)
+        self.readers: dict[str, Reader] = parameters(
+            model,
+            found.source,
+            drop,
+            report=lambda note: None,
+            resample=recipe.init.positions == "resample",
+            advice=_ADVICE,
+        )
+        self.zeros = frozenset(drop) if recipe.init.head == "zero" else frozenset()
+        self.fresh = [name for name in drop if name not in self.zeros]
+        named = Named.by_init(recipe.init)
+        check_model(named, found, recipe.model, "the recipe's")
+        check_normalisation(named, found, recipe.data.normalise, "data.normalise")
+        if found.normalise is None:
+            self.notes.append(
+                f"does not say how its images are normalised; here they are by {in_yaml(recipe.data.normalise)}"
+            )
+        if recipe.init.head == "keep":
+            check_classes(found, class_names, "init.head: keep", "use init.head: zero, or ")
+
+    def describe(self) -> str:
+        """One line for people."""
+        resampled = sum(reader.is_resampled for reader in self.readers.values())
+        parts = [f"{counted(len(self.readers) - resampled, 'tensor')} taken"]
+        parts += [f"{resampled:,} resampled"] if resampled else []
+        parts += [f"{layer} zero" for layer in _layers(sorted(self.zeros))]
+        parts += [f"{layer} initial" for layer in _layers(self.fresh)]
+        used = {key for reader in self.readers.values() for key in reader.keys}
+        left = _layers([entry.key for key, entry in self._found.source.entries.items() if key not in used])
+        parts += [f"left out: {', '.join(left)}"] if left else []
+        return f"weights from {self._found.title}: {', '.join(parts)}"
+
+
+def _has_pre_logits(source: Source) -> bool:
+    """Whether a source holds the layer `pre_logits`; no format but safetensors and npz has a place for it."""
+    return source.form in ("safetensors", "npz") and any(key.startswith("pre_logits") for key in source.entries)
+
+
+def _layers(keys: list[str]) -> list[str]:
+    """The layers that keys of any format belong to, in their order."""
+    return list(dict.fromkeys(re.sub(r"[./](weight|bias|kernel|scale)$", "", key) for key in keys))
+
+
+class _InitialWeights:
+    """An assignment as a source of fragments."""
+
+    def __init__(self, assignment: _Assignment, initial: fragments.Source) -> None:
+        self._assignment, self._initial = assignment, initial
+        self._whole = fragments.InPieces(lambda name: assignment.readers[name]())
+
+    def __call__(self, kind: str, name: str, start: int, length: int) -> Tensor:
+        if name in self._assignment.zeros:
+            return torch.zeros(length)
+        reader = self._assignment.readers.get(name)
+        if reader is None:
+            return self._initial(kind, name, start, length)
+        if reader.piece is not None:
+            return reader.piece(start, length)
+        return self._whole(kind, name, start, length)

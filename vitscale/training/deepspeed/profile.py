@@ -1,0 +1,110 @@
+"""Where the time of a step goes: a trace of some steps, and a table of them.
+
+The trainer marks the parts of a step by `part`; torch's own profiler sees what is computed in each.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, record_function
+
+from vitscale.ground.files.durable import write_text
+
+PROFILE_DIR = "profile"
+STEPS_BEFORE = 3
+"""Steps of a process that are left out: in them it compiles, allocates, and learns which parameters are used when."""
+
+_PREFIX = "vitscale: "
+_MOST_OPERATIONS = 20
+
+
+def part(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A context that marks one part of a step. Costs microseconds while nobody profiles."""
+    return record_function(f"{_PREFIX}{name}")
+
+
+class StepProfiler:
+    """Profiles some steps of this process, and writes what it found into the run directory.
+
+    Args:
+        steps: the number of steps to profile; 0 for none.
+        say: prints a line for people.
+    """
+
+    def __init__(self, steps: int, run_dir: Path, device: torch.device, say: Callable[[str], None]) -> None:
+        self._steps, self._folder, self._device, self._say = steps, run_dir / PROFILE_DIR, device, say
+        self._seen = 0
+        self._began = 0.0
+        self._profiler: Any = None
+
+    def step_ends(self, step: int) -> None:
+        """Note that `step` updates are done; begins or writes the profile when its time has come."""
+        self._seen += 1
+        if self._steps and self._seen == STEPS_BEFORE:
+            self._begin()
+        elif self._profiler is not None and self._seen == STEPS_BEFORE + self._steps:
+            self._say(self._write(step))
+
+    def end(self) -> None:
+        """Say so if the process had too few steps for a profile."""
+        needed = STEPS_BEFORE + self._steps
+        if self._steps and self._seen < needed:
+            self._say(f"no profile: {self._steps} steps after the first {STEPS_BEFORE} need {needed}, not {self._seen}")
+
+    def _begin(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.synchronize()
+        self._profiler = torch.profiler.profile(activities=activities)
+        self._profiler.start()
+        self._began = time.perf_counter()
+
+    def _write(self, step: int) -> str:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = (time.perf_counter() - self._began) / self._steps
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        name = f"step-{step:08d}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            aside = self._folder / f".{name}.pt.trace.json.gz"
+            profiler.export_chrome_trace(str(aside))
+            aside.rename(self._folder / f"{name}.pt.trace.json.gz")
+            write_text(self._folder / f"{name}.txt", self._table(profiler.key_averages(), step, seconds))
+        except OSError as error:
+            return f"WARNING: the profile cannot be written: {error}"
+        return f"profiled {self._steps} steps: {self._folder / name}.txt, and a trace beside it"
+
+    def _table(self, averages: Any, step: int, seconds: float) -> str:
+        """Seconds of a step by its parts, and by the operations that took most, with their share."""
+        kind = "cuda" if self._device.type == "cuda" else "cpu"
+
+        def line(name: str, taken: float, calls: float) -> str:
+            return f"{taken:10.5f} {taken / seconds:7.1%} {calls:9,.1f}  {name}\n"
+
+        def own(one: Any) -> float:
+            return (one.self_device_time_total if kind == "cuda" else one.self_cpu_time_total) / 1e6 / self._steps
+
+        # On CUDA the parts appear once more, as spans of its stream, and operations beside their kernels.
+        on_host = [one for one in averages if one.device_type == DeviceType.CPU]
+        on_device = [one for one in averages if one.device_type != DeviceType.CPU and not one.is_user_annotation]
+        parts = [one for one in on_host if one.key.startswith(_PREFIX)]
+        rows = [(one.key.removeprefix(_PREFIX), one.cpu_time_total / 1e6 / self._steps, one.count) for one in parts]
+        rows.append(("everything else", seconds - sum(taken for _, taken, _ in rows), self._steps))
+        text = f"Steps {step - self._steps + 1:,} to {step:,} of rank 0: {seconds:.5f} s each, with the profiler on\n"
+        text += "\n   seconds   share     calls  part of a step, as the host sees it\n"
+        text += "".join(line(name, taken, calls / self._steps) for name, taken, calls in rows)
+
+        computed = on_device if kind == "cuda" else on_host
+        operations = sorted((one for one in computed if not one.key.startswith(_PREFIX)), key=own, reverse=True)
+        shown, left = operations[:_MOST_OPERATIONS], operations[_MOST_OPERATIONS:]
+        text += f"\n   seconds   share     calls  operation, itself, on the {kind}\n"
+        text += "".join(line(one.key, own(one), one.count / self._steps) for one in shown)
+        return text + line("all others", sum(map(own, left)), sum(one.count for one in left) / self._steps)

@@ -1,0 +1,333 @@
+"""The objective under DeepSpeed: updates, predictions, and what checkpoints hold of them.
+
+This module, engine.py, zero_update.py, fragments.py and averaging.py are all that knows DeepSpeed. The learner keeps no
+step count: the loop passes the step in.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from vitscale.data.batch import Batch
+from vitscale.data.device import to_model_input
+from vitscale.data.image_operations import TrainingInput
+from vitscale.ground.errors import DataError
+from vitscale.ground.ranks import gather, gather_numbers, sum_integers
+from vitscale.models import Outputs, compile_blocks, initial_value, weight_dtype
+from vitscale.objectives import Losses, Objective, build_objective
+from vitscale.recipe import Recipe
+from vitscale.runs.checkpoint import CheckpointReader, Fragment
+from vitscale.training.beginning.initial_weights import initial_source
+from vitscale.training.beginning.run_plan import RunPlan
+from vitscale.training.beginning.teacher import check_same_teacher, load_teacher
+from vitscale.training.deepspeed import distributed, fragments
+from vitscale.training.deepspeed.averaging import WeightAverage
+from vitscale.training.deepspeed.engine import (
+    Fp32Accumulation,
+    build_engine,
+    forget_gradients,
+    is_plain,
+    set_rates,
+    settle_weights,
+)
+from vitscale.training.deepspeed.lean_deepspeed import deepspeed
+from vitscale.training.deepspeed.profile import part
+from vitscale.training.deepspeed.step_timer import OwnWork
+from vitscale.training.watching import replicas
+from vitscale.training.watching.anomalies import Anomaly, Kind, Suspects
+from vitscale.training.watching.audit import Audit, Finding
+
+
+@dataclass
+class Update:
+    """The figures of one step's update.
+
+    Attributes:
+        samples: the number of samples that count, over all ranks.
+        rate: the learning rate.
+        loss_sum: the sum of this rank's losses, () on its device.
+        shown: other figures of the objective, summed in the same way.
+        losses: this rank's losses by sample, one tensor for each micro-batch.
+        mean_loss: the mean over the global batch, if it was asked for.
+        gradient_norm: the norm of the global mean gradient, before clipping.
+        anomaly: why the update was not made; None if it was.
+        findings: what the audit found on all ranks, if the step was audited.
+    """
+
+    samples: int
+    rate: float
+    loss_sum: Tensor
+    shown: dict[str, Tensor] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+    mean_loss: float | None = None
+    gradient_norm: float = math.nan
+    anomaly: Kind | None = None
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, losses: Losses, counts: Tensor | None) -> Tensor:
+        """Add a micro-batch's losses. Returns them, with 0 for those that do not count (where `counts` is False)."""
+        per_sample = losses.per_sample if counts is None else torch.where(counts, losses.per_sample, 0.0)
+        self.losses.append(per_sample.detach())
+        self.loss_sum.add_(per_sample.detach().sum())
+        for name, values in losses.shown.items():
+            total = (values if counts is None else torch.where(counts, values, 0.0)).sum()
+            self.shown[name] = self.shown[name] + total if name in self.shown else total
+        return per_sample
+
+    def suspects(self, batch: Batch) -> Suspects:
+        """This rank's samples with their losses."""
+        return Suspects(batch.uids.tolist(), torch.cat(self.losses).float().tolist())
+
+
+class Learner:
+    """Trains an objective under DeepSpeed. All ranks make one and call its methods together.
+
+    Args:
+        say: prints a line for people, on rank 0.
+
+    Attributes:
+        engine: DeepSpeed's engine around the objective.
+        shapes: the parameters' shapes, by their names in checkpoints.
+        own_work: measures the seconds of this rank's forward passes.
+        began_with: what identifies the weights that the run began with, if its recipe has an `init`.
+        learns_from: what identifies the weights of its teacher, if it has one from a file or a run.
+    """
+
+    def __init__(self, recipe: Recipe, plan: RunPlan, world: distributed.World, say: Callable[[str], None]) -> None:
+        self._recipe, self._plan, self._world, self._say = recipe, plan, world, say
+        self._dtype = weight_dtype(recipe)
+        self.engine = build_engine(recipe, self._make_objective(), plan.config)
+        if recipe.parallelism.zero_stage == 0 and recipe.precision != "fp32" and plan.accumulation > 1:
+            Fp32Accumulation(self.engine)
+        is_compiled = recipe.parallelism.compiles
+        normalise = torch.compile(to_model_input, fullgraph=True, dynamic=False) if is_compiled else to_model_input
+        self._to_input = TrainingInput(recipe, normalise)
+        self.shapes = fragments.shapes(self.engine)
+        self.own_work = OwnWork(world.device)
+        self.began_with: dict[str, Any] | None = None
+        self._average: WeightAverage | None = None
+        teacher, self.learns_from = load_teacher(recipe, list(plan.manifest.class_names), world, say)
+        if teacher is not None:
+            self.objective.learn_from(teacher)
+
+    def _make_objective(self) -> Objective:
+        if self._recipe.parallelism.zero_stage == 3:
+            # Each parameter is divided among the ranks as it is made: no rank ever holds the whole model.
+            with deepspeed.zero.Init(config_dict_or_path=self._plan.config):
+                return build_objective(self._recipe, self._plan.num_classes)
+        with torch.device("meta"):
+            objective = build_objective(self._recipe, self._plan.num_classes)
+        objective = objective.to(self._dtype).to_empty(device=self._world.device)
+        if self._recipe.precision == "fp8":
+            from vitscale.models.float8 import train_in_float8  # only those who ask for it need torchao
+
+            self._say(f"{train_in_float8(objective.backbone.blocks, self._world.device)} dense layers train in float8")
+        if self._recipe.parallelism.fused_gelu:
+            from vitscale.models.vit.fused_gelu import fuse_gelu  # only those who ask for it need Triton
+
+            fuse_gelu(objective.backbone)
+        if self._recipe.parallelism.compiles:
+            compile_blocks(objective.backbone, activation_budget=self._recipe.parallelism.activation_budget)
+        return objective
+
+    @property
+    def objective(self) -> Objective:
+        """The module that the engine wraps."""
+        objective: Objective = self.engine.module
+        return objective
+
+    # ---- Checkpoints -------------------------------------------------------------------------------------------------
+
+    def load(self, reader: CheckpointReader | None) -> None:
+        """Take everything from a checkpoint, or begin with the initial weights.
+
+        Raises `CheckpointError`, and `RecipeError` for the recipe's `init`.
+        """
+        if reader is None:
+            initial = fragments.InPieces(self._initial_value)
+            class_names = list(self._plan.manifest.class_names)
+            source, self.began_with = initial_source(self._recipe, class_names, initial, self._world, self._say)
+            fragments.load(self.engine, source, optimizer_steps=0)
+        else:
+            self.began_with = reader.index.data.get("init")
+            check_same_teacher(self.learns_from, reader.index.data.get("teacher"))
+            reader.check_shapes(self.shapes)
+            fragments.load(self.engine, reader.read, optimizer_steps=reader.index.optimizer_steps)
+        self._average = None  # frees the old average before a new one is allocated
+        if self._recipe.ema is not None:
+            self._average = WeightAverage(self.engine, self._recipe.ema)
+            if reader is not None:
+                fragments.load_average(self.engine, self._average.values, reader.read)
+
+    def _initial_value(self, name: str) -> Tensor:
+        return initial_value(self.objective, name, torch.Size(self.shapes[name]), self._recipe.seed)
+
+    def moments(self) -> list[str]:
+        """The tensors that the optimizer keeps for each parameter that it updates."""
+        return fragments.moment_kinds(self.engine)
+
+    def state_shapes(self) -> dict[str, dict[str, list[int] | None]]:
+        """Kind -> parameter -> shape of its state where that differs from the parameter's; None if it has no state."""
+        return fragments.state_shapes(self.engine)
+
+    def fragments(self) -> list[Fragment]:
+        """What this rank saves; the tensors are views."""
+        average = self._average.values if self._average is not None else None
+        return fragments.owned(self.engine, self._world.rank, self._world.size, average)
+
+    # ---- Learning ----------------------------------------------------------------------------------------------------
+
+    def update(self, batch: Batch, step: int, loss_limit: float | None = None, audited: bool = False) -> Update:
+        """Learn from one global batch, unless its gradient is not finite or its loss is above the limit.
+
+        Args:
+            step: updates done before.
+            loss_limit: the mean loss above which the step is an anomaly; None not to check it.
+            audited: whether to check that the update is the one that the batch calls for.
+
+        Raises `DataError` for a batch that cannot be learned from.
+        """
+        self.objective.check(batch)
+        plan = self.objective.plan(batch.keys.numpy(), batch.step)
+        rates = self._plan.rates(step)
+        set_rates(self.engine, rates)
+        update = Update(
+            self._valid_samples(batch, step), rates.learning_rate, torch.zeros((), device=self._world.device)
+        )
+        is_whole, leaps = bool(batch.mask.all()), False
+        # DeepSpeed averages over ranks and micro-batches: with this factor the gradient is that of the global mean.
+        scale = self._world.size * self._plan.accumulation / update.samples
+        skipped_before = self.engine.skipped_steps
+        audit = Audit(self.engine, self._recipe, self._world, rates, self.fragments) if audited else None
+        for micro_step in range(self._plan.accumulation):
+            rows = slice(micro_step * self._plan.micro_batch, (micro_step + 1) * self._plan.micro_batch)
+            is_last = micro_step == self._plan.accumulation - 1
+            labels, *planned = (self._to_device(each[rows]) for each in (batch.labels, *plan))
+            self._seed_dropout(step, micro_step)
+            with self.own_work.counted(), part("forward"):
+                images = self._to_input(batch.images[rows], batch.keys[rows], self._world.device, self._dtype)
+                losses = self.engine(images, labels, tuple(planned))
+            if audit is not None:
+                audit.watch(losses.per_sample)
+            per_sample = update.add(losses, None if is_whole else self._to_device(batch.mask[rows]))
+            if is_last and loss_limit is not None:
+                update.mean_loss = self.mean_loss(update)
+                leaps = loss_limit < update.mean_loss < math.inf
+            # DeepSpeed drops an update whose gradient is not finite, in every stage, with all that it has accumulated.
+            # A loss that is not finite may have a finite gradient: adding zero times the loss to the factor makes it
+            # NaN, and no device has to wait.
+            with part("backward"):
+                self.engine.backward(per_sample.sum() * (math.nan if leaps else scale + 0.0 * update.loss_sum))
+            with part("update"):
+                if is_plain(self._recipe) and is_last:
+                    update.gradient_norm = self._clip_plain()
+                self.engine.step()
+        if not is_plain(self._recipe):
+            update.gradient_norm = float(self.engine.get_global_grad_norm())
+        if leaps:
+            update.anomaly = "spike"
+        elif self.engine.skipped_steps > skipped_before or not math.isfinite(update.gradient_norm):
+            update.anomaly = "non-finite"
+        if audit is not None:
+            norm, was_made = update.gradient_norm, update.anomaly is None
+            update.findings = audit.end(samples=update.samples, gradient_norm=norm, was_made=was_made)
+        if update.anomaly is not None:
+            forget_gradients(self.engine)
+        elif self._average is not None:
+            self._average.update(step + 1)
+        return update
+
+    def anomaly(self, update: Update, batch: Batch, step: int) -> Anomaly:
+        """The anomaly because of which the update after `step` updates was not made, with the samples of all ranks."""
+        assert update.anomaly is not None
+        ranks = [Suspects(*of_rank) for of_rank in gather(update.suspects(batch))]
+        mean, norm = self.mean_loss(update), update.gradient_norm
+        return Anomaly(update.anomaly, step + 1, batch.step, mean, update.rate, norm, ranks)
+
+    def mean_loss(self, update: Update) -> float:
+        """The mean loss over the global batch."""
+        return gather_numbers([update.loss_sum.item()], self._world.device).sum().item() / update.samples
+
+    def _to_device(self, rows: Tensor) -> Tensor:
+        return rows.to(self._world.device, non_blocking=True)
+
+    def _valid_samples(self, batch: Batch, step: int) -> int:
+        """Samples of the global batch that count: all, unless damaged ones are left out."""
+        if self._recipe.data.bad_samples != "mask":
+            return self._recipe.batch.global_size
+        samples = sum_integers(int(batch.mask.sum()), self._world.device)
+        if samples == 0:
+            raise DataError(f"step {step + 1}: every sample of the batch is damaged").on_all_ranks()
+        return samples
+
+    def _clip_plain(self) -> float:
+        """Check and clip the averaged gradients where DeepSpeed does not: stage 0 in fp32. Returns their norm."""
+        limit = self._recipe.optimizer.clip_norm or math.inf
+        norm = float(torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), limit))
+        if not math.isfinite(norm):
+            self.engine.optimizer.zero_grad(set_to_none=True)  # torch's optimizers leave out what has no gradient
+        return norm
+
+    def _seed_dropout(self, step: int, micro_step: int) -> None:
+        """Dropout is a function of (seed, step, rank, micro-step), so that it needs no state in a checkpoint."""
+        if self._recipe.model.draws:
+            key = f"{self._recipe.seed}:{step}:{self._world.rank}:{micro_step}"
+            torch.manual_seed(xxhash.xxh64_intdigest(key.encode()) >> 1)
+
+    # ---- Looking -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A context in which `predict` uses the average of the weights, if there is one, and dropout is off."""
+        average = self._average
+        self.engine.eval()
+        try:
+            with (
+                average.in_place_of_weights() if average is not None else contextlib.nullcontext(),
+                self.eager(),  # batches of other sizes would each be compiled anew
+            ):
+                yield
+        finally:
+            self.engine.train()
+
+    @torch.no_grad()
+    def predict(self, images: Tensor) -> Outputs:
+        """Outputs of images uint8 (B, S, S, 3)."""
+        outputs: Outputs = self.engine(self._normalised(images))
+        return outputs
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        return to_model_input(images, self._world.device, self._dtype, self._recipe.data.normalise)
+
+    def reading(self, modules: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
+        """A context in which the parameters of `modules` are whole on every rank."""
+        if self._recipe.parallelism.zero_stage < 3:
+            settle_weights(self.engine)
+            return contextlib.nullcontext()
+        gathered: contextlib.AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
+            [parameter for module in modules for parameter in module.parameters()]
+        )
+        return gathered
+
+    def compare_replicas(self, step: int) -> None:
+        """Check that all ranks hold the same weights; stage 3 has no replicas. Raises `ReplicaError`."""
+        if self._recipe.parallelism.zero_stage < 3:
+            settle_weights(self.engine)
+            replicas.compare_weights(self.engine.module, step)
+
+    def compare_computation(self, batch: Batch, step: int) -> None:
+        """Check that all ranks compute the same. Raises `ReplicaError`."""
+        images, zero = batch.images[: self._plan.micro_batch], self._recipe.parallelism.zero_stage
+        with self.eager():  # what is compiled by several processes may differ in its last bits
+            replicas.compare_computation(self.engine, images, self._world, self._normalised, step, zero)
+
+    def eager(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which blocks run uncompiled."""
+        is_compiled = self._recipe.parallelism.compiles
+        return torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()

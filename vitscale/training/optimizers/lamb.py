@@ -1,0 +1,46 @@
+"""LAMB (You et al. 2020) as DeiT-III trains with it: NVIDIA's and timm's form."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from vitscale.training.optimizers.whole_tensors import Group, Part, WholeTensorOptimizer, update_means
+
+
+class Lamb(WholeTensorOptimizer):
+    """Adam's direction plus weight decay, scaled to the norm of its parameter; without weight decay it is not scaled.
+
+    Gradients are clipped beforehand, by the recipe's `clip_norm`; timm's LAMB clips them itself.
+    """
+
+    def __init__(self, groups: Iterable[Group], betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"betas": betas, "eps": eps})
+
+    def update(self, group: Group, masters: list[Tensor]) -> None:
+        """Make one update. The ranks sum two numbers for each parameter."""
+        parts = self.parts(masters)
+        for part in parts:
+            if part.piece is not None:
+                state = self.state[part.piece.flat]
+                means = (part.piece.view(state[kind]) for kind in ("exp_avg", "exp_avg_sq"))
+                update_means(group, part.piece.of_gradient(), *means)
+        if group["weight_decay"]:
+            self._scale(group, parts)
+        for part in parts:
+            if part.piece is not None:
+                part.piece.view(part.piece.flat).add_(part.piece.of_gradient(), alpha=-group["lr"])
+
+    def _scale(self, group: Group, parts: list[Part]) -> None:
+        """Add the weight decay to the directions, and give each the norm of its parameter."""
+        squares = torch.zeros(len(parts), 2, dtype=torch.float64, device=self.device)
+        for row, part in zip(squares, parts, strict=True):
+            if part.piece is not None:
+                weights, update = part.piece.view(part.piece.flat), part.piece.of_gradient()
+                update.add_(weights, alpha=group["weight_decay"])
+                row[0], row[1] = weights.norm(), update.norm()
+        weights, updates = self.summed(squares.square_()).sqrt_().unbind(1)
+        ratios = torch.where((weights > 0) & (updates > 0), weights / updates, 1.0).float()
+        for ratio, part in zip(ratios, parts, strict=True):
+            if part.piece is not None:
+                part.piece.of_gradient().mul_(ratio)

@@ -1,0 +1,67 @@
+"""Muon (Jordan et al. 2024): momentum made orthogonal for matrices, AdamW for all else; in timm's form."""
+
+import math
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from vitscale.recipe import Muon as Settings
+from vitscale.training.optimizers.pieces import Piece
+from vitscale.training.optimizers.whole_tensors import Group, WholeTensorOptimizer, update_means
+
+# Coefficients (a, b, c) of the polynomials a x + b x^3 + c x^5 that take singular values to 1, one for each step
+# (modded-nanogpt, 2025).
+_COEFFICIENTS = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+
+class Muon(WholeTensorOptimizer):
+    """Each matrix is whole on one rank while it is made orthogonal; all else is computed where it lies.
+
+    The parameters of a group are all matrices, or none is.
+    """
+
+    def __init__(self, groups: Iterable[Group], settings: Settings) -> None:
+        betas = (settings.betas[0], settings.betas[1])
+        super().__init__(groups, {"momentum": settings.momentum, "betas": betas, "eps": settings.eps})
+        self._settings = settings
+
+    def update(self, group: Group, masters: list[Tensor]) -> None:
+        """Make one update. For matrices the ranks exchange data twice, 2 bytes an element each time."""
+        parts = self.parts(masters)
+        are_matrices = any("momentum_buffer" in self._settings.kept(part.name, part.shape) for part in parts)
+        for part in parts:
+            if part.piece is not None:
+                state, gradient = self.state[part.piece.flat], part.piece.of_gradient()
+                if are_matrices:
+                    gradient.copy_(part.piece.view(state["momentum_buffer"]).lerp_(gradient, 1 - group["momentum"]))
+                else:
+                    update_means(group, gradient, *(part.piece.view(state[kind]) for kind in ("exp_avg", "exp_avg_sq")))
+        if are_matrices:
+            self.on_whole_matrices(parts, Piece.of_gradient, partial(orthogonal, eps=group["eps"]))
+        for part in parts:
+            if part.piece is not None:
+                scale = 0.2 * math.sqrt(max(part.shape[0], math.prod(part.shape[1:]))) if are_matrices else 1.0
+                weights = part.piece.view(part.piece.flat).mul_(1 - group["lr"] * group["weight_decay"])
+                weights.add_(part.piece.of_gradient(), alpha=-group["lr"] * scale)
+
+
+def orthogonal(matrix: Tensor, eps: float) -> Tensor:
+    """Approximately the nearest matrix with orthogonal rows or columns, by five Newton-Schulz steps in bf16.
+
+    Args:
+        matrix: bf16 (m, n).
+    """
+    x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_(min=eps)
+    for a, b, c in _COEFFICIENTS:
+        square = x @ x.mT
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.mT if matrix.shape[0] > matrix.shape[1] else x

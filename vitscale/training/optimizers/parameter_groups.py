@@ -1,0 +1,82 @@
+"""Which parameters are trained, and how: groups by weight decay and by a factor of the learning rate."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from vitscale.ground.errors import RecipeError
+from vitscale.objectives import Objective
+from vitscale.recipe import Muon, Optimizer, Recipe, group_of, is_frozen, matches
+
+LR_FACTOR = "lr_factor"
+"""The key of a group of torch's optimizer that holds its factor of the learning rate."""
+BASE_DECAY = "base_weight_decay"
+"""The key of its weight decay before a schedule changes it."""
+
+
+def freeze(recipe: Recipe, objective: Objective) -> None:
+    """Turn off the gradients of the parameters that the recipe freezes."""
+    for name, parameter in objective.named_weights():
+        if is_frozen(recipe.optimizer, name):
+            parameter.requires_grad_(False)
+
+
+def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any]]:
+    """Groups for torch's optimizer with `params`, `weight_decay` and `lr_factor`; frozen parameters are in none.
+
+    Groups of parameters that `decay_exclude` does not match come first, then the others; groups, and the parameters in
+    them, are in the model's order. For all parameters of a group the optimizer keeps the same kinds of state in the
+    parameter's shape: under ZeRO 1 to 3 the parameters lie side by side in one tensor, and so does their state.
+
+    Raises `RecipeError` for an exclusion or a group that matches no parameter, and if nothing is left to train.
+    """
+    settings = recipe.optimizer
+    names = [name for name, _ in objective.named_weights()]
+    if settings.decay_exclude is not None and not any(_is_excluded(settings, name) for name in names):
+        raise RecipeError(f"optimizer.decay_exclude: {settings.decay_exclude!r} matches none of the model's parameters")
+    if isinstance(settings, Muon) and not any(
+        "momentum_buffer" in settings.kept(name, _shape(parameter)) for name, parameter in objective.named_weights()
+    ):
+        raise RecipeError(f"optimizer.matrices: {settings.matrices!r} matches no matrix among the model's parameters")
+    for problem in _idle_groups(settings, names):
+        raise RecipeError(problem)
+    groups: dict[tuple[bool, float, float, tuple[str, ...]], list[nn.Parameter]] = {}
+    for name, parameter in objective.named_weights():
+        group, is_excluded = group_of(settings, name), _is_excluded(settings, name)
+        if group is not None and group.frozen:
+            continue
+        decay = 0.0 if is_excluded else settings.weight_decay
+        factor = 1.0
+        if settings.layer_decay is not None:
+            factor = settings.layer_decay ** recipe.model.layers_above(name)
+        if group is not None:
+            decay = decay if group.weight_decay is None else group.weight_decay
+            factor *= group.lr_factor
+        shape = _shape(parameter)
+        kept = tuple(kind for kind, of_kept in recipe.kept(name, shape).items() if of_kept == shape)
+        groups.setdefault((is_excluded, decay, factor, kept), []).append(parameter)
+    if not groups:
+        raise RecipeError("optimizer.groups: every parameter is frozen, so nothing is left to train")
+    return [
+        {"params": parameters, "weight_decay": decay, BASE_DECAY: decay, LR_FACTOR: factor}
+        for (_, decay, factor, _), parameters in sorted(groups.items(), key=lambda item: item[0][0])
+    ]
+
+
+def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO 3 keeps the whole shape in ds_shape
+
+
+def _is_excluded(settings: Optimizer, name: str) -> bool:
+    return settings.decay_exclude is not None and matches(settings.decay_exclude, name)
+
+
+def _idle_groups(settings: Optimizer, names: list[str]) -> Iterator[str]:
+    """A message for each group that gets no parameter."""
+    chosen = [group_of(settings, name) for name in names]
+    for index, group in enumerate(settings.groups):
+        if not any(group is each for each in chosen):
+            is_found = any(matches(group.match, name) for name in names)
+            why = "only parameters of groups before it" if is_found else "none of the model's parameters"
+            yield f"optimizer.groups.{index}.match: {group.match!r} matches {why}"
