@@ -14,7 +14,7 @@ in each round: some steps without a limit (their time is computing, and what any
 
 `waits`: seconds that the link adds to a step. `hidden`: the part of the time which the sent bytes take on the link
 that the step does not wait. `gone`: the part of `before`'s waiting that `after` is without. `sent`: megabytes that a
-rank's interface has sent in a step, headers left out; `by plan`: that by what vitscale.about.planning.communication says.
+rank's interface has sent in a step, headers left out; `by plan`: that by vitscale.about.planning.communication.
 
 `by DDP`: the step, by DDP's. Fails where `gone` is below 70 %, where the bytes differ from the plan by 2 % (not in
 stage 3 before: what gloo calls a reduce-scatter is an all-reduce), or where stage 1 with sums in bf16, which sends as

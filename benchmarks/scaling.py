@@ -4,8 +4,8 @@
 
 Every rank has `batch` images a step and one thread. `efficiency`: images/s by those of one rank times the number of
 ranks, or of cores where there are fewer. `sent`: megabytes that rank 0 gives to torch.distributed in a step, as a ring
-sends them, by what is planned. `plan`: the step by vitscale.about.planning.step_time, with the speed of one rank's step and
-of an all-reduce of the gradients, both measured here, by the measured step; it knows of no other work on the cores.
+sends them, by what is planned. `plan`: the step by vitscale.about.planning.step_time, with the speed of one rank's step
+and of an all-reduce of the gradients, both measured here, by the measured step; it knows of no other work on the cores.
 
 Fails where what is sent differs from the plan by 5 %.
 """

@@ -18,8 +18,8 @@ order, and a ratio is the median over rounds; on a CUDA device they run one afte
 which the first computes the same; `recompute_time`, `fp8_time`, `muon_time`, `lamb_time` and `adafactor_time`: of those
 by the trainer; `against_time` and
 `against_memory`: of the trainer by the one before; `recompute_saved`: the memory that recomputing saves, by what is
-planned (vitscale.about.planning). Memory is the peak above what the process held before it made its model; on a CUDA device,
-what torch allocated.
+planned (vitscale.training.beginning.memory). Memory is the peak above what the process held before it made its model;
+on a CUDA device, what torch allocated.
 
 Fails where the trainer takes more than 1.03 times timm's time on a CPU, where it is not 1.05 times as fast on a CUDA
 device, where it takes more memory, where DeepSpeed and the trainer add more than 3 % to the bare loop, where

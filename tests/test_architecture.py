@@ -38,7 +38,7 @@ def the_map(root: Path) -> str:
 def _of_room(root: Path, room: str) -> Path:
     if room == "vitscale":
         return root / "vitscale" / "__init__.py"
-    folder = root / room if room in FOLDERS else root / "vitscale" / room  # runs/ may lie beside vitscale/, too
+    folder = root / room if room in FOLDERS else root / "vitscale" / room.replace(".", "/")  # runs/ may lie beside, too
     return folder if folder.is_dir() else folder.with_suffix(".py")
 
 
@@ -49,7 +49,8 @@ def _entries(path: Path, root: Path, indent: str) -> Iterator[str]:
         yield f"{indent}- `{name}`: {first_line(path)}"
         return
     yield f"{indent}- `{name}/`: {first_line(path / '__init__.py')}"
-    for below in sorted(path.iterdir()):
+    rooms = {_of_room(root, room) for layer in LAYERS for room in layer}
+    for below in sorted(set(path.iterdir()) - rooms):
         if (below.suffix == ".py" and below.name != "__init__.py") or (below / "__init__.py").is_file():
             yield from _entries(below, root, f"{indent}  ")
 

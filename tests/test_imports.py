@@ -1,6 +1,7 @@
 """Imports run one way: a room imports only from rooms below it, wherever in a file the import stands.
 
-A room is a folder or module of vitscale, or data_tools. Imports within functions and under TYPE_CHECKING count, too:
+A room is a folder or module of vitscale, or data_tools; some rooms have others inside (`data.shards`). Imports within
+functions and under TYPE_CHECKING count, too:
 what is imported late is known all the same.
 """
 
@@ -15,48 +16,49 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 # From the ground up. Rooms of one layer do not know each other.
 LAYERS = (
-    {"safe_text"},
-    {"vitscale", "block", "errors", "heartbeat", "machine", "operations", "table", "weight_formats", "wording"},
-    {"extensions"},
-    {"families", "interruption", "native", "ranks", "ray_cluster", "storage", "vtab"},
-    {"files", "images", "recipe", "versions"},
-    {"page", "runs", "shards"},
+    {"ground", "ground.safe_text"},
+    {"vitscale", "ground.block", "ground.errors", "ground.heartbeat", "ground.machine", "ground.operations"}
+    | {"ground.table", "ground.weight_formats", "ground.wording"},
+    {"ground.extensions", "ground.interruption", "ground.native", "ground.ranks", "ground.ray_cluster"}
+    | {"ground.storage", "ground.vtab"},
+    {"ground.files", "ground.images", "ground.page", "ground.versions", "recipe.families"},
+    {"data.shards", "recipe"},
+    {"runs"},
     {"data", "flops", "models"},
-    {"checkpoint", "objectives", "status"},
-    {"evaluation", "planning"},
-    {"inspection"},
-    {"launch", "training"},
-    {"doctor", "pretrain", "proof", "replay", "studies"},
-    {"report"},
+    {"launch", "objectives", "runs.checkpoint"},
+    {"evaluation"},
+    {"evaluation.inspection", "training", "training.optimizers"},
+    {"training.deepspeed"},
+    {"training.beginning"},
+    {"training.watching"},
+    {"training.loop"},
+    {"pretrain"},
+    {"about", "about.doctor", "about.planning", "about.status"},
+    {"about.checks", "about.studies"},
+    {"about.report"},
     {"data_tools"},
     {"cli"},
     {"__main__"},
 )
+# Rooms of which every part is a room of its own.
+SPLIT = ("ground", "training", "about")
 # Rooms that know less than what lies below them.
 KNOWS_ONLY = {
     "data_tools": {
-        *("vitscale", "errors", "files", "images", "machine", "native", "ray_cluster", "recipe", "safe_text"),
-        *("shards", "storage", "table", "vtab", "wording"),
-    }
+        *("vitscale", "data.shards", "recipe", "ground.errors", "ground.files", "ground.images", "ground.machine"),
+        *("ground.native", "ground.ray_cluster", "ground.safe_text", "ground.storage", "ground.table", "ground.vtab"),
+        "ground.wording",
+    },
 }
 # Packages that only these rooms know. Whatever else has to start at once does not load them.
 KNOWN_TO = {
     "torch": {
-        "checkpoint",
-        "cli",
-        "data",
-        "doctor",
-        "evaluation",
-        "inspection",
-        "models",
-        "objectives",
-        "planning",
-        "proof",
-        "ranks",
-        "training",
+        *("cli", "data", "evaluation", "evaluation.inspection", "ground.ranks", "models", "objectives"),
+        *("runs.checkpoint", "training.beginning", "training.deepspeed", "training.loop", "training.optimizers"),
+        *("training.watching", "about.doctor", "about.checks"),
     },
-    "deepspeed": {"training"},
-    "accelerate": {"evaluation", "training"},
+    "deepspeed": {"training.beginning", "training.deepspeed", "training.loop", "training.watching"},
+    "accelerate": {"evaluation", "training.watching"},
 }
 # Modules that go against this today, with the room or package that they should not know, and why they do.
 EXCEPTIONS = {
@@ -91,17 +93,22 @@ def imports_of(root: Path) -> Iterator[Import]:
 
 
 def room_of(module: str, rooms: set[str]) -> str:
-    """The room of one of our modules: `vitscale.flops.work` is in flops, `vitscale.__version__` in vitscale."""
-    package, _, rest = module.partition(".")
-    name = rest.partition(".")[0]
-    return name if package == "vitscale" and name in rooms else package
+    """The room of one of our modules: `vitscale.data.batch` is in data, `vitscale.data.shards.beton` in data.shards."""
+    package, _, name = module.partition(".")
+    while package == "vitscale" and name:
+        if name in rooms:
+            return name
+        name = name.rpartition(".")[0]
+    return package
 
 
 def rooms_below(root: Path) -> set[str]:
-    """Names of all rooms, as they lie on disk."""
-    inside = (root / "vitscale").iterdir()
-    found = {path.stem for path in inside if path.suffix == ".py" or (path.is_dir() and any(path.rglob("*.py")))}
-    return (found - {"__init__"}) | {"vitscale", "data_tools"}
+    """Names of all rooms, as they lie on disk: with those within another room that have a layer of their own."""
+    inside = [path for folder in (".", *SPLIT) for path in (root / "vitscale" / folder).iterdir()]
+    inside += [root / "vitscale" / room.replace(".", "/") for layer in LAYERS for room in layer if "." in room]
+    found = {path for path in inside if path.suffix == ".py" or (path.is_dir() and any(path.rglob("*.py")))}
+    names = {".".join(path.relative_to(root / "vitscale").with_suffix("").parts) for path in found}
+    return {name for name in names if not name.endswith("__init__")} | {"vitscale", "data_tools"}
 
 
 def violations(root: Path) -> list[tuple[str, str, int]]:
@@ -142,12 +149,12 @@ def test_imports_run_one_way():
         (
             "vitscale/recipe/fields.py",
             "def late():\n    from vitscale.training.beginning.run_plan import plan_run",
-            "training",
+            "training.beginning",
         ),
         (
             "vitscale/launch/rank.py",
             "if TYPE_CHECKING:\n    from vitscale.training.beginning.run_plan import RunPlan",
-            "training",
+            "training.beginning",
         ),
         ("vitscale/runs/names.py", "try:\n    import torch.nn as nn\nexcept ImportError:\n    pass", "torch"),
         ("vitscale/evaluation/build.py", "from deepspeed import comm", "deepspeed"),
@@ -157,8 +164,9 @@ def test_imports_run_one_way():
 )
 def test_a_planted_violation_is_found(tmp_path, file, statement, expected):
     for room in rooms_below(REPOSITORY) - {"vitscale", "data_tools"}:
-        (tmp_path / "vitscale" / room).mkdir(parents=True)
-        (tmp_path / "vitscale" / room / "__init__.py").touch()
+        folder = tmp_path / "vitscale" / room.replace(".", "/")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "__init__.py").touch()
     planted = tmp_path / file
     planted.parent.mkdir(parents=True, exist_ok=True)
     planted.write_text(

@@ -41,8 +41,12 @@ COMMANDS = {"vitscale": vitscale_app, "vitscale-convert": convert_app, "vitscale
 SAME_AS_OTHERS = ("convert", "flops", "train")  # of `vitscale`: as vitscale-convert, vitscale-flops and launch
 # What the pages tell people to import, and what a package with a part of its own uses (docs/architecture.md).
 NAMES = {
-    "vitscale.data": ["ImageOperation", "Loader", "Reading", "TrainOrder", "TrainTransform"],
+    "vitscale.data.augmentation": ["TrainTransform"],
     "vitscale.data.draws": ["between", "between_ratios", "normal", "stratum", "uniform"],
+    "vitscale.data.image_operations": ["ImageOperation"],
+    "vitscale.data.loader": ["Loader"],
+    "vitscale.data.order": ["TrainOrder"],
+    "vitscale.data.settings": ["Reading"],
     "vitscale.ground.errors": [name for name, value in vars(errors).items() if inspect.isclass(value)],
     "vitscale.evaluation": ["Evaluator", "Loaders", "MakeLoader", "Predict"],
     "vitscale.recipe.families": ["Model"],

@@ -8,7 +8,7 @@ Also under `torchrun`, `srun`, `mpirun` and plain `python` (one rank). Repeating
 import sys
 from pathlib import Path
 
-# For a script, Python puts the file's own folder first in sys.path, where `vitscale.runs.checkpoint` and others would shadow
+# For a script, Python puts the file's own folder first in sys.path, where `vitscale/models` and others would shadow
 # packages of those names; with the folder above, `import vitscale` works without an installation.
 _HERE = Path(__file__).resolve().parent
 if sys.path and sys.path[0] and Path(sys.path[0]).resolve() == _HERE:

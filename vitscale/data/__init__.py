@@ -1,1 +1,1 @@
-"""Shards -> batches: the order, the augmentation and the loader."""
+"""Shards -> batches: the order, the augmentation and the loader. Used by training, evaluation and commands."""

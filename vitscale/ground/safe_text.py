@@ -1,7 +1,7 @@
 """Text from elsewhere, made fit for people, logs and reports: no secrets of URLs, nothing that controls a terminal.
 
-All that a process prints passes through `SafeStream` or `vitscale.ground.table.Console`, and every error's message is `shown`.
-What is stored (keys, sources, reports) passes through `without_secrets` where it is written.
+All that a process prints passes through `SafeStream` or `vitscale.ground.table.Console`, and every error's message is
+`shown`. What is stored (keys, sources, reports) passes through `without_secrets` where it is written.
 """
 
 import re

@@ -1,1 +1,1 @@
-"""Training: the trainer, its DeepSpeed set-up, optimizer, schedule and metrics."""
+"""Training in five rooms, from optimizers up to the loop. Started by `pretrain.py`, a rank of a launch at a time."""

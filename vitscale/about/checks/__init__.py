@@ -1,1 +1,1 @@
-"""Proves a recipe's updates: runs its engine step by step beside a computation in plain torch."""
+"""Checks of runs: proofs of a recipe's updates in plain torch, and what a run did, computed again from its files."""

@@ -1,7 +1,7 @@
 """Fetches a file from a URL until its digest is right.
 
-`vitscale.ground.storage` already retries a network's passing errors. This is for a file that arrives without an error but is
-wrong: a damaged transfer, or a file that is being replaced at that moment.
+`vitscale.ground.storage` already retries a network's passing errors. This is for a file that arrives without an error
+but is wrong: a damaged transfer, or a file that is being replaced at that moment.
 """
 
 import time

@@ -59,8 +59,8 @@ class CheckpointStore:
     def save(self, index: CheckpointIndex, fragments: list[Fragment]) -> None:
         """Write one checkpoint; every rank passes the fragments that it owns.
 
-        Raises `CheckpointError`, or the error of vitscale.ground.errors that caused the failure, if any rank could not write.
-        Older checkpoints are then untouched, and nothing is left of this one.
+        Raises `CheckpointError`, or the error of vitscale.ground.errors that caused the failure, if any rank could not
+        write. Older checkpoints are then untouched, and nothing is left of this one.
         """
         doing = f"saving step {index.step} failed; earlier checkpoints are untouched"
         try:
