@@ -234,7 +234,7 @@ def test_metadata_in_the_current_folder_allow_nothing(tmp_path, monkeypatch):
     metadata = tmp_path / "planted-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Name: planted\nVersion: 1\n")
-    (metadata / "entry_points.txt").write_text("[vitscale.ground.extensions]\nplanted = planted\n")
+    (metadata / "entry_points.txt").write_text("[vitscale.extensions]\nplanted = planted\n")
     with pytest.raises(RecipeError, match="VITSCALE_EXTENSIONS"):
         make("model.family=planted.X")
     assert not ran.exists()

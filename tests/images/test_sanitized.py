@@ -13,10 +13,11 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
 def test_nothing_is_found(tmp_path, data_root):
-    sources = [*sorted((REPOSITORY / "vitscale" / "native").glob("*.c")), Path(__file__).parent / "fuzz_images.c"]
+    native = REPOSITORY / "vitscale" / "ground" / "native"
+    sources = [*sorted(native.glob("*.c")), Path(__file__).parent / "fuzz_images.c"]
     flags = ["-g", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
     sanitizers = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
-    include = f"-I{REPOSITORY / 'vitscale' / 'native'}"
+    include = f"-I{native}"
     program = tmp_path / "fuzz_images"
     command = ["gcc", *flags, *sanitizers, include, *map(str, sources), "-ljpeg", "-lm"]
     built = subprocess.run([*command, "-o", str(program)], capture_output=True, text=True, check=False)

@@ -21,7 +21,7 @@ from pydantic import ValidatorFunctionWrapHandler, WrapValidator
 from vitscale.ground.block import Block
 from vitscale.ground.errors import RecipeError
 
-ENTRY_POINTS = "vitscale.ground.extensions"
+ENTRY_POINTS = "vitscale.extensions"
 VARIABLE = "VITSCALE_EXTENSIONS"
 _LIST = ".config/vitscale/extensions.txt"  # in the user's home
 
