@@ -15,11 +15,11 @@ from pydantic import Field
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from vitscale import data, recipe
+from vitscale import recipe
 from vitscale.cli.recipe_output import show_fields
 from vitscale.data import draws
 from vitscale.data.device import to_model_input
-from vitscale.data.image_operations import TrainingInput
+from vitscale.data.image_operations import ImageOperation, TrainingInput
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.evaluation import build_evaluators
 from vitscale.flops import recipe_work
@@ -55,7 +55,7 @@ class Brighten(recipe.ImageOperation):
     pixels: ClassVar[Literal["uint8", "float"]] = "float"
 
 
-class Brightening(data.ImageOperation):
+class Brightening(ImageOperation):
     """Adds a number of each sample's own."""
 
     @classmethod
