@@ -12,6 +12,7 @@ import timm
 import torch
 import yaml
 from pydantic import Field
+from timm.optim import Lion
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -28,7 +29,9 @@ from vitscale.ground.errors import RecipeError
 from vitscale.models import build_model, constant
 from vitscale.objectives import Objective, build_objective, objective_class
 from vitscale.recipe import Recipe, json_schema, override
+from vitscale.training.beginning.memory import expected_memory
 from vitscale.training.beginning.tensors import step_tensors
+from vitscale.training.optimizers.rule import Update, rule_of
 
 PACKAGE = Path(__file__).resolve().parent / "example_package"
 CPU = torch.device("cpu")
@@ -182,6 +185,10 @@ def test_the_block_of_another_family_is_replaced_whole():
         ("objective.kind=example_vision.Mixer", "objective", "vitscale.recipe.objectives.Objective"),
         ("objective.kind=test_extensions.Nameless", "objective", "has_classes, implementation"),
         ("objective.angle=3", "objective.angle", "unknown"),
+        ("optimizer.name=absent_package.Lion", "optimizer", "'absent_package'"),
+        ("optimizer.name=example_vision.Mixer", "optimizer", "vitscale.recipe.optimizers.Optimizer"),
+        ("optimizer.beta=[0.9]", "optimizer.beta", "unknown"),
+        ("optimizer.lr=0", "optimizer.lr", "0"),
         ("data.operations=[{kind: solarise}]", "data.operations.0.kind", "'solarize'"),
         ("data.operations=[{kind: example_vision.Solarize, share: 2}]", "data.operations.0.share", "2"),
         ("evaluation.evaluators=[{kind: example_vision.FeatureNorm, name: n}]", "evaluation.evaluators.0.data", ""),
@@ -220,7 +227,9 @@ def planted(folder: Path, monkeypatch, package: str = "planted") -> Path:
 
 @pytest.mark.parametrize("allowed", ["", "plant planted_too", "planted.outer", "planted.__main__"])
 @pytest.mark.parametrize("path", ["planted.X", "planted.inner.X", "planted.__main__.X"])
-@pytest.mark.parametrize("place", ["model.family", "objective.kind", "data.operations", "evaluation.evaluators"])
+@pytest.mark.parametrize(
+    "place", ["model.family", "objective.kind", "optimizer.name", "data.operations", "evaluation.evaluators"]
+)
 def test_what_the_user_has_not_allowed_is_not_imported(tmp_path, monkeypatch, allowed, path, place):
     ran = planted(tmp_path, monkeypatch)
     monkeypatch.setenv("VITSCALE_EXTENSIONS", f"example_vision {allowed}")
@@ -375,6 +384,34 @@ def test_the_objectives_head_is_counted_with_the_model():
     with torch.device("meta"):
         objective = build_objective(made, 1)
     assert work.params == sum(parameter.numel() for parameter in objective.parameters())
+
+
+def test_the_optimizer_steps_as_timms_and_an_audit_knows_it():
+    made = make("optimizer.lr=0.01")
+    rule = rule_of(made.optimizer)
+    weights = [torch.randn(50, generator=torch.Generator().manual_seed(3)) for _ in range(2)]
+    weights[1].copy_(weights[0])
+    ours = rule.build([{"params": weights[:1], "weight_decay": 0.1}])
+    ours.param_groups[0]["lr"] = 0.01
+    theirs = Lion(weights[1:], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
+    for number in range(1, 6):
+        gradient = torch.randn(50, generator=torch.Generator().manual_seed(number))
+        weights[0].grad, weights[1].grad = gradient.clone(), gradient.clone()
+        mean = ours.state[weights[0]].get("exp_avg", torch.zeros(50))
+        before = {"master": weights[0].double(), "exp_avg": mean.double()}
+        ours.step(), theirs.step()
+        torch.testing.assert_close(weights[0], weights[1])
+        after = {"master": weights[0].double(), "exp_avg": ours.state[weights[0]]["exp_avg"].double()}
+        for rate, is_right in ((0.01, True), (0.0101, False)):
+            update = Update((50,), number, rate, 0.1, 0.9)
+            found = rule.of_elements(update, before, gradient.double(), after)
+            assert is_right == all(
+                bool(((after[kind] - value).abs() <= off).all()) for kind, (value, off) in found.items()
+            )
+    assert (
+        expected_memory(made, 1, 1).optimizer
+        < expected_memory(make("optimizer={name: adamw, lr: 0.01}"), 1, 1).optimizer
+    )
 
 
 # ---- What happens to images ------------------------------------------------------------------------------------------

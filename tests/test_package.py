@@ -107,7 +107,7 @@ def test_the_commands_run_without_a_checkout(installed, tmp_path):
     installed("python", "-m", "vitscale.pretrain", "--help", folder=tmp_path)
 
 
-def test_another_package_brings_a_family_an_objective_an_evaluator_and_an_operation(installed, tmp_path):
+def test_another_package_brings_a_family_an_objective_an_optimizer_an_evaluator_and_an_operation(installed, tmp_path):
     example = tmp_path / "example"
     shutil.copytree(REPOSITORY / "tests/example_package", example, ignore=shutil.ignore_patterns("__pycache__"))
     install = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", str(example)]
@@ -118,6 +118,7 @@ def test_another_package_brings_a_family_an_objective_an_evaluator_and_an_operat
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert (tmp_path / "run/DONE").exists()
     assert [line["step"] for line in lines if "eval/features/mean" in line] == [1, 2]
+    assert "example_vision.Lion" in installed("vitscale", "prove", recipe, "--world", "2", folder=tmp_path)
     evaluated = installed("vitscale", "evaluate", "run", folder=tmp_path)
     assert "features/mean" in evaluated
 

@@ -5,7 +5,7 @@ import torch
 
 from vitscale.recipe import SGD, AdamW
 from vitscale.training.optimizers.projections import key_of, mixed, project, sample
-from vitscale.training.optimizers.update_rules import Settings, expected
+from vitscale.training.optimizers.rule import Update, rule_of
 
 CPU = torch.device("cpu")
 
@@ -69,11 +69,12 @@ def test_the_formulas_are_those_of_torch(name):
         after = state()
         if update == 1:
             continue  # torch has no state before
-        how = Settings(settings, (50,), update, 0.01, 0.1, settings.first_momentum)
-        found = expected(how, before, weights.grad.double(), after)
+        how = Update((50,), update, 0.01, 0.1, settings.first_momentum)
+        found = rule_of(settings).of_elements(how, before, weights.grad.double(), after)
         assert found.keys() == after.keys()
         assert all(bool(((after[kind] - value).abs() <= off).all()) for kind, (value, off) in found.items())
         # Each of these is noticed.
         for change in ({"rate": 0.0101}, {"decay": 0.11}, {"momentum": 0.91}, {"rate": 0.0}):
-            other = expected(Settings(**(vars(how) | change)), before, weights.grad.double(), after)
+            wrong = Update(**(vars(how) | change))
+            other = rule_of(settings).of_elements(wrong, before, weights.grad.double(), after)
             assert any(bool(((after[kind] - value).abs() > off).any()) for kind, (value, off) in other.items()), change

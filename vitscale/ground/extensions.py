@@ -96,11 +96,11 @@ def _imported(module: str, path: str) -> ModuleType:
         raise ValueError(f"{path}: importing {module} fails: {type(error).__name__}: {error}") from error
 
 
-def by_kind(base: type[Block], place: str) -> WrapValidator:
-    """A validator that reads a block as the class its `kind` names if that is a dotted path, otherwise as usual."""
+def by_kind(base: type[Block], place: str, key: str = "kind") -> WrapValidator:
+    """A validator that reads a block as the class its `key` names if that is a dotted path, otherwise as usual."""
 
     def validate(content: Any, otherwise: ValidatorFunctionWrapHandler) -> Any:
-        kind = content.get("kind") if isinstance(content, dict) else None
+        kind = content.get(key) if isinstance(content, dict) else None
         if isinstance(content, base):
             return content
         if not is_path(kind):

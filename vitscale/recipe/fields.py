@@ -109,7 +109,7 @@ def json_schema() -> dict[str, Any]:
         if "discriminator" in field:
             field["anyOf"] = field.pop("oneOf")  # the kind may be in the file extended, or the default
             field.pop("discriminator")
-    for name, tag in (("model", "family"), ("objective", "kind")):
+    for name, tag in (("model", "family"), ("objective", "kind"), ("optimizer", "name")):
         schema["properties"][name]["anyOf"].append(_named_by_path(tag))
     schema["properties"]["model"]["anyOf"].append({"type": "string", "description": "the name alone"})
     schema["$defs"]["Evaluator"] = _named_by_path("kind")

@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializeAsAny,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from vitscale.ground.block import Block
@@ -61,32 +68,6 @@ class ParameterGroup(Block):
         return self
 
 
-LearningRate = Annotated[float, Field(gt=0, description="learning rate at the end of the warmup")]
-DecayExclude = Annotated[
-    Pattern | None, Field(description="a regular expression; parameters with a matching name have no weight decay")
-]
-ClipNorm = Annotated[
-    float | None, Field(gt=0, description="global gradient norm above which gradients are scaled down to it")
-]
-Groups = Annotated[
-    list[ParameterGroup],
-    Field(
-        max_length=_MOST_GROUPS,
-        description="parameters with their own learning rate or weight decay, or frozen ones",
-    ),
-]
-LayerDecay = Annotated[
-    float | None,
-    Field(
-        gt=0,
-        le=1,
-        description="for Transformers, as in BEiT and MAE: the learning rate of block i of d (from 0) is multiplied "
-        "by this to the power of d - i, that of the embeddings (and a hybrid's stem) to the power of d + "
-        "1, in addition to a group's lr_factor",
-    ),
-]
-
-
 Shape = tuple[int, ...]
 Kept = Mapping[str, Shape]
 """An optimizer's state for a parameter: kind, as in checkpoints -> shape."""
@@ -96,47 +77,116 @@ Betas = Annotated[
 ]
 
 
-class AdamW(Block):
-    """Adam with decoupled weight decay times the current learning rate, as in the authors' code."""
+class Optimizer(Block):
+    """The base of every `optimizer` block; its keys are the fields of one optimizer.
 
-    kept_in_bf16: ClassVar[frozenset[str]] = frozenset()
-    name: Literal["adamw"] = Field("adamw", description="chooses this optimizer")
-    lr: LearningRate
-    betas: Betas = Field([0.9, 0.999])
-    eps: float = Field(1e-8, gt=0, description="added to the root of the mean square")
+    Attributes:
+        implementation: `module:class` of the `vitscale.training.optimizers.rule.Rule` that updates by it.
+        needs_whole_tensors: whether the update of an element depends on others of its parameter, which may be on
+            another rank.
+        untimed: what of an update the time of a plan leaves out; empty for nothing.
+    """
+
+    implementation: ClassVar[str]
+    needs_whole_tensors: ClassVar[bool] = False
+    untimed: ClassVar[str] = ""
+
+    name: str = Field(description="chooses this optimizer")
+    lr: float = Field(gt=0, description="learning rate at the end of the warmup")
     weight_decay: float = Field(
         0.0, ge=0, description="each update subtracts this times the learning rate times the weight"
     )
-    decay_exclude: DecayExclude = None
-    clip_norm: ClipNorm = None
-    groups: Groups = Field([])
-    layer_decay: LayerDecay = None
+    decay_exclude: Pattern | None = Field(
+        None, description="a regular expression; parameters with a matching name have no weight decay"
+    )
+    clip_norm: float | None = Field(
+        None, gt=0, description="global gradient norm above which gradients are scaled down to it"
+    )
+    groups: list[ParameterGroup] = Field(
+        [],
+        max_length=_MOST_GROUPS,
+        description="parameters with their own learning rate or weight decay, or frozen ones",
+    )
+    layer_decay: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="for Transformers, as in BEiT and MAE: the learning rate of block i of d (from 0) is multiplied "
+        "by this to the power of d - i, that of the embeddings (and a hybrid's stem) to the power of d + "
+        "1, in addition to a group's lr_factor",
+    )
+
+    @model_serializer(mode="wrap")
+    def _in_order(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Name and learning rate first, then the optimizer's own keys, then those that all have."""
+        values = dump(self)
+        order = [*list(values)[:2], *list(values)[_SHARED_KEYS:], *list(values)[2:_SHARED_KEYS]]
+        return {key: values[key] for key in order}
 
     @property
     def first_momentum(self) -> float:
-        """The part of the mean gradient that an update keeps, before a schedule changes it."""
-        return self.betas[0]
+        """The part of the running mean that an update keeps, before a schedule changes it; 0 without momentum."""
+        raise NotImplementedError
+
+    @property
+    def kept_in_bf16(self) -> frozenset[str]:
+        """The kinds of state that are kept in bf16 instead of fp32."""
+        return frozenset()
+
+    @property
+    def sees_heads(self) -> bool:
+        """Whether the heads of attention are an axis of their own in the tensors that it sees."""
+        return False
 
     def kept(self, name: str, shape: Shape) -> Kept:
-        """What is kept of a parameter besides its value."""
+        """What is kept of a parameter besides its value; by default Adam's two means."""
         return {"exp_avg": shape, "exp_avg_sq": shape}
 
+    def check_parameters(self, shapes: Mapping[str, Shape]) -> None:
+        """Raise `ValueError` if a setting fits none of the model's parameters."""
 
-class SGD(Block):
+    def workspace(self, largest: int, share: int, is_divided: bool) -> int:
+        """Temporary bytes of an update.
+
+        Args:
+            largest: elements of the largest parameter.
+            share: elements that a rank updates.
+            is_divided: whether ranks hold parts of parameters.
+        """
+        return 0
+
+
+_SHARED_KEYS = len(Optimizer.model_fields)
+_ADAM_AT_ONCE = 1 << 24  # elements that training/optimizers/whole_tensors.py copies at a time
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay times the current learning rate, as in the authors' code."""
+
+    implementation: ClassVar[str] = "vitscale.training.optimizers.adamw:AdamWRule"
+
+    name: Literal["adamw"] = Field("adamw", description="chooses this optimizer")
+    betas: Betas = Field([0.9, 0.999])
+    eps: float = Field(1e-8, gt=0, description="added to the root of the mean square")
+
+    @property
+    def first_momentum(self) -> float:
+        """As `Optimizer.first_momentum`."""
+        return self.betas[0]
+
+
+class SGD(Optimizer):
     """Stochastic gradient descent with momentum; weight decay is added to the gradient."""
 
+    implementation: ClassVar[str] = "vitscale.training.optimizers.sgd:SGDRule"
+
     name: Literal["sgd"] = Field(description="chooses this optimizer")
-    lr: LearningRate
+    weight_decay: float = Field(0.0, ge=0, description="this times each weight is added to its gradient")
     momentum: float = Field(0.9, ge=0, lt=1, description="share of the previous update that is kept")
     momentum_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",
         description="data type of the momentum; bf16, as in the authors' fine-tuning code: 2 bytes per parameter",
     )
-    weight_decay: float = Field(0.0, ge=0, description="this times each weight is added to its gradient")
-    decay_exclude: DecayExclude = None
-    clip_norm: ClipNorm = None
-    groups: Groups = Field([])
-    layer_decay: LayerDecay = None
 
     @model_validator(mode="after")
     def _something_to_keep(self) -> "SGD":
@@ -146,57 +196,55 @@ class SGD(Block):
 
     @property
     def first_momentum(self) -> float:
-        """The part of the last update that is kept, before a schedule changes it."""
+        """As `Optimizer.first_momentum`."""
         return self.momentum
 
     @property
     def kept_in_bf16(self) -> frozenset[str]:
-        """The kinds of state that are kept in bf16 instead of fp32."""
+        """As `Optimizer.kept_in_bf16`."""
         return frozenset({"momentum_buffer"} if self.momentum_dtype == "bf16" else ())
 
     def kept(self, name: str, shape: Shape) -> Kept:
-        """What is kept of a parameter besides its value."""
+        """As `Optimizer.kept`."""
         return {"momentum_buffer": shape} if self.momentum else {}
 
 
-class Lamb(Block):
+class Lamb(Optimizer):
     """Adam with each parameter's update scaled to the parameter's norm (You et al. 2020), for large batches.
 
     In the form used by DeiT-III: the weight decay is part of the update, which is not scaled for parameters without
     weight decay.
     """
 
-    kept_in_bf16: ClassVar[frozenset[str]] = frozenset()
+    implementation: ClassVar[str] = "vitscale.training.optimizers.lamb:LambRule"
+    needs_whole_tensors: ClassVar[bool] = True
+
     name: Literal["lamb"] = Field(description="chooses this optimizer")
-    lr: LearningRate
+    weight_decay: float = Field(0.0, ge=0, description="this times each weight is added to its update before scaling")
     betas: Betas = Field([0.9, 0.999])
     eps: float = Field(1e-6, gt=0, description="added to the root of the mean square")
-    weight_decay: float = Field(0.0, ge=0, description="this times each weight is added to its update before scaling")
-    decay_exclude: DecayExclude = None
-    clip_norm: ClipNorm = None
-    groups: Groups = Field([])
-    layer_decay: LayerDecay = None
 
     @property
     def first_momentum(self) -> float:
-        """The part of the mean gradient that an update keeps, before a schedule changes it."""
+        """As `Optimizer.first_momentum`."""
         return self.betas[0]
 
-    def kept(self, name: str, shape: Shape) -> Kept:
-        """What is kept of a parameter besides its value."""
-        return {"exp_avg": shape, "exp_avg_sq": shape}
+    def workspace(self, largest: int, share: int, is_divided: bool) -> int:
+        """As `Optimizer.workspace`."""
+        return 4 * min(largest, _ADAM_AT_ONCE)
 
 
-class Adafactor(Block):
+class Adafactor(Optimizer):
     """Adam with little memory, as in "Scaling Vision Transformers" (big_vision's): 2 bytes per parameter and masters.
 
     The mean squares of a matrix are stored as the means of its rows and columns (Shazeer and Stern 2018), the momentum
     in bf16. At update t their decay rate is the smaller of `beta2_cap` and 1 - t^-0.8.
     """
 
-    kept_in_bf16: ClassVar[frozenset[str]] = frozenset({"exp_avg"})
+    implementation: ClassVar[str] = "vitscale.training.optimizers.adafactor:AdafactorRule"
+    needs_whole_tensors: ClassVar[bool] = True
+
     name: Literal["adafactor"] = Field(description="chooses this optimizer")
-    lr: LearningRate
     momentum: float = Field(0.9, gt=0, lt=1, description="share of the running mean of updates kept at each update")
     beta2_cap: float = Field(0.999, gt=0, lt=1, description="upper limit of the decay rate of the mean squares")
     factored_from: int = Field(
@@ -207,13 +255,6 @@ class Adafactor(Block):
         description="true: the sides are those of big_vision's tensors, so that query, key, value and output of each "
         "attention head are factored apart, and small patches are not; false: those of matrices as stored, as in timm",
     )
-    weight_decay: float = Field(
-        0.0, ge=0, description="each update subtracts this times the learning rate times the weight"
-    )
-    decay_exclude: DecayExclude = None
-    clip_norm: ClipNorm = None
-    groups: Groups = Field([])
-    layer_decay: LayerDecay = None
 
     @model_validator(mode="before")
     @classmethod
@@ -224,8 +265,18 @@ class Adafactor(Block):
 
     @property
     def first_momentum(self) -> float:
-        """The part of the mean update that is kept, before a schedule changes it."""
+        """As `Optimizer.first_momentum`."""
         return self.momentum
+
+    @property
+    def kept_in_bf16(self) -> frozenset[str]:
+        """As `Optimizer.kept_in_bf16`."""
+        return frozenset({"exp_avg"})
+
+    @property
+    def sees_heads(self) -> bool:
+        """As `Optimizer.sees_heads`."""
+        return self.by_head
 
     def factored_dims(self, shape: Shape) -> tuple[int, int] | None:
         """(second longest dimension, longest one), a later one counting as longer than an equal one before it.
@@ -238,24 +289,30 @@ class Adafactor(Block):
         return None if shape[second] < self.factored_from else (second, longest)
 
     def kept(self, name: str, shape: Shape) -> Kept:
-        """What is kept of a parameter besides its value."""
+        """As `Optimizer.kept`."""
         dims = self.factored_dims(shape)
         if dims is None:
             return {"exp_avg": shape, "exp_avg_sq": shape}
         rows, columns = ([1 if side == dim else size for side, size in enumerate(shape)] for dim in reversed(dims))
         return {"exp_avg": shape, "exp_avg_sq_r": tuple(rows), "exp_avg_sq_c": tuple(columns)}
 
+    def workspace(self, largest: int, share: int, is_divided: bool) -> int:
+        """A piece of a gradient, its squares, and one of them times its factors."""
+        return 12 * min(largest, share)
 
-class Muon(Block):
+
+class Muon(Optimizer):
     """Orthogonalised momentum for the matrices of the blocks, AdamW for everything else (Jordan et al. 2024).
 
     The update of an m x n matrix is scaled by 0.2 sqrt(max(m, n)), which makes it as large as AdamW's, so that both use
     the same learning rate and weight decay (Liu et al. 2025).
     """
 
-    kept_in_bf16: ClassVar[frozenset[str]] = frozenset()
+    implementation: ClassVar[str] = "vitscale.training.optimizers.muon:MuonRule"
+    needs_whole_tensors: ClassVar[bool] = True
+    untimed: ClassVar[str] = "making matrices orthogonal and for sending them to and fro for that"
+
     name: Literal["muon"] = Field(description="chooses this optimizer")
-    lr: LearningRate
     momentum: float = Field(
         0.95, ge=0, lt=1, description="for the matrices: share of the running mean gradient that is kept"
     )
@@ -265,29 +322,32 @@ class Muon(Block):
     )
     betas: Betas = Field([0.9, 0.95])
     eps: float = Field(1e-7, gt=0, description="for AdamW, and the smallest norm a matrix is divided by")
-    weight_decay: float = Field(
-        0.0, ge=0, description="each update subtracts this times the learning rate times the weight"
-    )
-    decay_exclude: DecayExclude = None
-    clip_norm: ClipNorm = None
-    groups: Groups = Field([])
-    layer_decay: LayerDecay = None
 
     @property
     def first_momentum(self) -> float:
-        """The part of the mean gradient that is kept, before a schedule changes it."""
+        """As `Optimizer.first_momentum`."""
         return self.momentum
 
     def kept(self, name: str, shape: Shape) -> Kept:
-        """What is kept of a parameter besides its value."""
+        """As `Optimizer.kept`."""
         if len(shape) > 1 and matches(self.matrices, name):
             return {"momentum_buffer": shape}
-        return {"exp_avg": shape, "exp_avg_sq": shape}
+        return super().kept(name, shape)
+
+    def check_parameters(self, shapes: Mapping[str, Shape]) -> None:
+        """As `Optimizer.check_parameters`."""
+        if not any("momentum_buffer" in self.kept(name, shape) for name, shape in shapes.items()):
+            raise ValueError(f"optimizer.matrices: {self.matrices!r} matches no matrix among the model's parameters")
+
+    def workspace(self, largest: int, share: int, is_divided: bool) -> int:
+        """In bf16: whole matrices sent and received, and one matrix's intermediate results."""
+        return 2 * 4 * (share if is_divided else 0) + 2 * 4 * largest
 
 
-Optimizer = AdamW | SGD | Lamb | Adafactor | Muon
-WHOLE_TENSOR_OPTIMIZERS = (Lamb, Adafactor, Muon)
-"""The optimizers whose update of an element depends on others of its parameter, which may be on another rank."""
+AnyOptimizer = Annotated[
+    SerializeAsAny[AdamW | SGD | Lamb | Adafactor | Muon],
+    Field(discriminator="name", description="how weights are updated"),
+]
 
 
 def group_of(optimizer: Optimizer, name: str) -> ParameterGroup | None:

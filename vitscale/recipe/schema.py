@@ -24,7 +24,7 @@ from vitscale.recipe.evaluation import Evaluation, Selection
 from vitscale.recipe.families import ModelBlock
 from vitscale.recipe.masked_patches import MaskedPatches
 from vitscale.recipe.objectives import Classification, Objective, with_kind
-from vitscale.recipe.optimizers import WHOLE_TENSOR_OPTIMIZERS, Adafactor, Kept, Optimizer, Shape
+from vitscale.recipe.optimizers import AnyOptimizer, Kept, Optimizer, Shape
 from vitscale.recipe.schedule import Schedule
 from vitscale.recipe.watching import Anomalies, Check, Logging, Profile
 
@@ -266,7 +266,7 @@ class Recipe(Block):
         BeforeValidator(with_kind),
     ] = Classification()
     init: Init | None = None
-    optimizer: Annotated[Optimizer, Field(discriminator="name", description="how weights are updated")]
+    optimizer: Annotated[AnyOptimizer, by_kind(Optimizer, "optimizer", "name")]
     schedule: Schedule
     precision: Literal["auto", "bf16", "fp32", "fp8"] = Field(
         "auto",
@@ -322,7 +322,7 @@ class Recipe(Block):
         if (
             known("parallelism", "optimizer")
             and self.parallelism.offload != "none"
-            and isinstance(self.optimizer, WHOLE_TENSOR_OPTIMIZERS)
+            and self.optimizer.needs_whole_tensors
         ):
             yield (
                 f"parallelism.offload keeps the state of adamw and sgd on the host, and this is {self.optimizer.name}, "
@@ -386,8 +386,7 @@ class Recipe(Block):
 
     def axes(self, name: str, shape: Shape) -> Shape:
         """A parameter's shape as the optimizer sees it: for Adafactor `by_head` with all axes apart."""
-        by_head = isinstance(self.optimizer, Adafactor) and self.optimizer.by_head
-        return self.model.axes(name, shape) if by_head else shape
+        return self.model.axes(name, shape) if self.optimizer.sees_heads else shape
 
     def kept(self, name: str, shape: Shape) -> Kept:
         """What the optimizer keeps of a parameter besides its value: kind, as in checkpoints -> shape."""

@@ -1,4 +1,4 @@
-"""What another package can bring: a model family, an objective, an evaluator, and an operation on images.
+"""What another package can bring: a model family, an objective, an optimizer, an evaluator, an operation on images.
 
 Here are the blocks that a recipe names, without torch; what computes them is in the modules beside.
 """
@@ -100,6 +100,23 @@ class Rotation(recipe.Objective):
     def operations(self, recipe: recipe.Recipe) -> Sequence[Operation]:
         """As `Objective.operations`."""
         return (dense("turns", 1, recipe.model.shape().width, 4),)
+
+
+class Lion(recipe.Optimizer):
+    """Steps by the sign of a mean gradient (Chen et al., 2023); keeps half of what AdamW does."""
+
+    implementation: ClassVar[str] = "example_vision.lion:LionRule"
+
+    betas: list[float] = Field([0.9, 0.99], min_length=2, max_length=2, description="of the step, and of the mean")
+
+    @property
+    def first_momentum(self) -> float:
+        """As `Optimizer.first_momentum`."""
+        return self.betas[0]
+
+    def kept(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """As `Optimizer.kept`."""
+        return {"exp_avg": shape}
 
 
 class FeatureNorm(recipe.Evaluator):

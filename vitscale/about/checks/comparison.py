@@ -18,7 +18,6 @@ from vitscale.training.deepspeed.applied_gradients import GradientPiece
 Aspect = Literal["gradient", "update", "moments", "average", "weights"]
 ASPECTS: tuple[Aspect, ...] = ("gradient", "update", "moments", "average", "weights")
 _LEAST = 1e-30
-_ORTHOGONAL = 64  # roundings of Muon's 15 products of matrices, each of which enlarges the errors of the ones before
 
 
 class Worst(NamedTuple):
@@ -147,23 +146,18 @@ class Comparison:
 
     def updates(self, step: int, before: State, after: State, applied: Mapping[str, Tensor], rates: Rates) -> None:
         """Compare masters, moments and average after a step with what follows from those before and the gradient."""
-        settings: Any = self.oracle.recipe.optimizer
         for name, shape in self._shapes.items():
             kinds = self.oracle.recipe.kept(name, tuple(shape)) if name in applied else {}
             weight = before.values["master"][name].double()
             kept = {kind: before.values[kind][name].double() for kind in kinds}
             expected, moments = self.oracle.update(name, weight, kept, applied.get(name, weight), rates)
             where = f"step {step}, {name}"
-            of_step = rounding.of_update(torch.float32)
-            if settings.name == "adafactor":
-                of_step = rounding.of_update(torch.bfloat16)
-            elif settings.name == "muon" and "momentum_buffer" in kinds:
-                of_step = rounding.of_update(torch.bfloat16, _ORTHOGONAL)
+            of_step = rounding.of_update(*self.oracle.rule.roundings(kept))
             moved, size = float((expected - weight).norm()), max(float(weight.norm()), float(expected.norm()), _LEAST)
             limit = rounding.of_update(torch.float32) + of_step * moved / size
             self._note("update", name, Worst(_apart(after.values["master"][name], expected, size), limit, where))
             for kind, moment in moments.items():
-                stored = torch.bfloat16 if kind in settings.kept_in_bf16 else torch.float32
+                stored = torch.bfloat16 if kind in self.oracle.recipe.optimizer.kept_in_bf16 else torch.float32
                 scale = max(float(moment.norm()), float(kept[kind].norm()), _LEAST)
                 error = _apart(after.values[kind][name], moment, scale)
                 self._note("moments", name, Worst(error, rounding.of_update(stored), f"{where}, {kind}"))

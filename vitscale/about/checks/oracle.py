@@ -1,15 +1,15 @@
-"""What an update must be, in plain torch: one process, whole tensors, no DeepSpeed, nothing of `vitscale.training`.
+"""What an update must be, in plain torch: one process, whole tensors, no DeepSpeed.
 
 It is short so that it can be read and believed. It shares with training the model, the objective with what that draws
-for a batch, and the operations on pixels. All else is written again here: the mean over the global batch, clipping,
-groups, optimizers and averages. The forward and backward pass are in fp32, on the weights and pixels that the engine
-computes with (rounded to bf16 where it does); an update and its moments are in double precision.
+for a batch, and the operations on pixels. All else is written again: here the mean over the global batch, clipping,
+groups and averages, and beside each optimizer the formula of its paper (`Rule.reference`), which training never runs.
+The forward and backward pass are in fp32, on the weights and pixels that the engine computes with (rounded to bf16
+where it does); an update and its moments are in double precision.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +19,8 @@ from vitscale.data.batch import Batch
 from vitscale.data.image_operations import TrainingInput
 from vitscale.objectives import build_objective
 from vitscale.recipe import Recipe, matches, validate_recipe
-
-_LINEAR, _CUBIC, _FIFTH = (  # Muon's: x -> a x + b x^3 + c x^5, one for each step
-    (4.0848, 3.9505, 3.7418, 2.8769, 2.8366),
-    (-6.8946, -6.3029, -5.5913, -3.1427, -3.0525),
-    (2.9270, 2.6377, 2.3037, 1.2046, 1.2012),
-)
-
+from vitscale.runs.checkpoint import MASTER
+from vitscale.training.optimizers.rule import Update, rule_of
 
 Rates = tuple[int, float, float | None, float | None]
 """Updates done before, learning rate, and where a schedule changes them, weight decay's factor and momentum."""
@@ -55,7 +50,7 @@ class Oracle:
     """Computes a recipe's updates by a `module` of its own, on `device`. `dtype` is the engine's."""
 
     def __init__(self, recipe: Recipe, num_classes: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.recipe, self._dtype, self._device = recipe, dtype, device
+        self.recipe, self.rule, self._dtype, self._device = recipe, rule_of(recipe.optimizer), dtype, device
         plain = recipe.dump() | {"precision": "fp32", "parallelism": {}, "deepspeed": {}}
         with torch.device("meta"):
             module = build_objective(validate_recipe(plain, "the oracle's recipe"), num_classes)
@@ -124,36 +119,19 @@ class Oracle:
 
     def update(self, name: str, weight: Tensor, kept: Kept, gradient: Tensor, rates: Rates) -> tuple[Tensor, Kept]:
         """A parameter and what is kept for it after an update with this gradient; all in double precision."""
-        settings: Any = self.recipe.optimizer
         group = self.group(name)
         if group is None:
             return weight, {}
-        done, rate, decay_factor, scheduled = rates
-        rate, decay = rate * group[0], group[1] * (1.0 if decay_factor is None else decay_factor)
-        momentum, updates = settings.first_momentum if scheduled is None else scheduled, done + 1
-        match settings.name:
-            case "sgd":
-                step = gradient + decay * weight
-                if not kept:  # no momentum
-                    return weight - rate * step, {}
-                step = momentum * kept["momentum_buffer"] + step
-                return weight - rate * step, {"momentum_buffer": step}
-            case "adafactor":
-                step, kept = _adafactor(kept, gradient, momentum, settings.beta2_cap, updates)
-            case "muon" if "momentum_buffer" in kept:
-                mean = momentum * kept["momentum_buffer"] + (1 - momentum) * gradient
-                step = 0.2 * math.sqrt(max(mean.flatten(1).shape)) * _orthogonal(mean, settings.eps)
-                kept = {"momentum_buffer": mean}
-            case _:
-                betas = (settings.betas[0] if settings.name == "muon" else momentum, settings.betas[1])
-                step, kept = _adam(kept, gradient, betas, settings.eps, updates)
-        if settings.name == "lamb":
-            if decay:
-                step = step + decay * weight
-                norms = float(weight.norm()), float(step.norm())
-                step = step * (norms[0] / norms[1] if min(norms) > 0 else 1.0)
-            return weight - rate * step, kept
-        return weight * (1 - rate * decay) - rate * step, kept
+        done, rate, decay_factor, momentum = rates
+        update = Update(
+            shape=self.recipe.axes(name, tuple(weight.shape)),
+            number=done + 1,
+            rate=rate * group[0],
+            decay=group[1] * (1.0 if decay_factor is None else decay_factor),
+            momentum=self.recipe.optimizer.first_momentum if momentum is None else momentum,
+        )
+        after = dict(self.rule.reference(update, {MASTER: weight, **kept}, gradient))
+        return after.pop(MASTER), after
 
     def average(self, old: Tensor, weight: Tensor, updates: int) -> Tensor:
         """The moving average of a parameter after `updates` updates."""
@@ -161,40 +139,3 @@ class Oracle:
         assert settings is not None
         part = min(settings.decay, (1 + updates) / (10 + updates)) if settings.warmup else settings.decay
         return part * old + (1 - part) * weight
-
-
-def _adam(kept: Kept, gradient: Tensor, betas: tuple[float, float], eps: float, updates: int) -> tuple[Tensor, Kept]:
-    """Kingma and Ba, 2015: the direction, and both means."""
-    mean = betas[0] * kept["exp_avg"] + (1 - betas[0]) * gradient
-    square = betas[1] * kept["exp_avg_sq"] + (1 - betas[1]) * gradient**2
-    root = (square / (1 - betas[1] ** updates)).sqrt() + eps
-    return mean / (1 - betas[0] ** updates) / root, {"exp_avg": mean, "exp_avg_sq": square}
-
-
-def _adafactor(kept: Kept, gradient: Tensor, momentum: float, cap: float, updates: int) -> tuple[Tensor, Kept]:
-    """Zhai et al., 2022, section 3.5: the direction, its mean in bf16, and the squares by rows and columns."""
-    new, kinds = 1 - min(cap, 1 - updates**-0.8), [kind for kind in kept if kind != "exp_avg"]
-    gradient = gradient.view(torch.broadcast_shapes(*(kept[kind].shape for kind in kinds)))  # with an axis of heads
-    means = {kind: (1 - new) * kept[kind] + new * _mean_like(gradient**2 + 1e-30, kept[kind]) for kind in kinds}
-    if "exp_avg_sq" in means:
-        step = gradient / means["exp_avg_sq"].sqrt()
-    else:
-        rows, columns = means["exp_avg_sq_r"], means["exp_avg_sq_c"]
-        step = gradient / (rows / _mean_like(rows, columns)).sqrt() / columns.sqrt()
-    step = kept["exp_avg"].lerp(step.view_as(kept["exp_avg"]).bfloat16().double(), 1 - momentum).bfloat16().double()
-    return step, {**means, "exp_avg": step}
-
-
-def _mean_like(values: Tensor, shaped: Tensor) -> Tensor:
-    """The mean over the sides that have one element in `shaped`."""
-    sides = [side for side in range(values.ndim) if shaped.shape[side] == 1 and values.shape[side] > 1]
-    return values.mean(dim=sides, keepdim=True) if sides else values
-
-
-def _orthogonal(matrix: Tensor, eps: float) -> Tensor:
-    """The orthogonalised matrix (Jordan et al., 2024)."""
-    x = matrix.flatten(1) / max(float(matrix.norm()), eps)
-    for a, b, c in zip(_LINEAR, _CUBIC, _FIFTH, strict=True):
-        square = x @ x.mT
-        x = a * x + (b * square + c * square @ square) @ x
-    return x.view(matrix.shape)

@@ -16,7 +16,7 @@ from vitscale.flops.estimate import Estimate
 from vitscale.flops.training_set import training_set
 from vitscale.flops.work import Work
 from vitscale.ground.errors import RecipeError, VitscaleError
-from vitscale.recipe import Muon, Recipe
+from vitscale.recipe import Recipe
 from vitscale.training.beginning.memory import Memory, memory_of
 from vitscale.training.beginning.micro_batches import USABLE, tensors_by_micro_batch
 from vitscale.training.beginning.parameters import Parameters, model_parameters
@@ -440,7 +440,7 @@ def _assumed_of_time(recipe: Recipe, cluster: Cluster) -> list[str]:
         said.append(f"no time for the optimizer's update: the bandwidth of {cluster.device.name} is not known")
     if recipe.parallelism.offload != "none":
         said.append("no time for the offloaded optimizer and its way to the host and back, which may be most of a step")
-    if isinstance(recipe.optimizer, Muon):
-        said.append("no time for making matrices orthogonal and for sending them to and fro for that")
+    if recipe.optimizer.untimed:
+        said.append(f"no time for {recipe.optimizer.untimed}")
     said.append("data, evaluations and checkpoints keep nobody waiting")
     return said

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from vitscale.models.layers import CHANNELS
-from vitscale.recipe import Adafactor, Lamb, Muon, Recipe
+from vitscale.recipe import Recipe
 from vitscale.training.beginning.parameters import Parameters, model_parameters
 from vitscale.training.beginning.tensors import DeviceType, StepTensors, step_tensors
 from vitscale.training.deepspeed.bucket_sizes import MOST_UNDER_WAY, elements_in_flight
@@ -22,7 +22,6 @@ from vitscale.training.deepspeed.bucket_sizes import MOST_UNDER_WAY, elements_in
 _CPU_RUNTIME = 160 << 20  # threads, kernels and buffers of libraries, measured from the imports to the third step
 _BATCHES_BESIDE_PREFETCH = 3  # one in the planner's hands, one awaited, one in use
 _BATCHES_ON_CUDA = 3  # see data/device.py
-_ADAM_AT_ONCE = 1 << 24  # elements that training/whole_tensors.py copies at a time
 ALL_REDUCE_ELEMENTS = 500_000_000  # elements that DeepSpeed sums at once in stage 0
 
 
@@ -207,6 +206,7 @@ def _model_states(
             update = (4 if accumulated_word == 4 else 6) * at_once
             gathered = min(sum(sizes) - persistent, elements["stage3_max_live_parameters"]) if world_size > 1 else 0
             workspace += word * gathered
+    working = recipe.optimizer.workspace(max(trained, default=0), share, is_divided=stage > 0 and world_size > 1)
     memory = Memory(
         device=device,
         weights=weights + word * parameters.of_teacher,
@@ -218,7 +218,7 @@ def _model_states(
         workspace=workspace,
         accumulated=accumulated,
         gradients=gradients,
-        update=update + _while_updating(recipe, trained, share, stage, world_size),
+        update=update + working,
         host_optimizer=4 * frozen,
         host_loader=0,
         host_checkpoint=_pinned(copied_word * per_rank + copied_moments + copied_frozen_word * frozen, device),
@@ -243,21 +243,6 @@ def _model_states(
 def _pinned(size: int, device: DeviceType) -> int:
     """The bytes that torch takes for a copy on the host: beside CUDA it is pinned, and a power of two."""
     return 1 << (size - 1).bit_length() if device == "cuda" and size else size
-
-
-def _while_updating(recipe: Recipe, trained: Sequence[int], share: int, stage: int, world_size: int) -> int:
-    """The temporary bytes that an optimizer of whole tensors needs during its update."""
-    largest = max(trained, default=0)
-    match recipe.optimizer:
-        case Lamb():
-            return 4 * min(largest, _ADAM_AT_ONCE)
-        case Adafactor():  # a piece of a gradient, its squares, and one of them times its factors
-            return 12 * min(largest, share)
-        case Muon():  # bf16: whole matrices sent and received, and one matrix's intermediate results
-            exchanged = 2 * 4 * share if stage > 0 and world_size > 1 else 0
-            return exchanged + 2 * 4 * largest
-        case _:
-            return 0
 
 
 def optimizer_share(sizes: Sequence[int], stage: int, world_size: int) -> int:

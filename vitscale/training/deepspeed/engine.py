@@ -17,15 +17,14 @@ from torch import nn
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.wording import describe_mistake
 from vitscale.objectives import Objective
-from vitscale.recipe import SGD, Adafactor, AdamW, Lamb, Muon, Recipe, is_frozen
+from vitscale.recipe import Recipe, is_frozen
 from vitscale.training.deepspeed import fragments
 from vitscale.training.deepspeed.bucket_sizes import bucket_sizes
 from vitscale.training.deepspeed.exchange import Exchange, ScatteredSums, in_buckets
 from vitscale.training.deepspeed.lean_deepspeed import deepspeed
 from vitscale.training.deepspeed.zero_update import RankGradients, ZeroUpdate
-from vitscale.training.optimizers import adafactor, lamb, muon
-from vitscale.training.optimizers.bf16_momentum import Bf16MomentumSGD
 from vitscale.training.optimizers.parameter_groups import BASE_DECAY, LR_FACTOR, freeze, parameter_groups
+from vitscale.training.optimizers.rule import rule_of
 from vitscale.training.optimizers.schedule import Rates
 from vitscale.training.optimizers.whole_tensors import WholeTensorOptimizer
 
@@ -210,27 +209,10 @@ def build_optimizer(recipe: Recipe, objective: Objective, bucket: int | None = N
     The learning rate is 0 until `set_rates`, which runs before each step: DeepSpeed creates some of its state by a step
     with zero gradients, and that must not decay the weights.
     """
-    settings, groups = recipe.optimizer, parameter_groups(recipe, objective)
+    groups = parameter_groups(recipe, objective)
     if bucket is not None:
         groups = in_buckets(groups, bucket)
-    match settings:
-        case AdamW():
-            # Offloaded state is on the CPU, whatever the device: `fused` works on both.
-            return torch.optim.AdamW(groups, lr=0.0, betas=_pair(settings.betas), eps=settings.eps, fused=True)
-        case SGD(momentum_dtype="bf16"):
-            return Bf16MomentumSGD(groups, lr=0.0, momentum=settings.momentum)
-        case SGD():
-            return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=True)
-        case Lamb():
-            return lamb.Lamb(groups, _pair(settings.betas), settings.eps)
-        case Adafactor():
-            return adafactor.Adafactor(groups, settings)
-        case Muon():
-            return muon.Muon(groups, settings)
-
-
-def _pair(betas: list[float]) -> tuple[float, float]:
-    return betas[0], betas[1]
+    return rule_of(recipe.optimizer).build(groups)
 
 
 def set_rates(engine: Any, rates: Rates) -> None:

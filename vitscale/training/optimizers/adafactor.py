@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vitscale.recipe import Adafactor as Settings
+from vitscale.runs.checkpoint import MASTER
 from vitscale.training.optimizers.pieces import Piece
+from vitscale.training.optimizers.rule import Expected, Rule, State, Update, decoupled
 from vitscale.training.optimizers.whole_tensors import Group, Part, WholeTensorOptimizer
 
 _EPS = 1e-30  # added to every square
@@ -103,3 +106,51 @@ class _Slab:
     def of(self, factor: Tensor) -> Tensor:
         """The part of a factor of rows or columns that belongs to the slab."""
         return factor if factor.shape[0] == 1 else factor[self._first : self._stop]
+
+
+class AdafactorRule(Rule[Settings]):
+    """Zhai et al., 2022, section 3.5: weights follow a mean in bf16 of directions, divided by factored mean squares."""
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """As `Rule.build`."""
+        return Adafactor(groups, self.settings)
+
+    def roundings(self, before: State) -> tuple[torch.dtype, int]:
+        """As `Rule.roundings`."""
+        return torch.bfloat16, super().roundings(before)[1]
+
+    def reference(self, update: Update, before: State, gradient: Tensor) -> State:
+        """As `Rule.reference`."""
+        step, means = self._direction(update, before, gradient)
+        step = step.bfloat16().double()
+        mean = before["exp_avg"].lerp(step, 1 - update.momentum).bfloat16().double()
+        return {MASTER: decoupled(update, before[MASTER], mean), **means, "exp_avg": mean}
+
+    def _direction(self, update: Update, before: State, gradient: Tensor) -> tuple[Tensor, State]:
+        """With the mean squares by which it is divided."""
+        new = 1 - min(self.settings.beta2_cap, 1 - update.number**-_DECAY_RATE)
+        kinds = [kind for kind in before if kind not in (MASTER, "exp_avg")]
+        slope = gradient.view(torch.broadcast_shapes(*(before[kind].shape for kind in kinds)))  # heads on their own
+        means = {kind: (1 - new) * before[kind] + new * _mean_like(slope**2 + _EPS, before[kind]) for kind in kinds}
+        if "exp_avg_sq" in means:
+            return gradient / means["exp_avg_sq"].sqrt(), means
+        rows, columns = means["exp_avg_sq_r"], means["exp_avg_sq_c"]
+        return (slope / (rows / _mean_like(rows, columns)).sqrt() / columns.sqrt()).view_as(gradient), means
+
+    def of_elements(self, update: Update, before: State, gradient: Tensor, after: State) -> Expected:
+        """The mean direction of a factored tensor is taken as it is."""
+
+        def rule(state: State, slope: Tensor) -> State:
+            weights = {MASTER: decoupled(update, state[MASTER], after["exp_avg"])}
+            if self.settings.factored_dims(update.shape) is not None:
+                return weights
+            step, means = self._direction(update, state, slope)
+            return {**weights, **means, "exp_avg": state["exp_avg"].lerp(step, 1 - update.momentum)}
+
+        return self.within(rule, before, gradient)
+
+
+def _mean_like(values: Tensor, shaped: Tensor) -> Tensor:
+    """The mean over the sides that have one element in `shaped`."""
+    sides = [side for side in range(values.ndim) if shaped.shape[side] == 1 and values.shape[side] > 1]
+    return values.mean(dim=sides, keepdim=True) if sides else values

@@ -1,10 +1,14 @@
 """LAMB (You et al. 2020) as DeiT-III trains with it: NVIDIA's and timm's form."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from vitscale.recipe import Lamb as Settings
+from vitscale.runs.checkpoint import MASTER
+from vitscale.training.optimizers.rule import OF_CHANGE, Expected, Rule, State, Update, adam
 from vitscale.training.optimizers.whole_tensors import Group, Part, WholeTensorOptimizer, update_means
 
 
@@ -44,3 +48,33 @@ class Lamb(WholeTensorOptimizer):
         for ratio, part in zip(ratios, parts, strict=True):
             if part.piece is not None:
                 part.piece.of_gradient().mul_(ratio)
+
+
+class LambRule(Rule[Settings]):
+    """In NVIDIA's form, where the direction of what has no weight decay is not scaled."""
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """As `Rule.build`."""
+        return Lamb(groups, (self.settings.betas[0], self.settings.betas[1]), self.settings.eps)
+
+    def reference(self, update: Update, before: State, gradient: Tensor) -> State:
+        """As `Rule.reference`."""
+        return self._scaled(update, before, gradient, None)
+
+    def _scaled(self, update: Update, before: State, gradient: Tensor, after: State | None) -> State:
+        """With the ratio of the norms, or where only a few elements are known, that of the step made."""
+        direction, kept = adam((update.momentum, self.settings.betas[1]), self.settings.eps, update, before, gradient)
+        direction, weights, ratio = direction + update.decay * before[MASTER], before[MASTER], 1.0
+        if update.decay and update.rate and direction.any():
+            if after is None:
+                ratio = float(weights.norm() / direction.norm()) or 1.0
+            else:
+                step = weights - after[MASTER]
+                ratio = float((step * direction).sum() / (update.rate * direction.square().sum()))
+        return {MASTER: weights - update.rate * ratio * direction, **kept}
+
+    def of_elements(self, update: Update, before: State, gradient: Tensor, after: State) -> Expected:
+        """As `Rule.of_elements`."""
+        found = self.within(lambda state, slope: self._scaled(update, state, slope, after), before, gradient)
+        weights, limit = found[MASTER]
+        return {**found, MASTER: (weights, limit + OF_CHANGE * (weights - before[MASTER]).abs().max())}

@@ -3,12 +3,15 @@
 import math
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vitscale.recipe import Muon as Settings
+from vitscale.runs.checkpoint import MASTER
 from vitscale.training.optimizers.pieces import Piece
+from vitscale.training.optimizers.rule import LEAST, OF_TERMS, Expected, Rule, State, Update, adam, decoupled
 from vitscale.training.optimizers.whole_tensors import Group, WholeTensorOptimizer, update_means
 
 # Coefficients (a, b, c) of the polynomials a x + b x^3 + c x^5 that take singular values to 1, one for each step
@@ -65,3 +68,43 @@ def orthogonal(matrix: Tensor, eps: float) -> Tensor:
         square = x @ x.mT
         x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.mT if matrix.shape[0] > matrix.shape[1] else x
+
+
+class MuonRule(Rule[Settings]):
+    """Its matrices are those that it keeps a momentum of; AdamW's rule is for all else."""
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """As `Rule.build`."""
+        return Muon(groups, self.settings)
+
+    def reference(self, update: Update, before: State, gradient: Tensor) -> State:
+        """As `Rule.reference`."""
+        if "momentum_buffer" not in before:
+            betas = (self.settings.betas[0], self.settings.betas[1])
+            direction, kept = adam(betas, self.settings.eps, update, before, gradient)
+            return {MASTER: decoupled(update, before[MASTER], direction), **kept}
+        mean = self._mean(update, before, gradient)["momentum_buffer"]
+        x = mean.flatten(1) / max(float(mean.norm()), self.settings.eps)
+        for a, b, c in _COEFFICIENTS:
+            square = x @ x.mT
+            x = a * x + (b * square + c * square @ square) @ x
+        direction = 0.2 * math.sqrt(max(x.shape)) * x.view(mean.shape)
+        return {MASTER: decoupled(update, before[MASTER], direction), "momentum_buffer": mean}
+
+    def roundings(self, before: State) -> tuple[torch.dtype, int]:
+        """Of 15 products of matrices in bf16, each of which enlarges the errors of the ones before."""
+        return (torch.bfloat16, 64) if "momentum_buffer" in before else super().roundings(before)
+
+    def of_elements(self, update: Update, before: State, gradient: Tensor, after: State) -> Expected:
+        """Of a matrix only the size of the change is known."""
+        if "momentum_buffer" not in before:
+            return self.within(lambda state, slope: self.reference(update, state, slope), before, gradient)
+        kept = before[MASTER] * (1 - update.rate * update.decay)
+        longest = max(update.shape[0], math.prod(update.shape[1:]))
+        most = 0.3 * math.sqrt(longest) * update.rate  # an orthogonal matrix has no element above 1, these reach 1.2
+        of_mean = self.within(lambda state, slope: self._mean(update, state, slope), before, gradient)
+        return {**of_mean, MASTER: (kept, OF_TERMS * kept.abs() + most + LEAST)}
+
+    def _mean(self, update: Update, before: State, gradient: Tensor) -> State:
+        kept = update.momentum * before["momentum_buffer"]
+        return {"momentum_buffer": kept + (1 - update.momentum) * gradient}

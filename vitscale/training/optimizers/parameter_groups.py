@@ -7,7 +7,7 @@ from torch import nn
 
 from vitscale.ground.errors import RecipeError
 from vitscale.objectives import Objective
-from vitscale.recipe import Muon, Optimizer, Recipe, group_of, is_frozen, matches
+from vitscale.recipe import Optimizer, Recipe, group_of, is_frozen, matches
 
 LR_FACTOR = "lr_factor"
 """The key of a group of torch's optimizer that holds its factor of the learning rate."""
@@ -35,10 +35,10 @@ def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any
     names = [name for name, _ in objective.named_weights()]
     if settings.decay_exclude is not None and not any(_is_excluded(settings, name) for name in names):
         raise RecipeError(f"optimizer.decay_exclude: {settings.decay_exclude!r} matches none of the model's parameters")
-    if isinstance(settings, Muon) and not any(
-        "momentum_buffer" in settings.kept(name, _shape(parameter)) for name, parameter in objective.named_weights()
-    ):
-        raise RecipeError(f"optimizer.matrices: {settings.matrices!r} matches no matrix among the model's parameters")
+    try:
+        settings.check_parameters({name: _shape(parameter) for name, parameter in objective.named_weights()})
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
     for problem in _idle_groups(settings, names):
         raise RecipeError(problem)
     groups: dict[tuple[bool, float, float, tuple[str, ...]], list[nn.Parameter]] = {}

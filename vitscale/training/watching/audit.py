@@ -8,7 +8,7 @@ Such a step is watched from outside DeepSpeed, and nothing about it is changed:
   on the losses finds the factor that DeepSpeed has multiplied the loss by.
 - **Norm and clipping.** The norm that DeepSpeed reports is that of the gradient that it applies.
 - **Updates.** Some elements of every fragment are recomputed from their earlier state by the optimizer's formula
-  (update_rules.py). The state afterwards is taken from what a checkpoint would hold.
+  (`Rule.of_elements`). The state afterwards is taken from what a checkpoint would hold.
 - **Weights.** The weights that each rank computes with are, bit by bit, their owner's fp32 weights rounded: before and
   after the step, and under ZeRO 3 also as gathered in the forward and backward passes.
 
@@ -33,10 +33,10 @@ from vitscale.runs.checkpoint import MASTER, Fragment
 from vitscale.training.deepspeed import fragments
 from vitscale.training.deepspeed.distributed import World
 from vitscale.training.deepspeed.engine import settle_weights
-from vitscale.training.optimizers import update_rules
 from vitscale.training.optimizers.parameter_groups import LR_FACTOR, parameter_groups
 from vitscale.training.optimizers.pieces import Piece
 from vitscale.training.optimizers.projections import key_of, project, sample
+from vitscale.training.optimizers.rule import State, Update, rule_of
 from vitscale.training.optimizers.schedule import Rates
 from vitscale.training.watching.replicas import checksum
 
@@ -88,7 +88,7 @@ class _Sampled:
     """Some elements of a fragment before the update: their places, state and gradient."""
 
     places: Tensor
-    state: update_rules.State
+    state: State
     gradient: Tensor
 
 
@@ -107,7 +107,7 @@ class Audit:
         self._to_save = to_save
         self._findings: list[Finding] = []
         self._trained = {name: each for name, each in engine.module.named_weights() if each.requires_grad}
-        self._settings = _settings(recipe, engine, rates)
+        self._rule, self._updates = rule_of(recipe.optimizer), _updates(recipe, engine, rates)
         self._pieces = list(fragments.pieces_of(engine))
         self._is_replicated = fragments.is_replicated(engine)
         self._lay_out()
@@ -288,7 +288,7 @@ class Audit:
 
     def _check_rule(self, piece: Piece, before: _Sampled, now: dict[str, Tensor]) -> None:
         after = {kind: values[before.places].double().cpu() for kind, values in now.items()}
-        expected = update_rules.expected(self._settings[piece.name], before.state, before.gradient, after)
+        expected = self._rule.of_elements(self._updates[piece.name], before.state, before.gradient, after)
         for kind, (value, off) in expected.items():
             wrong = ~((after[kind] - value).abs() <= off)
             if wrong.any():
@@ -386,16 +386,15 @@ def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-def _settings(recipe: Recipe, engine: Any, rates: Rates) -> dict[str, update_rules.Settings]:
+def _updates(recipe: Recipe, engine: Any, rates: Rates) -> dict[str, Update]:
     """How each parameter must be updated, by the recipe and not by what DeepSpeed has in its groups."""
     names = {parameter: name for name, parameter in engine.module.named_weights()}
     optimizer, factor = recipe.optimizer, rates.weight_decay_factor
     momentum = optimizer.first_momentum if rates.momentum is None else rates.momentum
     return {
-        names[parameter]: update_rules.Settings(
-            optimizer=optimizer,
+        names[parameter]: Update(
             shape=recipe.axes(names[parameter], engine.whole_shapes[names[parameter]]),
-            update=rates.updates + 1,
+            number=rates.updates + 1,
             rate=rates.learning_rate * group[LR_FACTOR],
             decay=group["weight_decay"] * (1.0 if factor is None else factor),
             momentum=momentum,

@@ -1,15 +1,20 @@
-"""Stochastic gradient descent whose momentum is kept in bf16, as the authors fine-tune: two bytes a parameter."""
+"""Stochastic gradient descent, torch's or with momentum that is kept in bf16, as the authors fine-tune."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from vitscale.recipe import SGD
+from vitscale.runs.checkpoint import MASTER
+from vitscale.training.optimizers.rule import Rule, State, Update
 
 _AT_ONCE = 1 << 24  # elements copied to fp32 at a time
 
 
 class Bf16MomentumSGD(torch.optim.Optimizer):
-    """torch's SGD with `momentum` and `weight_decay`, computed in fp32; the momentum that is kept is rounded to bf16.
+    """torch's SGD with `momentum` and `weight_decay`, computed in fp32; the momentum is rounded to bf16, 2 bytes each.
 
     The weights are updated by the momentum before it is rounded.
     """
@@ -35,3 +40,21 @@ class Bf16MomentumSGD(torch.optim.Optimizer):
                     momentum.add_(weights, alpha=group["weight_decay"])
                     weights.add_(momentum, alpha=-group["lr"])
                     kept.copy_(momentum)
+
+
+class SGDRule(Rule[SGD]):
+    """Momentum as torch has it: the mean is not scaled by 1 - momentum."""
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """As `Rule.build`."""
+        if self.settings.kept_in_bf16:
+            return Bf16MomentumSGD(groups, lr=0.0, momentum=self.settings.momentum)
+        return torch.optim.SGD(groups, lr=0.0, momentum=self.settings.momentum, fused=True)
+
+    def reference(self, update: Update, before: State, gradient: Tensor) -> State:
+        """As `Rule.reference`."""
+        weights, step = before[MASTER], gradient + update.decay * before[MASTER]
+        if "momentum_buffer" not in before:
+            return {MASTER: weights - update.rate * step}
+        step = update.momentum * before["momentum_buffer"] + step
+        return {MASTER: weights - update.rate * step, "momentum_buffer": step}
