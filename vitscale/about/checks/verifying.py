@@ -307,7 +307,8 @@ class _Verification:
             wrong[DONE_FILE] = _mistakes(done, known) + _mistakes(ended, said.get(newest.step, ended))
             if done.get("step") != newest.step:
                 wrong[DONE_FILE].append(f"the newest checkpoint is of step {newest.step:,}")
-            self.recorded[newest.step] += [(DONE_FILE, ended)] if ended else []
+            if ended:  # else there is nothing to evaluate again
+                self.recorded[newest.step].append((DONE_FILE, ended))
         report = None if self.asked.report is None else Path(self.asked.report)
         for folder in {self.run_dir.parent, self.run_dir, report or self.run_dir}:
             where, content = str(folder / _RESULTS_FILE), read_object(folder / _RESULTS_FILE) or {}
