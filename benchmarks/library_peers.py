@@ -1,6 +1,6 @@
-"""What of ours stands where a library could: the sort of conversions, the worker pool, PDQ, the diff of shards, .npz.
+"""What of ours stands where a library could: the sort of conversions, the worker pool, PDQ, .npz.
 
-    python benchmarks/library_peers.py [sort] [pool] [pdq] [diff] [npz] [--rows 5000000]
+    python benchmarks/library_peers.py [sort] [pool] [pdq] [npz] [--rows 5000000]
 
 Every contender has a process of its own: seconds, peak of its resident memory, and what it came to. DuckDB, Pebble,
 loky and pdqhash take part where they are installed; nothing of ours needs them.
@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import sqlite3
 import tempfile
 import time
 from collections import Counter
@@ -29,7 +28,6 @@ from data_tools import shuffle
 from data_tools.dedup.pdq import pdq_hashes
 from data_tools.engines.local import run_in_processes
 from data_tools.engines.task import Progress
-from vitscale.data.shards import diff
 
 BATCH = 100_000
 CLASSES = 21_843
@@ -186,34 +184,6 @@ def _lumas() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (20_000, 64, 64), np.uint8)
 
 
-# ---- Two datasets, image by image ------------------------------------------------------------------------------------
-
-
-def diff_ours(folder: Path, count: int) -> str:
-    """As `vitscale.data.shards.diff` does it, in SQLite on disk."""
-    with sqlite3.connect(folder / "sqlite") as database:
-        for setting in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -262144"):
-            database.execute(f"PRAGMA {setting}")
-        for name in ("a", "b"):
-            database.execute(f"CREATE TABLE {name} (key TEXT, name TEXT, sha256, crc, size, labels TEXT)")
-            for batch in _read(folder):
-                keys, numbers = batch.column("key").to_pylist(), batch.column("number").to_pylist()
-                facts = zip(keys, keys, batch.column("content").to_pylist(), numbers, numbers, keys, strict=True)
-                database.executemany(f"INSERT INTO {name} VALUES (?, ?, ?, ?, ?, ?)", facts)
-            database.execute(f"CREATE UNIQUE INDEX {name}_key ON {name} (key)")
-        found = diff.Difference()
-        diff._ask(database, found)
-    return f"differences: {found.counts}"
-
-
-def diff_pyarrow(folder: Path, count: int) -> str:
-    """One join in memory."""
-    columns = ["key", "content", "number"]
-    table = pa.Table.from_batches(list(_read(folder))).select(columns)
-    joined = table.join(table, "key", join_type="full outer", right_suffix="_b", use_threads=False)
-    return f"joined: {joined.num_rows:,}"
-
-
 # ---- Weights of 2.6 GB as .npz ---------------------------------------------------------------------------------------
 
 
@@ -244,7 +214,6 @@ CONTENDERS: dict[str, tuple[Callable[[Path, int], Any], ...]] = {
     "sort": (sort_ours, sort_duckdb, sort_pyarrow),
     "pool": (pool_ours, pool_pebble, pool_loky),
     "pdq": (pdq_ours, pdq_library),
-    "diff": (diff_ours, diff_pyarrow),
     "npz": (npz_ours, npz_numpy),
 }
 
@@ -272,7 +241,7 @@ def main() -> None:
         for contender in CONTENDERS[subject]:
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
-                if subject in ("sort", "diff"):
+                if subject == "sort":
                     with pa.OSFile(str(folder / "rows"), "wb") as file, ExitStack() as stack:
                         writer: Any = None
                         for batch in rows(given.rows):

@@ -21,6 +21,7 @@ from rich.markup import escape
 
 from data_tools.conversion_plan import ConversionPlan
 from data_tools.dedup.against import NamedIndex, open_matcher
+from data_tools.dedup.matching import Matcher
 from data_tools.finishing import Outcome, finish, reports_of, totals_of
 from data_tools.locks import ALL_TASKS, alone, claimed
 from data_tools.machine import Machine
@@ -28,8 +29,8 @@ from data_tools.output import Output
 from data_tools.planning import Begun, Planner
 from data_tools.probe import Probe
 from data_tools.report import say
-from data_tools.request import Request
-from data_tools.sources import Source, open_source
+from data_tools.request import Conversion, Request
+from data_tools.sources import Source
 from data_tools.task_runner import TaskRunner
 from vitscale.data.shards import Manifest
 from vitscale.ground import storage
@@ -67,13 +68,12 @@ def convert(
         if output.is_complete(request.split_names):
             return _already(request, output)
         output.refuse_foreign(request.split_names)
-        if source is None:
-            source = open_source(request.src, request.kind, request.source, has_splits=bool(request.splits))
+        conversion = Conversion.of(request, output, machine, console, source)
         _create(output)
         with claimed(_locks(output), machine.tasks):
             if output.is_complete(request.split_names):  # another converter has finished since
                 return _already(request, output)
-            return _convert(request, source, output, machine, console)
+            return _convert(conversion)
 
 
 def merge(out: str | Path, max_reject_rate: float, work: Path | None = None) -> Outcome:
@@ -97,69 +97,74 @@ def merge(out: str | Path, max_reject_rate: float, work: Path | None = None) -> 
         if begun is None or begun.plan is None:
             raise RecipeError(f"--merge {out}: no unfinished conversion there")
         plan = ConversionPlan.from_json(begun.plan, output.work)
-        dedup = tuple(map(NamedIndex.from_json, begun.indexes))
-        _open_indexes(dedup, str(out))
+        matcher = _matcher(tuple(map(NamedIndex.from_json, begun.indexes)), str(out))
         _create(output)
         with claimed(_locks(output), ALL_TASKS):
             output.log("merge", request=begun.request)
             reports = reports_of(output, range(plan.tasks))
             totals = totals_of(reports.values(), plan.ignored)
-            return finish(output, plan, reports, max_reject_rate, dedup, totals)
+            return finish(output, plan, reports, max_reject_rate, matcher, totals)
 
 
-def dry_run(request: Request, out: str | Path, machine: Machine, console: Console) -> tuple[ConversionPlan, Probe]:
-    """The plan that `convert` would follow, and a trial of its first images; writes nothing to `out`.
+def dry_run(
+    request: Request, out: str | Path, machine: Machine, console: Console
+) -> tuple[Conversion, ConversionPlan, Probe]:
+    """The conversion that `convert` would make, its plan, and a trial of its first images; writes nothing to `out`.
 
     A source that can only be streamed is copied to a temporary folder, as `convert` would copy it. Raises the same
     errors as `convert`.
     """
     _refuse_nested(request.src, str(out))
-    source = open_source(request.src, request.kind, request.source, has_splits=bool(request.splits))
     with (
         _disk_errors(str(machine.work or tempfile.gettempdir())),
         tempfile.TemporaryDirectory(prefix="vitscale-convert-", dir=machine.work) as folder,
     ):
-        return Planner(request, source, Output(str(out), Path(folder)), machine.runner(request.src), console).trial()
+        conversion = Conversion.of(request, Output(str(out), Path(folder)), machine, console)
+        return conversion, *Planner(conversion).trial()
 
 
-def _convert(request: Request, source: Source, output: Output, machine: Machine, console: Console) -> Outcome:
+def _convert(conversion: Conversion) -> Outcome:
     """Make the plan, run this machine's tasks and, if these are all the tasks, write the manifest."""
+    request, output, machine = conversion.request, conversion.output, conversion.machine
     started = time.monotonic()
     output.log("start", request=request.to_json(), **_described(machine))
-    if machine.engine == "ray" and source.streams and output.is_remote and machine.work is None:
+    if machine.engine == "ray" and conversion.source.streams and output.is_remote and machine.work is None:
         raise RecipeError(
             f"--engine ray: images of {request.src} are streamed to a folder of this machine, which the nodes of a "
             "cluster cannot read. Name a folder on a shared file system with --work"
         )
-    planner = Planner(request, source, output, machine.runner(request.src, output.where), console)
+    planner = Planner(conversion)
+
     # Converters that share a work folder wait for the first one's plan; a converter with its own folder makes the plan.
-    with alone(output.work / "locks", lambda: console.print("waiting for another converter's plan", highlight=False)):
-        plan = planner.plan(allow_unlabelled=machine.allow_unlabelled)
+    def waits() -> None:
+        conversion.console.print("waiting for another converter's plan", highlight=False)
+
+    with alone(output.work / "locks", waits):
+        plan = planner.plan()
     mine = machine.tasks.of(plan.tasks)
     reports = reports_of(output, mine)
-    _announce(plan, len(mine), len(reports), request, machine, console)
-    run = machine.shard_runner(request.src, output.where)
-    runner = TaskRunner(plan, request, planner.reader, output, run, machine.max_reject_rate, console)
-    images_now = runner.run(mine, reports)
+    _announce(conversion, plan, len(mine), len(reports))
+    images_now = TaskRunner(conversion, plan, planner.reader).run(mine, reports)
     totals = totals_of(reports.values(), plan.ignored)
     totals.seconds, totals.images_now = time.monotonic() - started, images_now
     output.log("tasks done", tasks=str(machine.tasks), **totals.to_json())
     if machine.tasks.count > 1:
         return Outcome({}, totals)
-    return finish(output, plan, reports, machine.max_reject_rate, request.dedup, totals)
+    return finish(output, plan, reports, machine.max_reject_rate, conversion.matcher, totals)
 
 
-def _announce(plan: ConversionPlan, mine: int, done: int, request: Request, machine: Machine, console: Console) -> None:
+def _announce(conversion: Conversion, plan: ConversionPlan, mine: int, done: int) -> None:
     """Print what there is to do, how much is already done, and which copies `--preset exact` cannot find."""
+    console, tasks, stored = conversion.console, conversion.machine.tasks, conversion.request.images
     say(
         console,
         f"{counted(plan.images, 'image')} of {counted(len(plan.class_names), 'class')} in "
         f"{counted(plan.tasks, 'shard')}"
-        + (f", {mine:,} of them in --task-range {machine.tasks}" if machine.tasks.count > 1 else "")
+        + (f", {mine:,} of them in --task-range {tasks}" if tasks.count > 1 else "")
         + (f", {done:,} already done" if done else ""),
     )
-    if request.dedup and (request.images.short_side or request.images.long_side):
-        exact = [one.name for one in open_matcher(request.dedup).test_sets if not one.settings.near]
+    if conversion.matcher is not None and (stored.short_side or stored.long_side):
+        exact = [one.name for one in conversion.matcher.test_sets if not one.settings.near]
         if exact:
             say(
                 console,
@@ -168,16 +173,15 @@ def _announce(plan: ConversionPlan, mine: int, done: int, request: Request, mach
             )
 
 
-def _open_indexes(dedup: tuple[NamedIndex, ...], out: str) -> None:
-    """Raise DataError if an index that images were compared with has changed or moved."""
-    if dedup:
-        try:
-            open_matcher(dedup)
-        except DataError as error:
-            raise DataError(
-                f"--merge {out}: needs the index that images were compared with. {error}. Put it back, or finish with "
-                "the command that began the conversion, its --dedup-against naming where the index is now"
-            ) from error
+def _matcher(dedup: tuple[NamedIndex, ...], out: str) -> Matcher | None:
+    """What images were compared by, or None. Raises DataError if an index has changed or moved."""
+    try:
+        return open_matcher(dedup) if dedup else None
+    except DataError as error:
+        raise DataError(
+            f"--merge {out}: needs the index that images were compared with. {error}. Put it back, or finish with "
+            "the command that began the conversion, its --dedup-against naming where the index is now"
+        ) from error
 
 
 def _already(request: Request, output: Output) -> Outcome:

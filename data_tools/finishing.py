@@ -13,7 +13,7 @@ import pyarrow as pa
 from rich.table import Table
 
 from data_tools.conversion_plan import ConversionPlan
-from data_tools.dedup.against import Findings, NamedIndex, open_matcher
+from data_tools.dedup.against import Findings
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.report import tables, write_report
 from data_tools.output import REPORT_FOLDER, Output
@@ -70,7 +70,7 @@ def finish(
     plan: ConversionPlan,
     reports: dict[int, ShardReport],
     max_reject_rate: float,
-    dedup: tuple[NamedIndex, ...],
+    matcher: Matcher | None,
     totals: Totals,
 ) -> Outcome:
     """Write the manifests, and remove the state of the unfinished conversion.
@@ -80,12 +80,12 @@ def finish(
         plan: the conversion's plan.
         reports: the reports of all tasks, by task number.
         max_reject_rate: largest allowed share of rejected images, 0 to 1.
-        dedup: the indexes that images were compared with.
+        matcher: what images were compared by; None if they were not.
         totals: counts to put into the outcome.
 
     Raises:
         RecipeError: some tasks are not done.
-        DataError: too many images were rejected, a dataset has no image left, or an index is missing.
+        DataError: too many images were rejected, or a dataset has no image left.
     """
     missing = [task for task in range(plan.tasks) if task not in reports]
     if missing:
@@ -100,9 +100,8 @@ def finish(
         split.name: [reports[task] for task in range(plan.tasks) if plan.place(task)[0] is split]
         for split in plan.splits
     }
-    if dedup:
+    if matcher is not None:
         _refuse_all_removed(output, by_split)
-    matcher = open_matcher(dedup) if dedup else None
     findings = None if matcher is None else Findings.none(matcher)
     output.put_log()
     manifests = {}

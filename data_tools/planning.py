@@ -19,21 +19,18 @@ import pyarrow as pa
 from rich.markup import escape
 
 from data_tools.conversion_plan import ConversionPlan, write_plan
-from data_tools.dedup.against import NamedIndex
+from data_tools.dedup.matching import Matcher
 from data_tools.engines.inline import run_inline
-from data_tools.engines.task import Run
 from data_tools.listing import ListingTask, PartSummary, Spool, fingerprint
 from data_tools.output import CONVERSION_NAME, Output
 from data_tools.probe import PROBED, Probe, probe
 from data_tools.report import ProgressDisplay, say
-from data_tools.request import Request, refuse_changed
+from data_tools.request import Conversion, refuse_changed
 from data_tools.shard_task import Reader
 from data_tools.shuffle import order_images
-from data_tools.sources import Source
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.files.durable import write_text
 from vitscale.ground.storage import read_bytes
-from vitscale.ground.table import Console
 
 _VERSION = 2
 _REQUEST_FILE = "request.json"
@@ -77,51 +74,39 @@ class Begun:
 
 @dataclass(frozen=True)
 class Planner:
-    """Makes the plan of a conversion, or reads the one made earlier.
+    """Makes the plan of a conversion, or reads the one made earlier."""
 
-    Attributes:
-        request: the conversion's request.
-        source: the source that it reads.
-        output: where it writes.
-        engine: runs the listing.
-        console: shows progress.
-    """
-
-    request: Request
-    source: Source
-    output: Output
-    engine: Run
-    console: Console
+    conversion: Conversion
 
     @property
     def reader(self) -> Reader:
         """What listed images are read from."""
-        return Spool(self._listing) if self.source.streams else self.source
+        source = self.conversion.source
+        return Spool(self._listing) if source.streams else source
 
-    def plan(self, *, allow_unlabelled: bool = False) -> ConversionPlan:
+    def plan(self) -> ConversionPlan:
         """The plan that the output was started with, or a new one.
-
-        Args:
-            allow_unlabelled: whether more than 1 % of the images may lack a label although others have one.
 
         Raises:
             RecipeError: the output was started with another request, or the source has changed since.
             DataError, StorageError: listing failed.
         """
         self._claim_work_folder(self._begin())
-        plan = ConversionPlan.load(self.output.work)
+        output, streams = self.conversion.output, self.conversion.source.streams
+        plan = ConversionPlan.load(output.work)
         if plan is None:
-            plan, _ = self._make(probes=self.request.shard_bytes is not None, allow_unlabelled=allow_unlabelled)
-            if not self.source.streams:
+            probes = self.conversion.request.shard_bytes is not None
+            plan, _ = self._make(probes=probes, allow_unlabelled=self.conversion.machine.allow_unlabelled)
+            if not streams:
                 shutil.rmtree(self._listing, ignore_errors=True)
-        elif not self.source.streams:
-            _refuse_other_parts(plan.parts, self._parts(), self.output.where)
+        elif not streams:
+            _refuse_other_parts(plan.parts, self._parts(), output.where)
         self._agree(plan)
         return plan
 
     def trial(self) -> tuple[ConversionPlan, Probe]:
         """A plan in the work folder only, and a trial of its first images. Raises the same errors as `plan`."""
-        plan, probed = self._make(probes=True, dedup=self.request.dedup, allow_unlabelled=True)
+        plan, probed = self._make(probes=True, matcher=self.conversion.matcher, allow_unlabelled=True)
         assert probed is not None
         return plan, probed
 
@@ -129,64 +114,65 @@ class Planner:
 
     def _begin(self) -> Begun:
         """The output's state: as an earlier call left it, or new. Raises RecipeError if it is for another request."""
-        asked = self.request.to_json()
-        begun = Begun.read(self.output)
+        asked, output = self.conversion.request.to_json(), self.conversion.output
+        begun = Begun.read(output)
         if begun is not None and begun.plan is not None:
-            refuse_changed(begun.request, asked, self.output.where)
+            refuse_changed(begun.request, asked, output.where)
         elif begun is None or begun.request != asked:
             begun = Begun(secrets.token_hex(8), asked, self._indexes, None)
-            begun.write(self.output)
+            begun.write(output)
         return begun
 
     def _claim_work_folder(self, begun: Begun) -> None:
         """Remove the plan of any other conversion from the work folder."""
-        work = self.output.work
+        work = self.conversion.output.work
         work.mkdir(parents=True, exist_ok=True)
-        mine = json.dumps({"identity": begun.identity, "request": self.request.to_json()})
+        mine = json.dumps({"identity": begun.identity, "request": self.conversion.request.to_json()})
         if not _says(work / _REQUEST_FILE, mine):
             (work / "plan.json").unlink(missing_ok=True)
             write_text(work / _REQUEST_FILE, mine)
 
     def _agree(self, plan: ConversionPlan) -> None:
         """Write the plan into the output's state. Raises RecipeError if a different one is there by now."""
-        begun = Begun.read(self.output)
+        output = self.conversion.output
+        begun = Begun.read(output)
         assert begun is not None
         if begun.plan is None:
-            refuse_changed(begun.request, self.request.to_json(), self.output.where)
-            replace(begun, plan=plan.described()).write(self.output)
+            refuse_changed(begun.request, self.conversion.request.to_json(), output.where)
+            replace(begun, plan=plan.described()).write(output)
         elif begun.plan["sha256"] != plan.sha256 or _sizes(begun.plan["parts"]) != _sizes(plan.parts):
             raise RecipeError(
-                f"OUT {self.output.where}: was started with another plan for the same request: the source has changed "
+                f"OUT {output.where}: was started with another plan for the same request: the source has changed "
                 "since. Remove the output and start anew"
             )
         elif begun.indexes != self._indexes:  # they were moved, or are elsewhere on this machine
-            replace(begun, indexes=self._indexes).write(self.output)
+            replace(begun, indexes=self._indexes).write(output)
 
     @property
     def _indexes(self) -> list[dict[str, Any]]:
-        return [index.to_json() for index in self.request.dedup]
+        return [index.to_json() for index in self.conversion.request.dedup]
 
     # ---- A new plan: list, order, probe, deal ------------------------------------------------------------------------
 
     def _make(
-        self, *, probes: bool, allow_unlabelled: bool, dedup: tuple[NamedIndex, ...] = ()
+        self, *, probes: bool, allow_unlabelled: bool, matcher: Matcher | None = None
     ) -> tuple[ConversionPlan, Probe | None]:
-        """A new plan and, if `probes`, a trial of its first images, which are compared with the indexes `dedup`."""
-        request, parts = self.request, self._list()
+        """A new plan and, if `probes`, a trial of its first images, which are compared by the matcher."""
+        request, source, parts = self.conversion.request, self.conversion.source, self._list()
         ordered = order_images(
-            self.source, self._listing, request.shuffle_seed, request.classes, unlabelled=request.source.unlabelled
+            source, self._listing, request.shuffle_seed, request.classes, unlabelled=request.source.unlabelled
         )
         batches, probed, shard_samples = ordered.batches, None, request.shard_samples
         if probes:
             first = _first(batches)
-            probed = probe(first, self.reader, request.images, dedup)
+            probed = probe(first, self.reader, request.images, matcher)
             batches = itertools.chain(first, batches)
             if request.shard_bytes is not None:
                 shard_samples = probed.samples_in(request.shard_bytes)
         plan = write_plan(
             ordered,
             batches,
-            self.output.work,
+            self.conversion.output.work,
             request.splits,
             shard_samples=shard_samples,
             limit=request.limit,
@@ -199,34 +185,35 @@ class Planner:
 
     @property
     def _listing(self) -> Path:
-        return self.output.work / "listing"
+        return self.conversion.output.work / "listing"
 
     def _list(self) -> list[list[str]]:
         """List the parts of the source that are not listed yet or have changed; returns the same as `_parts`."""
-        source, folder = self.source, self._listing
-        listed = json.dumps(self.request.listed())
+        conversion, source, folder = self.conversion, self.conversion.source, self._listing
+        listed = json.dumps(conversion.request.listed())
         if not _says(folder / _REQUEST_FILE, listed):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             write_text(folder / _REQUEST_FILE, listed)
-        say(self.console, f"listing {escape(self.request.src)}")
+        say(conversion.console, f"listing {escape(conversion.request.src)}")
         parts = self._parts()
         tasks = []
         for number, (name, state) in enumerate(parts[: len(source.parts)]):
             summary = PartSummary.load(folder, number)
             if summary is None or not state or summary.fingerprint != f"{name} {state}":
-                tasks.append(ListingTask(source, number, folder, self.request.shuffle_seed, f"{name} {state}"))
+                tasks.append(ListingTask(source, number, folder, conversion.request.shuffle_seed, f"{name} {state}"))
         # Starting a process would take longer than listing one part.
-        engine = run_inline if len(parts) == 1 and not source.streams else self.engine
-        with ProgressDisplay(self.console, "listing", None) as view:
+        places = conversion.request.src, conversion.output.where
+        engine = run_inline if len(parts) == 1 and not source.streams else conversion.machine.runner(*places)
+        with ProgressDisplay(conversion.console, "listing", None) as view:
             for _ in engine(tasks, view.update):
                 pass
         return parts
 
     def _parts(self) -> list[list[str]]:
         """[name, fingerprint] of every part of the source, and of the list of labels."""
-        labels = self.request.source.labels
-        names = [*self.source.parts, *([labels] if labels else [])]
+        labels = self.conversion.request.source.labels
+        names = [*self.conversion.source.parts, *([labels] if labels else [])]
         with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
             return [[name, state] for name, state in zip(names, pool.map(fingerprint, names), strict=True)]
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from data_tools.dedup.against import Candidate, Comparison, NamedIndex, open_matcher
+from data_tools.dedup.against import Candidate, Comparison
+from data_tools.dedup.matching import Matcher
 from data_tools.dedup.tally import Tally
 from data_tools.shard_task import Reader
 from vitscale.data.shards.beton import samples_within
@@ -48,10 +49,10 @@ class Probe:
         return min(samples_within(shard_bytes, self.bytes_per_image), MAX_SHARD_SAMPLES)
 
 
-def probe(batches: list[Any], reader: Reader, options: ImageOptions, dedup: tuple[NamedIndex, ...] = ()) -> Probe:
-    """Convert the first `PROBED` images of some batches of the plan in memory, and compare them with indexes.
+def probe(batches: list[Any], reader: Reader, options: ImageOptions, matcher: Matcher | None = None) -> Probe:
+    """Convert the first `PROBED` images of some batches of the plan in memory, and look for copies of test images.
 
-    Raises StorageError, and DataError if an index has changed.
+    Raises StorageError.
     """
     images = rejected = size = 0
 
@@ -74,7 +75,7 @@ def probe(batches: list[Any], reader: Reader, options: ImageOptions, dedup: tupl
                 size += len(stored.jpeg)
                 yield Candidate.of(stored, data, uid=images)
 
-    comparison = Comparison(open_matcher(dedup)) if dedup else None
+    comparison = Comparison(matcher) if matcher is not None else None
     started = time.perf_counter()
     for _ in stored_images() if comparison is None else comparison.kept(stored_images()):
         pass

@@ -1,4 +1,4 @@
-"""The request of a conversion: every option that decides what is written, and no other option."""
+"""The request of a conversion: every option that decides what is written, and no other; and what it resolves to."""
 
 import hashlib
 import json
@@ -6,15 +6,19 @@ import os
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from data_tools.dedup.against import NamedIndex
+from data_tools.dedup.against import NamedIndex, open_matcher
+from data_tools.dedup.matching import Matcher
 from data_tools.listing import fingerprint
-from data_tools.sources import Kind, SourceOptions
+from data_tools.machine import Machine
+from data_tools.output import Output
+from data_tools.sources import Kind, Source, SourceOptions, open_source
 from data_tools.splits import SplitRule
 from vitscale.data.shards import DEFAULT_CAPACITY
 from vitscale.data.shards.images import IMAGE_SUFFIXES, ImageOptions
 from vitscale.ground import storage
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.safe_text import without_secrets
+from vitscale.ground.table import Console
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,37 @@ class Request:
             if rule.name == split:
                 options["split"] = rule.described()
         return options
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A request, resolved: what the stages of a conversion work with.
+
+    Attributes:
+        request: what is written.
+        source: where it is read from.
+        matcher: recognises copies of test images; None if none are left out. Workers open it by `request.dedup`.
+        output: where it is written to.
+        machine: how it is run.
+        console: shows progress.
+    """
+
+    request: Request
+    source: Source
+    matcher: Matcher | None
+    output: Output
+    machine: Machine
+    console: Console
+
+    @classmethod
+    def of(
+        cls, request: Request, output: Output, machine: Machine, console: Console, source: Source | None = None
+    ) -> "Conversion":
+        """Open the source, unless it is given, and the indexes of test sets. Raises as `convert`."""
+        if source is None:
+            source = open_source(request.src, request.kind, request.source, has_splits=bool(request.splits))
+        matcher = open_matcher(request.dedup) if request.dedup else None
+        return cls(request, source, matcher, output, machine, console)
 
 
 def refuse_changed(before: dict[str, Any], now: dict[str, Any], where: str) -> None:

@@ -4,13 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from data_tools.conversion_plan import ConversionPlan
-from data_tools.engines.task import Run
 from data_tools.finishing import refuse_rejects
-from data_tools.output import Output
 from data_tools.report import ProgressDisplay
-from data_tools.request import Request
+from data_tools.request import Conversion
 from data_tools.shard_task import Reader, ShardReport, ShardTask
-from vitscale.ground.table import Console
 from vitscale.ground.wording import counted
 
 
@@ -19,20 +16,14 @@ class TaskRunner:
     """Runs the tasks of a plan.
 
     Attributes:
-        plan, request, output: the conversion's plan, request and output.
+        conversion: what is converted.
+        plan: its plan.
         reader: what images are read from.
-        engine: runs the tasks.
-        max_reject_rate: largest allowed share of the plan's images that cannot be stored, 0 to 1.
-        console: shows progress.
     """
 
+    conversion: Conversion
     plan: ConversionPlan
-    request: Request
     reader: Reader
-    output: Output
-    engine: Run
-    max_reject_rate: float
-    console: Console
 
     def run(self, tasks: Sequence[int], reports: dict[int, ShardReport]) -> int:
         """Run the tasks that have no report yet, then repeat those with images that another try may read.
@@ -46,13 +37,14 @@ class TaskRunner:
         done = self._run([task for task in tasks if task not in reports], reports)
         again = [task for task, report in reports.items() if report.unsteady]
         if again:
-            self.console.print(
+            self.conversion.console.print(
                 f"{counted(len(again), 'shard')} again: not all of their images could be read", highlight=False
             )
             done += self._run(again, reports)
         return done
 
     def _run(self, tasks: list[int], reports: dict[int, ShardReport]) -> int:
+        conversion, request, output = self.conversion, self.conversion.request, self.conversion.output
         shard_tasks = (
             ShardTask(
                 index=task,
@@ -60,23 +52,24 @@ class TaskRunner:
                 shard=shard,
                 rows=rows,
                 reader=self.reader,
-                output=self.output,
-                options=self.request.images,
+                output=output,
+                options=request.images,
                 several_labels=self.plan.several_labels,
-                dedup=self.request.dedup,
+                dedup=request.dedup,
             )
             for task, rows in self.plan.rows(tasks)
             for split, shard in [self.plan.place(task)]
         )
         count = sum(self.plan.images_of(task) for task in tasks)
         rejected = sum(report.rejected for report in reports.values())
-        with ProgressDisplay(self.console, "converting", count) as view:
-            for report in self.engine(shard_tasks, view.update):
+        engine, most = conversion.machine.shard_runner(request.src, output.where), conversion.machine.max_reject_rate
+        with ProgressDisplay(conversion.console, "converting", count) as view:
+            for report in engine(shard_tasks, view.update):
                 before = reports.get(report.task)
                 rejected += report.rejected - (before.rejected if before else 0)
                 reports[report.task] = report
-                counts = {"rejects": report.rejected, **({"removed": report.removed} if self.request.dedup else {})}
-                self.output.log("shard", task=report.task, seconds=report.seconds, **counts)
-                if rejected > self.max_reject_rate * self.plan.images:  # the remaining tasks cannot change that
-                    refuse_rejects(self.output, self.plan, reports, self.max_reject_rate)
+                counts = {"rejects": report.rejected, **({"removed": report.removed} if request.dedup else {})}
+                output.log("shard", task=report.task, seconds=report.seconds, **counts)
+                if rejected > most * self.plan.images:  # the remaining tasks cannot change that
+                    refuse_rejects(output, self.plan, reports, most)
         return count

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from test_imports import EXCEPTIONS, KNOWN_TO, KNOWS_ONLY, LAYERS, REPOSITORY
+from test_imports import KNOWN_TO, KNOWS_ONLY, LAYERS, REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "architecture.md"
 BEGIN, END = "<!-- map: made by `make architecture` -->", "<!-- end of the map -->"
@@ -72,8 +72,6 @@ def _rules() -> Iterator[str]:
         yield f"- Only these import {package}: {', '.join(sorted(rooms))}."
     for room, known in KNOWS_ONLY.items():
         yield f"- All that {room} imports of vitscale: {', '.join(sorted(known))}."
-    for (module, what), why in EXCEPTIONS.items():
-        yield f"- An exception: {module} imports {what} ({why})."
 
 
 def written_anew(page: str, root: Path) -> str:

@@ -9,11 +9,12 @@ import typer
 from documented_commands import PAGES, REPOSITORY, Command, documented_commands, texts
 from typer.testing import CliRunner
 
-from data_tools.convert import app as convert_app
 from vitscale import pretrain
 from vitscale.about.studies.reading import list_studies
+from vitscale.cli.convert import app as convert_app
+from vitscale.cli.flops import app as flops_app
+from vitscale.cli.main import LaterCommand
 from vitscale.cli.main import app as vitscale_app
-from vitscale.flops.command import app as flops_app
 from vitscale.ground.errors import VitscaleError
 from vitscale.recipe import explain_fields, find_recipe, list_recipes, load_recipe
 from vitscale.recipe.fields import keys, without_indices
@@ -42,6 +43,7 @@ def parsed(command: Command) -> dict[str, Any]:
             words = ["run", *words]  # `vitscale study FILE`
         assert words[0] in parser.commands, f"{command}: there is no command {words[0]!r}"
         parser, words = parser.commands[words[0]], words[1:]
+        parser = parser.load() if isinstance(parser, LaterCommand) else parser
     if words and words[0] in AT_ONCE:
         assert any(words[0] in parameter.opts for parameter in parser.params) or words[0] == "-h"
         return {}

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitscale import recipe
-from vitscale.cli.recipe_output import show_fields
+from vitscale.cli.recipe import show_fields
 from vitscale.data import draws
 from vitscale.data.device import to_model_input
 from vitscale.data.image_operations import ImageOperation, TrainingInput
@@ -264,7 +264,7 @@ def test_a_package_that_exits_when_it_is_imported_is_an_error(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "path", ["vitscale.__main__.X", "vitscale.pretrain.X", "data_tools.convert.X", "venv.__main__.X"]
+    "path", ["vitscale.__main__.X", "vitscale.pretrain.X", "data_tools.conversion.X", "venv.__main__.X"]
 )
 def test_programs_are_no_extensions(monkeypatch, path):
     monkeypatch.setenv("VITSCALE_EXTENSIONS", "example_vision vitscale data_tools venv")

@@ -11,7 +11,7 @@ from messages import refusal
 from pydantic import BaseModel
 from test_recipe_mistakes import MINIMAL, refused
 
-from vitscale.cli.recipe_output import show_difference
+from vitscale.cli.recipe import show_difference
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.recipe import (
     Duration,

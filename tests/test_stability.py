@@ -23,16 +23,16 @@ import pyarrow as pa
 import pytest
 import typer
 
-from data_tools.convert import app as convert_app
 from vitscale import pretrain
 from vitscale.about.checks.verifying import Asked, verify_run
 from vitscale.about.studies.reading import study_schema
-from vitscale.cli.entry import EXIT_INTERRUPTED
+from vitscale.cli.convert import app as convert_app
+from vitscale.cli.flops import app as flops_app
+from vitscale.cli.main import LaterCommand
 from vitscale.cli.main import app as vitscale_app
 from vitscale.data.order import ORDER_VERSION
 from vitscale.data.shards.decisions import DECISIONS
 from vitscale.data.shards.provenance import PROVENANCE, REJECTS
-from vitscale.flops.command import app as flops_app
 from vitscale.ground import errors
 from vitscale.recipe.fields import blocks
 
@@ -55,7 +55,7 @@ NAMES = {
     "vitscale.objectives": ["Losses", "Objective", "Plan"],
     "vitscale.ground.operations": ["Operation", "block_of", "dense", "parameters"],
     "vitscale.ground.ranks": ["reduce_sum"],
-    "vitscale.recipe": ["Evaluator", "ImageOperation", "Objective", "Recipe", "load_recipe", "read_recipe"],
+    "vitscale.recipe": ["Context", "Evaluator", "ImageOperation", "Objective", "Recipe", "load_recipe", "read_recipe"],
     "vitscale.data.shards": ["Manifest"],
     "vitscale.about.status": ["RunReader"],
 }
@@ -85,6 +85,7 @@ def commands() -> Iterator[str]:
 
 
 def _of_command(command: Any, name: str) -> Iterator[str]:
+    command = command.load() if isinstance(command, LaterCommand) else command
     yield name
     hints = typing.get_type_hints(inspect.unwrap(command.callback)) if command.callback else {}
     for parameter in command.params:
@@ -125,7 +126,7 @@ def study_keys() -> Iterator[str]:
 def exit_codes() -> Iterator[str]:
     """Codes that commands end with, and the errors behind them."""
     yield f"{errors.EXIT_DONE}: done"
-    yield f"{EXIT_INTERRUPTED}: Ctrl-C"
+    yield f"{errors.EXIT_INTERRUPTED}: Ctrl-C"
     for name, value in vars(errors).items():
         if inspect.isclass(value) and issubclass(value, errors.VitscaleError):
             yield f"{value.exit_code}: {name}"

@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
+from data_tools import views
 from data_tools.dedup.finding import FOUND_NAME, VERSION
-from data_tools.leaving_out import entries_without, remaining_shards
-from data_tools.views import ViewWriter
-from vitscale.data.shards import Manifest, ShardEntry, schema_version_of
+from vitscale.data.shards import Manifest
 from vitscale.data.shards.decisions import DECISIONS, DECISIONS_NAME, read_decisions, write_decisions
 from vitscale.data.shards.opening import local_copy
 from vitscale.data.shards.provenance import read_table
@@ -81,9 +79,11 @@ class Removal:
             by_test_set={name: of_sets.get(name, 0) for name in names},
         )
 
-    def remaining(self) -> Iterator[int]:
-        """The shards that keep at least one sample."""
-        return remaining_shards(self.manifest, self.uids)
+    @property
+    def emptied(self) -> int:
+        """The number of shards of which nothing is left."""
+        of_shards = views.uids_by_shard(self.manifest, self.uids)
+        return sum(len(uids) == shard.num_selected for uids, shard in zip(of_shards, self.manifest.shards, strict=True))
 
     def all_decisions(self) -> bytes:
         """The content of `dedup.parquet` for the remaining dataset: its earlier decisions, then these.
@@ -100,22 +100,6 @@ class Removal:
             write_decisions(path, tables)
             return path.read_bytes()
 
-    def new_manifest(self, entries: list[ShardEntry]) -> Manifest:
-        """The manifest of the remaining dataset, with these shards."""
-        old = self.manifest
-        kept = {name: getattr(old, name) for name in Manifest.model_fields}
-        against = [*old.options.get(_OPTION, []), *self.indexes]
-        return Manifest(
-            **kept
-            | {
-                "schema_version": schema_version_of(entries),
-                "num_samples": sum(entry.num_selected for entry in entries),
-                "num_removed": old.num_removed + len(self.uids),
-                "options": old.options | {_OPTION: against},
-                "shards": tuple(entries),
-            }
-        )
-
 
 def write_view(removal: Removal, out: str) -> Manifest:
     """Write a manifest of the remaining samples, which refers to the dataset's shards where they are.
@@ -129,13 +113,15 @@ def write_view(removal: Removal, out: str) -> Manifest:
         DataError: a shard that is missing or damaged; a disk that refuses.
         StorageError: a URL that does not answer.
     """
-    try:
-        with ViewWriter(removal.manifest, out) as view:
-            entries = entries_without(view, removal.manifest, removal.uids)
-            view.add(DECISIONS_NAME, removal.all_decisions())
-            return view.save(removal.new_manifest(entries))
-    except OSError as error:
-        raise DataError(f"OUT {out}: cannot be written ({error.strerror or error})") from error
+    old = removal.manifest
+    return views.write_view(
+        old,
+        out,
+        views.kept_without(old, removal.uids),
+        {DECISIONS_NAME: removal.all_decisions()},
+        num_removed=old.num_removed + len(removal.uids),
+        options=old.options | {_OPTION: [*old.options.get(_OPTION, []), *removal.indexes]},
+    )
 
 
 def _described(folder: Path) -> dict[str, Any]:

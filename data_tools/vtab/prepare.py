@@ -18,7 +18,7 @@ import numpy as np
 from data_tools.conversion import convert
 from data_tools.machine import Machine
 from data_tools.request import Request
-from data_tools.views import ViewWriter
+from data_tools.views import write_view
 from data_tools.vtab.copies import Search, find_copy
 from data_tools.vtab.ids import IDS_NAME, Entry, Ids, entries_of, pixels_sha256
 from data_tools.vtab.source import FoundImage, OpenCopy, open_copy
@@ -271,17 +271,16 @@ def _write_view(place: Path, name: str, keys: set[str]) -> None:
         for path in folder.glob("*.excluded.npy"):  # from an attempt that was killed
             path.unlink()
     whole = Manifest.load(place / SMALL)
-    with ViewWriter(whole, str(folder)) as view:
-        shards = []
+
+    def kept() -> Iterator[tuple[int, np.ndarray]]:
         for index in range(len(whole.shards)):
             with open_shard(whole, index) as shard:
                 assert shard.keys is not None
-                kept = np.array([slot for slot in shard.slots.tolist() if shard.keys[slot] in keys], np.int64)
-            if len(kept):
-                shards.append(view.entry(index, kept))
-        same = {field: getattr(whole, field) for field in Manifest.model_fields}
-        count = sum(shard.num_selected for shard in shards)
-        view.save(Manifest(**same | {"num_samples": count, "shards": tuple(shards)}))
+                slots = np.array([slot for slot in shard.slots.tolist() if shard.keys[slot] in keys], np.int64)
+            if len(slots):
+                yield index, slots
+
+    write_view(whole, str(folder), kept())
 
 
 def _samples(folder: Path) -> Counter[tuple[str, int]]:

@@ -19,12 +19,12 @@ from models.weights.exported import NAMES, TINY, described, finished_run, valued
 from typer.testing import CliRunner
 
 from data_tools.conversion import convert
-from data_tools.convert import app as convert_app
 from data_tools.dedup.against import open_matcher
 from data_tools.dedup.embedding import whitened
 from data_tools.dedup.index import FingerprintIndex
 from data_tools.request import Request
 from data_tools.sources import SourceOptions
+from vitscale.cli.convert import app as convert_app
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.decisions import DECISIONS_NAME, read_decisions
 from vitscale.evaluation.embedding import Embedder

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from data_tools import machine
-from data_tools.convert import app
 from data_tools.dedup.against import open_matcher
 from data_tools.engines.inline import run_inline
+from vitscale.cli.convert import app
 from vitscale.data.shards import Manifest, ShardFile
 
 
@@ -36,7 +36,7 @@ def uids(dataset: Manifest | Path) -> list[int]:
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "data_tools.convert", *map(str, arguments)]
+    return [sys.executable, "-m", "vitscale.cli.convert", *map(str, arguments)]
 
 
 def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from messages import refusal
 from typer.testing import CliRunner
 
-from data_tools.dividing import Part, parse_parts, write_parts
-from data_tools.subset import write_subset
+from data_tools.views import Part, parse_parts, write_parts, write_subset
 from vitscale.cli.main import app
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.generated import write_generated_dataset

@@ -11,7 +11,7 @@ from evaluation.test_finished_models import SAMPLES, command, on_processes
 from messages import assert_messages
 from models.weights.exported import TINY, described, finished_run, valued, write
 
-from data_tools.subset import write_subset
+from data_tools.views import write_subset
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
 from vitscale.data.shards.opening import open_shard

@@ -5,8 +5,7 @@ import shutil
 import pytest
 from training.ranks import BASE
 
-from data_tools.dividing import parse_parts, write_parts
-from data_tools.subset import write_subset
+from data_tools.views import parse_parts, write_parts, write_subset
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.beton import StoredSample, field_names, write_shard
 from vitscale.data.shards.generated import write_generated_dataset

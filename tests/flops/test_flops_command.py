@@ -229,7 +229,7 @@ def test_a_full_disk_and_a_closed_stdout_are_no_bugs():
 
 
 def test_a_run_that_is_named_twice_is_one(tmp_path):
-    from vitscale.flops.command import _once
+    from vitscale.cli.flops import _once
 
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to("run")

@@ -130,10 +130,13 @@ def fused_gelu(device: torch.device) -> None:
 
 def speed(device: torch.device) -> None:
     """Batches grow until memory ends, twice; the largest that fits is found, and the device is as usable as before."""
-    from vitscale.evaluation.inspection.speed import throughputs
+    from inference_speed import throughputs
+
+    from vitscale.recipe.families import model_of
 
     torch.cuda.set_per_process_memory_fraction(0.05)
-    first, second = (throughputs(["ViT-Ti/16"], [224], device, "bf16", 0.2, lambda found: None)[0] for _ in range(2))
+    models = {"ViT-Ti/16": model_of(name="ViT-Ti/16", head="linear")}
+    first, second = (next(throughputs(models, [224], device, "bf16", 0.2)) for _ in range(2))
     assert first.largest_batch and second.largest_batch and first.images_per_s and first.images_per_s > 0
     assert abs(first.largest_batch - second.largest_batch) <= first.largest_batch // 8
     torch.zeros(2**20, device=device)

@@ -30,7 +30,9 @@ if "VITSCALE_TEST_DEVICES" in SEEN:
     SEEN["CUDA_VISIBLE_DEVICES"] = SEEN["VITSCALE_TEST_DEVICES"]
 ENVIRONMENT = {
     **SEEN,
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "planning")]),
+    "PYTHONPATH": os.pathsep.join(
+        [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "planning"), str(ROOT / "benchmarks")]
+    ),
 }
 LATER = ("float8", "speed")  # the first needs torchao
 SLOW = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`vitscale inspect` and `vitscale inspect speed`, as people type them: files, pages, and bad input."""
+"""`vitscale inspect` as people type it: files, pages, and bad input."""
 
 import csv
 import shutil
@@ -13,7 +13,6 @@ from models.weights.exported import TINY, described, finished_run, valued, write
 from pictures import encoded, make_picture
 
 from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
-from vitscale.evaluation.inspection.speed import largest_between
 
 pytest.importorskip("matplotlib")
 OF_ATTENTION = {"attention_distance", "attention_entropy", "attention_maps", "attention_rollout"}
@@ -152,38 +151,3 @@ def test_bad_input_is_told_and_leaves_nothing(home, tmp_path):
     places = {tmp_path: "FOLDER", home: "HOME"}
     assert_messages("inspection", {f"case {number}": message for number, message in ours.items()}, places)
     assert not out.exists() and not list(tmp_path.glob(".out*"))
-
-
-def test_speed_is_measured_until_the_time_is_up(tmp_path):
-    names = ("ViT-Ti/16", "R+ViT-Ti/16")
-    code, said = command("inspect", "speed", *names, "--sizes", "8,32", "--seconds", 0.2, "--out", tmp_path / "out")
-    assert code == 0 and "ViT-Ti/16" in said and figures(tmp_path / "out") == {"speed"}
-    found = rows(tmp_path / "out" / "speed.csv")
-    assert [(row["model"], row["image_size"]) for row in found] == [
-        (name, size) for name in names for size in ("8", "32")
-    ]
-    for row in found:
-        is_possible = row["image_size"] == "32"
-        assert bool(row["problem"]) != is_possible and row["largest_batch"] == ""
-        assert not is_possible or (float(row["images_per_s"]) > 0 and int(row["batch"]) >= 1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["ViT-Q/16"], "ViT-Q/16"),
-        (["ViT-Ti/16", "--sizes", "a"], "--sizes"),
-        (["ViT-Ti/16", "--sizes", "64,64"], "--sizes"),
-    ],
-)
-def test_speed_of_what_is_none(tmp_path, arguments, words):
-    code, message = command("inspect", "speed", *arguments, "--out", tmp_path / "out")
-    assert code == 2 and words in message and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("limit", [1, 7, 96, 1000, 4097])
-def test_the_largest_batch_is_found_to_one_part_in_sixteen(limit):
-    fits = 2 ** (limit.bit_length() - 1)
-    tried: list[int] = []
-    found = largest_between(fits, 2 * fits, lambda count: not tried.append(count) and count <= limit)
-    assert limit - max(1, limit // 16) <= found <= limit and len(tried) <= 5

@@ -55,9 +55,9 @@ def keys(count=B, seed=0):
 
 def test_of_196_patches_half_is_78_and_10_and_10():
     recipe = load_recipe("b16_jft_masked")
-    assert recipe.objective.counts(recipe) == (78, 10, 10)
+    assert recipe.objective.counts(recipe.context) == (78, 10, 10)
     fewer = load_recipe("b16_jft_masked_15pct")
-    assert fewer.objective.counts(fewer).corrupted == 29
+    assert fewer.objective.counts(fewer.context).corrupted == 29
 
 
 @given(st.integers(0, 2000), st.lists(st.integers(1, 50), min_size=1, max_size=5))

@@ -13,12 +13,9 @@ from shards_command import run
 
 from data_tools.sources.dataset import open_dataset
 from data_tools.sources.source import SourceOptions
-from data_tools.subset import write_subset
-from vitscale.data.shards.adopt import adopt
-from vitscale.data.shards.generated import write_generated_dataset
+from data_tools.views import write_subset
 from vitscale.data.shards.opening import open_shard
 from vitscale.data.shards.verify import verify
-from vitscale.ground.errors import DataError
 
 
 def test_info_and_head(adopted, tmp_path):
@@ -49,17 +46,6 @@ def test_export(small, adopted, tmp_path):
             assert np.array_equal(np.asarray(Image.open(path)), pixels_of(i, 20 + i, 30))
 
 
-def test_diff(small, adopted, tmp_path):
-    adopt(str(small), str(tmp_path / "again"), class_names=adopted.class_names)
-    assert run("diff", tmp_path / "ds", tmp_path / "again")[0] == 0
-    adopt(str(small), str(tmp_path / "unlabelled"), label_field="none", class_names=adopted.class_names)
-    code, text = run("diff", tmp_path / "ds", tmp_path / "unlabelled")
-    assert code == 1 and "options.adopted" in text
-    write_generated_dataset(tmp_path / "ours", [4])
-    with pytest.raises(DataError, match=r"val\.beton"):
-        run("diff", tmp_path / "ds", tmp_path / "ours")
-
-
 def test_views_find_file_and_checksums(adopted, tmp_path):
     write_subset(str(tmp_path / "ds"), str(tmp_path / "a" / "b"), 5)
     view = write_subset(str(tmp_path / "a" / "b"), str(tmp_path / "c"), 4)
@@ -77,7 +63,6 @@ def test_at_a_url(small, adopted, tmp_path):
     memory.put(str(tmp_path / "ds"), "/adopted/ds", recursive=True)
     try:
         assert run("verify", "memory://adopted/ds")[0] == 0
-        assert run("diff", "memory://adopted/ds", tmp_path / "ds")[0] == 0
     finally:
         memory.rm("/adopted", recursive=True)
 

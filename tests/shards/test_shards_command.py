@@ -2,11 +2,8 @@
 
 import csv
 import json
-import shutil
 import subprocess
 import sys
-from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 
 import fsspec
@@ -17,7 +14,7 @@ from PIL import Image, ImageChops
 from stored_dataset import Photo, write_dataset
 from typer.testing import CliRunner
 
-from data_tools.convert import app as convert_app
+from vitscale.cli.convert import app as convert_app
 from vitscale.cli.main import app
 from vitscale.data.shards import Manifest, SelectFirst, ShardFile
 from vitscale.data.shards.generated import write_generated_dataset
@@ -51,10 +48,10 @@ def first_of(manifest, out, count, shard=-1):
 def test_help_is_there_without_the_libraries():
     code = (
         "import sys; from vitscale.cli.main import app; app(['shards', '--help'], standalone_mode=False); "
-        "assert not {'numpy', 'pyarrow', 'PIL', 'torch', 'numba'} & sys.modules.keys()"
+        "assert not {'pyarrow', 'PIL', 'torch'} & sys.modules.keys()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for command in ("info", "verify", "head", "diff", "export", "adopt"):
+    for command in ("info", "verify", "head", "export", "adopt"):
         assert f"  {command} " in done.stdout
 
 
@@ -100,7 +97,7 @@ def test_verify(tmp_path):
 
 
 def test_what_is_no_dataset(tmp_path):
-    for command in (["info"], ["verify"], ["head"], ["diff", tmp_path], ["export", tmp_path / "out"]):
+    for command in (["info"], ["verify"], ["head"], ["export", tmp_path / "out"]):
         with pytest.raises(DataError, match=str(tmp_path / "absent")):
             shards(command[0], tmp_path / "absent", *command[1:])
     for split in ("train", "test"):
@@ -151,115 +148,6 @@ def test_head_without_a_sheet_and_with_a_wrong_one(tmp_path):
         shards("head", tmp_path / "ds", "--out", tmp_path / "ds" / "shard-00000.beton")
     with pytest.raises(RecipeError, match=r"sheet\.png"):
         shards("head", tmp_path / "ds", "--out", tmp_path / "absent" / "sheet.png")
-
-
-# ----------------------------------------------------------------------------------------------------------------- diff
-
-
-def test_equal_datasets(tmp_path):
-    write_dataset(tmp_path / "a", PHOTOS, 5)
-    write_dataset(tmp_path / "b", PHOTOS, 5)
-    code, text = shards("diff", tmp_path / "a", tmp_path / "b" / "manifest.json")
-    assert code == 0 and "equal: 3 shards" in text
-    # The same images cut otherwise: only the option differs.
-    write_dataset(tmp_path / "c", PHOTOS, 7)
-    code, found = as_json("diff", tmp_path / "a", tmp_path / "c")
-    assert code == 1 and found["counts"] == {} and found["facts"] == {"options.shard_samples": [5, 7]}
-
-
-def test_what_differs(tmp_path):
-    write_dataset(tmp_path / "a", PHOTOS, 12, options={"quality": 95})
-    changed = list(PHOTOS)
-    changed[1] = replace(PHOTOS[1], seed=77)  # another picture under the same key
-    changed[2] = replace(PHOTOS[2], quality=50, source=PHOTOS[2].jpeg)  # the same source, transcoded
-    changed[3] = replace(PHOTOS[3], labels=(0,))
-    changed[4] = replace(PHOTOS[4], key="cat/new.png")
-    changed.append(Photo("dog/added.png", (1,), seed=50))
-    write_dataset(tmp_path / "b", changed, 12, options={"quality": 90, "more": 1}, seed=3)
-    code, found = as_json("diff", tmp_path / "a", tmp_path / "b")
-    assert code == 1 and found["equal"] is False
-    assert found["facts"] == {
-        "num_samples": [12, 13],
-        "shuffle_seed": [0, 3],
-        "options.quality": [95, 90],
-        "options.more": [None, 1],
-    }
-    examples = {what: [example[0] for example in of] for what, of in found["examples"].items()}
-    assert examples == {
-        "only in A": ["cat/04.png"],
-        "only in B": ["cat/new.png", "dog/added.png"],
-        "another source image": ["dog/01.png"],
-        "same source image, stored differently": ["cat/02.png"],
-        "other labels": ["dog/03.png"],
-    }
-    assert found["counts"] == {what: len(keys) for what, keys in examples.items()}
-    assert found["examples"]["other labels"] == [["dog/03.png", '["dog"]', '["cat"]']]
-    assert sha256(PHOTOS[1].jpeg).hexdigest().upper() in found["examples"]["another source image"][0]
-    code, text = shards("diff", tmp_path / "a", tmp_path / "b")
-    assert code == 1 and "only in B: 2 samples" in text and "options.quality: 95 -> 90" in text
-
-
-def test_the_same_images_under_other_names(tmp_path):
-    """By content; of images that are there several times, each has its counterpart."""
-    photos = [*PHOTOS, replace(PHOTOS[0], key="cat/again.png"), replace(PHOTOS[0], key="cat/more.png")]
-    renamed = [replace(photo, key=f"mnt/{index:02d}.jpg") for index, photo in enumerate(photos)]
-    write_dataset(tmp_path / "a", photos, 7)
-    write_dataset(tmp_path / "b", renamed[::-1], 7)
-    code, text = shards("diff", tmp_path / "a", tmp_path / "b")
-    assert code == 1 and "--by content" in text
-    assert shards("diff", "--by", "content", tmp_path / "a", tmp_path / "b")[0] == 0
-    renamed[3] = replace(renamed[3], labels=(0,))
-    write_dataset(tmp_path / "c", renamed[-2::-1], 7)
-    code, found = as_json("diff", "--by", "content", tmp_path / "a", tmp_path / "c")
-    assert code == 1 and found["counts"] == {"only in A": 1, "other labels": 1}
-    assert found["examples"]["other labels"] == [["dog/03.png", '["dog"]', '["cat"]']]
-
-
-def test_labels_are_compared_by_name(tmp_path):
-    write_dataset(tmp_path / "a", PHOTOS, 5, ("cat", "dog"))
-    swapped = [replace(photo, labels=(2 - photo.labels[0],)) for photo in PHOTOS]
-    write_dataset(tmp_path / "b", swapped, 5, ("owl", "dog", "cat"))
-    code, found = as_json("diff", tmp_path / "a", tmp_path / "b")
-    assert code == 1 and found["counts"] == {}
-    assert found["classes_added"] == ["owl"] and found["classes_removed"] == [] and found["classes_reordered"]
-    # The same shards under other names: every label is another.
-    (tmp_path / "c").mkdir()
-    write_dataset(tmp_path / "c", PHOTOS, 5, ("dog", "cat"))
-    _, found = as_json("diff", tmp_path / "a", tmp_path / "c")
-    assert found["counts"] == {"other labels": 12} and len(found["examples"]["other labels"]) == 10
-
-
-def test_only_selected_samples_are_compared(tmp_path):
-    manifest = write_dataset(tmp_path / "a", PHOTOS, 5)
-    first_of(manifest, tmp_path / "b", 2, shard=1)
-    code, found = as_json("diff", tmp_path / "a", tmp_path / "b")
-    assert code == 1 and found["counts"] == {"only in A": 3} and found["equal_shards"] == 2
-
-
-def test_a_shard_of_other_bytes_under_the_same_list_of_samples_is_told(tmp_path):
-    manifest = write_dataset(tmp_path / "a", PHOTOS, 5)
-    shutil.copytree(tmp_path / "a", tmp_path / "forged")
-    file, path = tmp_path / "forged" / "manifest.json", tmp_path / "forged" / manifest.shards[1].path
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-    digest = sha256(path.read_bytes()).hexdigest()
-    content = json.loads(file.read_text().replace(manifest.shards[1].sha256, digest))
-    del content["checksum"]
-    file.write_text(json.dumps(content))
-    code, found = as_json("diff", tmp_path / "a", tmp_path / "forged")
-    assert code == 0 and found["equal_shards"] == 2 and found["unequal_shards"] == [1, 1]
-    assert "sha256" in shards("diff", tmp_path / "a", tmp_path / "forged")[1]
-    assert "sha256" not in shards("diff", tmp_path / "a", tmp_path / "a")[1]
-
-
-def test_diff_needs_tables_of_what_differs_only(tmp_path):
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        write_generated_dataset(tmp_path / name, [4], seed=seed)
-    assert shards("diff", tmp_path / "a", tmp_path / "b")[0] == 0
-    with pytest.raises(DataError, match=r"shard-00000\.idx\.parquet"):
-        shards("diff", tmp_path / "a", tmp_path / "c")
-    write_dataset(tmp_path / "d", [Photo("x"), Photo("x", seed=1)], 2)
-    with pytest.raises(DataError, match=str(tmp_path / "d")):
-        shards("diff", tmp_path / "d", tmp_path / "a")
 
 
 # --------------------------------------------------------------------------------------------------------------- export
@@ -392,7 +280,6 @@ def test_datasets_at_a_url(tmp_path):
         url = "memory://shards-command/ds"
         assert as_json("info", url, "--classes")[1]["class_counts"] == {"cat": 6, "dog": 6}
         assert "cat/00.png" in shards("head", url, "-n", 1)[1]
-        assert shards("diff", url, tmp_path / "ds")[0] == 0
         shards("export", url, tmp_path / "out")
         assert len(files_in(tmp_path / "out")) == 14
         assert Manifest.load(url).num_samples == 12

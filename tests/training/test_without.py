@@ -17,7 +17,7 @@ from ranks import launch, make_data, make_recipe
 from stock_beton import write_stock
 from typer.testing import CliRunner
 
-from data_tools.leaving_out import write_without
+from data_tools.views import write_without
 from vitscale.about.checks.seen import History
 from vitscale.about.checks.verifying import Asked, verify_run
 from vitscale.cli.main import app

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from vitscale.ground.errors import VitscaleError
 from vitscale.ground.machine import available_memory, count_devices, cpu_quota, has_bf16_instructions
 from vitscale.ground.native import libjpeg_turbo_version
+from vitscale.ground.versions import installed_version
 from vitscale.ground.wording import counted
 
 State = Literal["good", "slows", "stops"]
@@ -93,8 +94,9 @@ def _packages() -> Iterator[Finding]:
         wanted = " ".join(f"'{requirement.name}{requirement.specifier}'" for requirement, _ in wrong)
         yield Finding("packages", "stops", found, f"pip install {wanted}")
         return
-    shown = ("torch", "deepspeed", "ffcv", "accelerate", "numpy")
-    yield Finding("packages", "good", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in shown))
+    shown = {name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "accelerate", "numpy")}
+    shown["ffcv"] = installed_version("ffcv")  # an extra
+    yield Finding("packages", "good", ", ".join(f"{name} {version}" for name, version in shown.items()))
 
 
 def _decoder() -> Iterator[Finding]:

@@ -14,8 +14,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from vitscale.cli.entry import EXIT_INTERRUPTED
-from vitscale.ground.errors import EXIT_DONE, DataError, RecipeError, VitscaleError
+from vitscale.ground.errors import EXIT_DONE, EXIT_INTERRUPTED, DataError, RecipeError, VitscaleError
 from vitscale.ground.files.durable import forbid_writing_by_everybody
 from vitscale.ground.machine import share_cores
 from vitscale.ground.safe_text import indented, protect_output, shown

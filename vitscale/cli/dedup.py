@@ -1,13 +1,36 @@
 """`vitscale dedup`: which training images are copies of test images, and datasets without them."""
 
-from typing import Annotated
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
-from data_tools.dedup.settings import Preset
-from vitscale.cli.embedding import Embedding, EmbeddingModel, EmbeddingSize
+from data_tools.dedup.settings import PRESETS, Preset, Settings
+from data_tools.machine import Machine
+from data_tools.report import ProgressDisplay
+from data_tools.sources.source import Source
+from vitscale.cli.console import interruptible, plain
+from vitscale.cli.embedding import Embedding, EmbeddingModel, EmbeddingSize, opened_embedder
+from vitscale.data.shards import MANIFEST_NAME, Manifest
+from vitscale.ground import storage
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.safe_text import without_secrets
+from vitscale.ground.table import Console
+from vitscale.ground.wording import counted
 
-app = typer.Typer(help="Keep test images out of training data.", no_args_is_help=True, rich_markup_mode=None)
+_NAMED = re.compile(r"([^/=:]+)=(.+)", re.DOTALL)
+_SUFFIXES = re.compile(r"(\.[A-Za-z][A-Za-z0-9]*)+$")
+
+app = typer.Typer(
+    help="Keep test images out of training data.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
 
 Dataset = Annotated[str, typer.Argument(help="A dataset's folder or manifest.json, here or at a URL (s3://, gs://).")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one per core")]
@@ -51,8 +74,8 @@ def index(
     workers: Workers = None,
 ) -> None:
     """Make an index, by which copies of these test images are recognised. Settings hold for all of them."""
-    from vitscale.cli.dedup_output import run_index
-    from vitscale.cli.embedding import opened_embedder
+    from data_tools.dedup.building import TestSource, build_index
+    from data_tools.dedup.index import TestSet
 
     settings = {
         "distance": distance,
@@ -62,7 +85,39 @@ def index(
         "cosine": cosine,
     }
     embedder = opened_embedder(embedding, embedding_model, embedding_size, cosine)
-    run_index(testsets, out, preset, level, settings, embedder, kind, image_field, workers)
+    given, console = _settings(preset, settings), Console()
+    sources = []
+    for name, src in _named(testsets):
+        sources.append(TestSource(name, src, _opened(src, kind, image_field), preset, level, given))
+    done: list[TestSet] = []
+    with interruptible("no index was written"), ProgressDisplay(Console(stderr=True), "indexing", None) as view:
+        build_index(
+            sources,
+            out,
+            workers=Machine(workers).processes,
+            embedder=embedder,
+            tick=lambda images, bad: view.update(sum(one.images for one in done) + images, bad),
+            told=done.append,
+        )
+    _say(console, f"{out}:")
+    table = Table("test set")
+    for heading in ("images", "hashes", "level"):
+        table.add_column(heading, justify="right")
+    table.add_column("preset")
+    table.add_column("copies are", overflow="fold")
+    for one in done:
+        counts = (f"{one.images:,}", f"{one.hashes:,}", str(one.level))
+        table.add_row(plain(one.name), *counts, one.preset, _rule(one.settings, embedder is not None))
+    console.print(table)
+    if preset is None:
+        _say(console, "presets were chosen by the size of the images; --preset photo|small|exact says otherwise")
+    for one in done:
+        if one.unreadable:
+            _say(
+                console,
+                f"warning: {counted(one.unreadable, 'image')} of {one.name} cannot be decoded: only copies of their "
+                "same bytes will be found",
+            )
 
 
 @app.command()
@@ -81,12 +136,38 @@ def find(
     as_json: Json = False,
 ) -> None:
     """Report which samples of a dataset are copies of test images."""
-    from vitscale.cli.dedup_output import run_find
-    from vitscale.cli.embedding import opened_embedder
+    from data_tools.dedup.finding import find
+    from data_tools.dedup.report import described, tables
 
     settings = {"distance": distance, "candidates": candidates, "correlation": correlation, "cosine": cosine}
     embedder = opened_embedder(embedding, embedding_model, embedding_size, cosine)
-    run_find(dataset, indexes, out, settings, embedder, workers, as_json)
+    errors = Console(stderr=True)
+    samples = Manifest.load(dataset).num_samples
+    with interruptible("no report was written"), ProgressDisplay(errors, "comparing", samples) as view:
+        found = find(
+            dataset,
+            indexes,
+            out,
+            Machine(workers).runner(dataset),
+            overrides={name: value for name, value in settings.items() if value is not None},
+            embedder=embedder,
+            tick=view.update,
+        )
+    if found.made_anew:
+        _say(
+            errors,
+            f"note: the tables of {counted(found.made_anew, 'shard')} have no fingerprints of this version: all of "
+            "their images were decoded, and `pixels` are those of the stored JPEGs, not of what these were made of",
+        )
+    if as_json:
+        print(json.dumps({"out": out, "files": found.files, **described(found.matcher, found.tally)}, indent=1))
+        return
+    console = Console()
+    for table in tables(found.matcher, found.tally):
+        console.print(table)
+    _say(console, f"written: {out}: {', '.join(found.files)}")
+    if found.tally.removed:
+        _say(console, f"nothing was removed yet: vitscale dedup apply {dataset} {out} OUT")
 
 
 @app.command()
@@ -97,6 +178,89 @@ def apply(
     is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed.")] = False,
 ) -> None:
     """Write a dataset without what `find` found; the old one stays."""
-    from vitscale.cli.dedup_output import run_apply
+    from data_tools.dedup.applying import Removal, write_view
 
-    run_apply(dataset, found, out, is_dry_run)
+    removal, console = Removal.of(dataset, found), Console()
+    old = removal.manifest
+    left = old.num_samples - len(removal.uids)
+    if not is_dry_run:
+        with interruptible("no manifest was written"):
+            write_view(removal, out)
+    table = Table("test set")
+    table.add_column("copies removed", justify="right")
+    for name, count in removal.by_test_set.items():
+        table.add_row(plain(name), f"{count:,}")
+    console.print(table)
+    vanished = f" and without {counted(removal.emptied, 'shard')} of which nothing is left" if removal.emptied else ""
+    _say(
+        console,
+        f"{out}: {left:,} of {counted(old.num_samples, 'sample')}, without "
+        f"{len(removal.uids):,} {'copy' if len(removal.uids) == 1 else 'copies'}{vanished}"
+        + (" (a dry run: nothing was written)" if is_dry_run else ""),
+    )
+
+
+def _opened(src: str, kind: str | None, image_field: str | None) -> Source:
+    """Open a test set's source. Raises RecipeError, also if training images are among those of the test set."""
+    from data_tools.sources import KINDS, SourceOptions, open_source
+
+    if kind is not None and kind not in KINDS:
+        raise RecipeError(f"--format {kind}: expected {', '.join(KINDS)}")
+    options = SourceOptions(unlabelled=True, image_field=image_field)
+    try:
+        return open_source(src, kind, options)
+    except OSError as error:
+        raise DataError(f"TESTSET {src}: cannot be read ({error.strerror or error})") from error
+    except RecipeError:
+        open_source(src, kind, options, has_splits=True)
+        raise RecipeError(
+            f"TESTSET {src}: holds images of several splits. Name the files of the test set alone; or convert it with "
+            "vitscale-convert --split first, and give the dataset of the test images"
+        ) from None
+
+
+def _settings(preset: Preset | None, settings: dict[str, Any]) -> Settings | None:
+    """A preset's settings with the given ones replaced; None if none were given."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    if not given:
+        return None
+    options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    if preset is None:
+        raise RecipeError(f"{options}: replaces a value of a preset; name the preset with --preset photo or small")
+    if not PRESETS[preset].near:
+        raise RecipeError(f"{options}: --preset {preset} compares nothing but bytes and pixels")
+    return replace(PRESETS[preset], **given)
+
+
+def _named(testsets: Sequence[str]) -> list[tuple[str, str]]:
+    """(name, source) of each test set. Raises RecipeError if two have the same name."""
+    named = []
+    for text in testsets:
+        match = None if storage.is_url(text) or os.path.exists(text) else _NAMED.fullmatch(text)  # noqa: PTH110
+        named.append((match[1].strip(), match[2]) if match else (_name_of(text), text))
+    counts = Counter(name for name, _ in named)
+    for name, src in named:
+        if not name or counts[name] > 1:
+            what = "a name is missing" if not name else f"two test sets would be called {name!r}"
+            raise RecipeError(f"TESTSET {src}: {what}. Name them: NAME={src}")
+    return named
+
+
+def _name_of(src: str) -> str:
+    """The last part of a path or URL, without suffixes."""
+    src = without_secrets(src)
+    if storage.base_name(src) == MANIFEST_NAME:
+        src = src.rstrip("/").removesuffix(MANIFEST_NAME)
+    name = storage.base_name(src if storage.is_url(src) else str(Path(src).absolute()))
+    return _SUFFIXES.sub("", name) or name
+
+
+def _rule(settings: Settings, with_model: bool) -> str:
+    if not settings.near:
+        return "equal bytes or pixels"
+    judges = f"correlation {settings.correlation:g}" + (f" or cosine {settings.cosine:g}" if with_model else "")
+    return f"<= {settings.distance} bits; <= {settings.candidates} and {judges}"
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(plain(line), highlight=False, soft_wrap=True)

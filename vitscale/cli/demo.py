@@ -1,21 +1,24 @@
 """`vitscale demo`: the whole platform on data that scikit-learn ships."""
 
+import importlib.util
 import shlex
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-import torch
+import typer
 from rich.table import Table
 
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.contact_sheet import contact_sheet, first_samples
-from vitscale.evaluation.finished import FinishedModel, evaluate_finished, predicted_classes
 from vitscale.ground.errors import RecipeError, VitscaleError
 from vitscale.ground.table import Console
 from vitscale.runs.run import Run
+
+if TYPE_CHECKING:
+    from vitscale.evaluation.finished import FinishedModel
 
 _MARKER = ".vitscale-demo"
 _STOP_AT = 150
@@ -27,11 +30,14 @@ _NEXT = """Next, your own photos, in folders photos/train/CLASS and photos/test/
 and a recipe of a few lines: README.md, "Your own images"."""
 
 
-def run_demo(out: Path) -> None:
-    """Convert, train, stop, resume, evaluate, and print the results.
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the demo puts its images, shards and run.")] = Path("runs/demo"),
+) -> None:
+    """Go from images to accuracy on scanned digits, in minutes."""
+    import torch  # which takes seconds
 
-    Raises `RecipeError` if `out` holds something other than an earlier demo; `DemoError` if a step fails.
-    """
+    from vitscale.evaluation.finished import FinishedModel, evaluate_finished
+
     console = Console()
     began = time.monotonic()
     _clear(out)
@@ -54,12 +60,18 @@ def run_demo(out: Path) -> None:
     model, manifest, sheet = FinishedModel(run), Manifest.load(test), out / "predictions.png"
     values = evaluate_finished(model)
     _draw_predictions(model, manifest, sheet)
+    if importlib.util.find_spec("ffcv") is not None:
+        console.rule("stock FFCV reads it")
+        _command(console, "vitscale", "shards", "verify", train, "--stock")
     console.print(_closing_table(model, run, sheet, values, manifest.num_samples, time.monotonic() - began))
     console.print(_NEXT, highlight=False, markup=False, soft_wrap=True)
 
 
-def _draw_predictions(model: FinishedModel, manifest: Manifest, sheet: Path) -> None:
+def _draw_predictions(model: "FinishedModel", manifest: Manifest, sheet: Path) -> None:
     """Save a contact sheet of test images with the model's predictions, its mistakes first."""
+    from vitscale.data.shards.contact_sheet import contact_sheet, first_samples
+    from vitscale.evaluation.finished import predicted_classes
+
     predicted = predicted_classes(model, manifest)
     samples = list(first_samples(manifest, manifest.num_samples))
     samples.sort(key=lambda sample: predicted[sample.uid] in sample.class_names)  # stable: else in stored order
@@ -117,7 +129,7 @@ class DemoError(VitscaleError):
 
 
 def _closing_table(
-    model: FinishedModel, run: Path, sheet: Path, values: dict[str, float], tested: int, seconds: float
+    model: "FinishedModel", run: Path, sheet: Path, values: dict[str, float], tested: int, seconds: float
 ) -> Table:
     log = Run(run).metrics
     speeds = sorted(line["images_per_s"] for line in log.rows)

@@ -3,7 +3,7 @@
 import os
 import signal
 
-EXIT_INTERRUPTED = 130
+from vitscale.ground.errors import EXIT_INTERRUPTED
 
 
 def vitscale() -> None:
@@ -17,7 +17,7 @@ def vitscale() -> None:
 def convert() -> None:
     """`vitscale-convert`."""
     _end_at_once_on_ctrl_c()
-    from data_tools.convert import main
+    from vitscale.cli.convert import main
 
     main()
 
@@ -25,7 +25,7 @@ def convert() -> None:
 def flops() -> None:
     """`vitscale-flops`."""
     _end_at_once_on_ctrl_c()
-    from vitscale.flops.command import main
+    from vitscale.cli.flops import main
 
     main()
 

@@ -1,48 +1,25 @@
-"""`vitscale inspect`: look inside finished models; `vitscale inspect speed`: how fast models are on this device."""
+"""`vitscale inspect`: look inside finished models."""
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vitscale.cli.command_line import HELP, readable_command
-from vitscale.cli.looking import ImageSize, MaxMemory, ModelName, NoEma, Precision, Settings, Step
+from vitscale.cli.looking import ImageSize, MaxMemory, ModelName, NoEma, Precision, Settings, Step, opened
+from vitscale.data.shards import MANIFEST_NAME
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.files.durable import new_folder
+from vitscale.ground.page import check_drawing
+from vitscale.ground.table import Console
 
-_SPEED = "speed"
-_speed_app = typer.Typer(context_settings=HELP, add_completion=False, rich_markup_mode=None)
-
-
-@_speed_app.command()
-def speed(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Models, such as ViT-B/16 and ResNet50x1.")],
-    out: Annotated[Path, typer.Option(help="The folder; it does not exist, or is empty.")],
-    sizes: Annotated[
-        str, typer.Option("--sizes", metavar="PIXELS,...", help="Sides of the images.")
-    ] = "64,128,224,384,512",
-    precision: Precision = None,
-    seconds: Annotated[
-        float, typer.Option(min=0.1, max=3600, help="For each model and size, or with CUDA for each batch size.")
-    ] = 10.0,
-) -> None:
-    """Measure images/s and the largest batch by image size on this device: a table, a figure and its CSV.
-
-    A forward pass, as in appendix D.4, in bf16 with CUDA and in fp32 elsewhere. With CUDA batches grow until memory
-    ends; on CPUs until the time is up.
-    """
-    from vitscale.cli.inspect_output import run_speed
-
-    run_speed(names, out, sizes, precision, seconds)
-
-
-class InspectCommand(TyperCommand):
-    """`inspect SOURCE...`, except for `inspect speed NAME...`, which is a command of its own."""
-
-    def make_context(self, info_name: str | None, args: list[str], *arguments: Any, **named: Any) -> Any:
-        if args and args[0] == _SPEED:
-            other = readable_command(_speed_app)
-            return other.make_context(f"{info_name} {_SPEED}", args[1:], *arguments, **named)
-        return super().make_context(info_name, args, *arguments, **named)
+if TYPE_CHECKING:
+    from vitscale.evaluation.finished import FinishedModel
+    from vitscale.evaluation.inspection.finished import Pictures
+    from vitscale.evaluation.inspection.looking import Findings, Part
 
 
 def inspect(
@@ -75,13 +52,14 @@ def inspect(
 ) -> None:
     """Look inside models: filters, positions, attention, rollout, layers, norms, colours, neighbours.
 
-    Each figure is a PNG, an SVG and a CSV of its numbers; index.html has them all. `vitscale inspect speed NAME...`
-    measures images/s and the largest batch of models by name (a run called speed is ./speed).
+    Each figure is a PNG, an SVG and a CSV of its numbers; index.html has them all.
     """
-    from vitscale.cli.inspect_output import run_inspect
+    from vitscale.evaluation.inspection.figures import inspection_figures
+    from vitscale.evaluation.inspection.finished import inspect_model
+    from vitscale.evaluation.inspection.looking import PARTS
+    from vitscale.evaluation.inspection.output import PAGE, write
 
     def options(source: Path) -> Any:
-        from vitscale.cli.looking import opened
         from vitscale.runs.checkpoint.opening import is_weights
 
         of_run: Any = (step, no_ema)
@@ -91,4 +69,76 @@ def inspect(
         chosen: list[Any] = [*of_run, settings, *of_weights, max_memory]
         return opened(source, *chosen)
 
-    run_inspect(sources, options, images, out, show, count, pictures, neighbours)
+    check_drawing("vitscale inspect")
+    wanted = _parts(show)
+    names = _names(sources)
+    with new_folder(out, "--out") as folder:
+        findings: dict[str, Findings] = {}
+        facts, notes = [], []
+        for source, name in zip(sources, names, strict=True):
+            with options(source) as finished:
+                seen, progress = _pictures(finished, images, count), partial(_progress, name)
+                found = inspect_model(
+                    finished, seen, wanted, pictures=pictures, neighbours=neighbours, progress=progress
+                )
+                at = "" if finished.step is None else f", step {finished.step:,}"
+            findings[name] = found
+            facts.append((name, f"{found.title}, {found.image_size} pixels{at}"))
+            if wanted is None and (absent := [part for part in PARTS if part not in found.parts]):
+                notes.append(f"{name} has no {' and no '.join(absent)}.")
+        figures = inspection_figures(findings)
+        facts.append(("pictures", f"{', '.join(str(each.images) for each in findings.values())} of {images}"))
+        title = "Inside " + " and ".join(names)
+        with Console(stderr=True).status("drawing"):  # seen on a terminal only
+            write(folder, figures, title, ", ".join(each.title for each in findings.values()), facts, notes)
+    for figure in figures:
+        print(f"{figure.key:<20} {figure.title}")
+    print(f"wrote {out / PAGE}: {len(figures)} figures, each as PNG, SVG and CSV")
+
+
+def _parts(show: str | None) -> "list[Part] | None":
+    from vitscale.evaluation.inspection.looking import PARTS
+
+    if show is None:
+        return None
+    if unknown := [part for part in show.split(",") if part not in PARTS]:
+        raise RecipeError(f"--show: {unknown[0]!r} is none; expected some of {','.join(PARTS)}")
+    return [part for part in PARTS if part in show.split(",")]
+
+
+def _names(sources: Sequence[Path]) -> list[str]:
+    """The models' names in the figures: the shortest ends of their paths that tell them apart."""
+    whole = [source.absolute() for source in sources]
+    if len(set(whole)) < len(whole):
+        raise RecipeError(f"{max(whole, key=whole.count)} is given twice; expected different models")
+    for paths in ([path.with_suffix("") if path.is_file() else path for path in whole], whole):
+        for length in range(1, max(len(path.parts) for path in paths) + 1):
+            names = ["/".join(path.parts[-length:]) for path in paths]
+            if len(set(names)) == len(names):
+                return names
+    raise AssertionError("different paths have different names")
+
+
+def _pictures(model: "FinishedModel", where: str, count: int) -> "Pictures":
+    """`count` images: spread evenly over a folder, or the first ones of a dataset."""
+    import torch
+
+    from vitscale.evaluation.inspection.finished import Pictures, first_of
+    from vitscale.evaluation.prediction import image_files, pictures_of
+
+    path = Path(where)
+    if not path.is_file() and (not path.is_dir() or (path / MANIFEST_NAME).exists()):
+        return first_of(model, where, count)
+    files = image_files([path])
+    files = [files[at * len(files) // count] for at in range(count)] if len(files) > count else files
+    return Pictures(pictures_of(model, files), torch.full((len(files),), -1), None)
+
+
+@contextmanager
+def _progress(name: str, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on standard error, if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"{name}: {what}", total=total)
+        yield lambda count: progress.advance(task, count)

@@ -2,7 +2,9 @@
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
 
+import typer
 from rich.table import Table
 
 from vitscale.flops import model_work
@@ -25,11 +27,13 @@ class _Row:
     accounting_gmacs: float
 
 
-def list_models(names: list[str], *, as_json: bool, image_size: int, num_classes: int) -> None:
-    """Print the named models, or all of the registry, with a linear head of `num_classes`.
-
-    Raises `RecipeError` for an unknown name, and if an image is smaller than a patch.
-    """
+def models(
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Such as ViT-B/16; all by default.")] = None,
+    form: Annotated[Literal["table", "json"], typer.Option("--format", help="What to print.")] = "table",
+    image_size: Annotated[int, typer.Option(min=1, max=8192, help="Side of the image in pixels.")] = 224,
+    num_classes: Annotated[int, typer.Option(min=1, max=10**9, help="Outputs of the linear head.")] = 1000,
+) -> None:
+    """List models with their parameters, tokens and multiply-adds."""
     rows, notes = [], []
     for name in names or REGISTRY:
         try:
@@ -45,7 +49,7 @@ def list_models(names: list[str], *, as_json: bool, image_size: int, num_classes
         work = model_work(model, image_size, num_classes)
         tokens, macs = model.num_tokens(image_size), (work.macs / 1e9, work.accounting_macs / 1e9)
         rows.append(_Row(name, model.kind, image_size, tokens, work.params, *macs))
-    if as_json:
+    if form == "json":
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return
     console = Console()

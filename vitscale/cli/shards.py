@@ -1,11 +1,32 @@
-"""`vitscale shards`: look at datasets, check them, compare them, get their images back; and adopt what FFCV wrote."""
+"""`vitscale shards`: look at datasets, check them, get their images back; and adopt what FFCV wrote."""
 
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
+from rich.table import Table
 
-app = typer.Typer(help="Look at, check, compare, export, adopt datasets.", no_args_is_help=True, rich_markup_mode=None)
+from vitscale.cli.console import interruptible, plain
+from vitscale.data.shards import MANIFEST_NAME, Manifest
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.files.durable import durable_file
+from vitscale.ground.storage import without_file_scheme
+from vitscale.ground.table import Console, hanging
+from vitscale.ground.wording import counted
+
+_LINE_SECONDS = 10.0
+_SHOWN_DAMAGE = 100
+
+app = typer.Typer(
+    help="Look at, check, export, adopt datasets.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+)
 
 Dataset = Annotated[str, typer.Argument(help="A dataset's folder or manifest.json, here or at a URL (s3://, gs://).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -20,9 +41,46 @@ def info(
     as_json: Json = False,
 ) -> None:
     """Say what a dataset is: samples, classes, shards, bytes, options."""
-    from vitscale.cli.shards_output import show_info
+    from vitscale.data.shards.info import census, describe
 
-    show_info(dataset, classes, as_json)
+    manifest = Manifest.load(dataset)
+    facts = describe(manifest)
+    found = census(manifest) if classes else None
+    image_bytes = None if found is None else round(found.image_bytes / max(1, manifest.num_samples))
+    if as_json:
+        if found is not None:
+            facts |= {"class_counts": found.classes, "unlabelled": found.unlabelled}
+            facts["mean_image_bytes"] = image_bytes
+        print(json.dumps(facts, indent=1))
+        return
+    console = Console()
+    selecting = facts["selecting_shards"]
+    rows = {
+        "samples": f"{facts['samples']:,}",
+        "of stored": f"{facts['stored_samples']:,}" if selecting else None,
+        "classes": f"{facts['classes']:,}",
+        "fields": ", ".join(facts["fields"]),
+        "shards": f"{facts['shards']:,}" + (f", of {selecting:,} only a part" if selecting else ""),
+        "bytes": f"{facts['bytes']:,}",
+        "file bytes a sample": f"{facts['mean_bytes_per_sample']:,}",
+        "image bytes a sample": None if image_bytes is None else f"{image_bytes:,}",
+        "rejected": f"{facts['rejected']:,}",
+        "removed": f"{facts['removed']:,}",
+        "shuffle seed": str(facts["shuffle_seed"]),
+        "schema version": str(facts["schema_version"]),
+        "sha256": facts["sha256"],
+    }
+    for which in ("largest", "smallest"):
+        if shard := facts[f"{which}_shard"]:
+            rows[f"{which} shard"] = f"{shard['path']}, {shard['bytes']:,} bytes"
+    rows |= {f"option {name}": json.dumps(value) for name, value in sorted(facts["options"].items())}
+    say, width = partial(console.print, highlight=False, soft_wrap=True), max(map(len, rows))
+    say(plain(facts["manifest"]))
+    for name, value in rows.items():
+        if value is not None:
+            say(f"  {name:<{width}}  {hanging(plain(value), width + 4)}")
+    if found is not None:
+        _print_counts(console, found.classes, found.unlabelled)
 
 
 @app.command()
@@ -32,12 +90,57 @@ def verify(
         int | None, typer.Option(min=1, help="Number of shards read at a time.", show_default="one per core")
     ] = None,
     decode: Annotated[bool, typer.Option("--decode", help="Decode every image, too, as training will.")] = False,
+    stock: Annotated[
+        bool, typer.Option("--stock", help="Read every image by stock FFCV, too, and compare its pixels with ours.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Read every byte and list what is missing or damaged (exit code 3)."""
-    from vitscale.cli.shards_output import show_verdict
+    from vitscale.data.shards.stock import StockReader
+    from vitscale.data.shards.verify import verify
 
-    show_verdict(dataset, workers, decode, as_json)
+    ffcv = StockReader() if stock else None
+    manifest = Manifest.load(dataset)
+    workers = workers or len(os.sched_getaffinity(0))
+    started = time.monotonic()
+    with _progress("shards", len(manifest.shards)) as progress:
+        verdict = verify(manifest, workers=workers, decode=decode, stock=ffcv, progress=progress)
+    seconds = time.monotonic() - started
+    if as_json:
+        print(json.dumps({"ok": not verdict.damage, **asdict(verdict)}, indent=1))
+    else:
+        console = Console()
+        if verdict.damage:
+            table = Table(title=counted(len(verdict.damage), "finding"), title_justify="left")
+            for heading in ("file", "sample", "what is wrong"):
+                table.add_column(heading, overflow="fold")
+            for damage in verdict.damage[:_SHOWN_DAMAGE]:
+                sample = "" if damage.uid is None else f"uid {damage.uid}"
+                table.add_row(*map(plain, (damage.path, f"{sample} {damage.key or ''}".strip(), damage.what)))
+            console.print(table)
+            if len(verdict.damage) > _SHOWN_DAMAGE:
+                console.print(f"... and {len(verdict.damage) - _SHOWN_DAMAGE:,} more; --json lists all")
+        for note in verdict.notes:
+            console.print(f"note: {plain(note)}", highlight=False, soft_wrap=True)
+        rate = verdict.bytes / max(seconds, 1e-9) / 1e6
+        by_stock = f", all read by FFCV {ffcv.version}" if ffcv is not None else ""
+        result = f"DAMAGED: {counted(len(verdict.damage), 'finding')}; read" if verdict.damage else "whole:"
+        console.print(
+            f"{result} {counted(verdict.shards, 'shard')}, "
+            f"{counted(verdict.samples, 'sample')}{', all decoded' if decode else ''}{by_stock}, "
+            f"{verdict.bytes:,} bytes in {seconds:,.1f} s ({rate:,.1f} MB/s)",
+            highlight=False,
+            soft_wrap=True,
+        )
+        if verdict.damage:
+            console.print(
+                "Copy these files again from where they are whole, or convert the dataset again. What a run does with "
+                "damaged samples: data.bad_samples",
+                highlight=False,
+                soft_wrap=True,
+            )
+    if verdict.damage:
+        raise typer.Exit(DataError.exit_code)
 
 
 @app.command()
@@ -47,25 +150,32 @@ def head(
     out: Annotated[Path | None, typer.Option(help="A .png to draw their pictures into.")] = None,
 ) -> None:
     """List the first samples, and draw a contact sheet of them."""
-    from vitscale.cli.shards_output import show_head
+    from vitscale.data.shards.contact_sheet import contact_sheet, first_samples
 
-    show_head(dataset, count, out)
-
-
-@app.command()
-def diff(
-    a: Annotated[str, typer.Argument(help="A dataset.")],
-    b: Annotated[str, typer.Argument(help="Another one.")],
-    by: Annotated[
-        Literal["key", "content"],
-        typer.Option(help="What makes a sample of A the same as one of B: its name, or the source image's SHA-256."),
-    ] = "key",
-    as_json: Json = False,
-) -> None:
-    """Say what differs between two datasets (exit code 1)."""
-    from vitscale.cli.shards_output import show_difference
-
-    show_difference(a, b, by, as_json)
+    if out is not None and out.suffix.lower() != ".png":
+        raise RecipeError(f"--out {out}: a contact sheet is a .png")
+    manifest = Manifest.load(dataset)
+    samples = list(first_samples(manifest, count))
+    table = Table(
+        title=plain(f"first {len(samples):,} of {counted(manifest.num_samples, 'sample')}"), title_justify="left"
+    )
+    for heading in ("uid", "height", "width", "bytes"):
+        table.add_column(heading, justify="right")
+    table.add_column("class", overflow="fold")
+    table.add_column("key", overflow="fold")
+    for sample in samples:
+        numbers = (sample.uid, sample.height, sample.width, f"{sample.bytes:,}")
+        table.add_row(*map(str, numbers), plain(", ".join(sample.class_names)), plain(sample.key or ""))
+    console = Console()
+    console.print(table)
+    if out is not None:
+        sheet = contact_sheet(samples)
+        try:
+            with durable_file(out) as file:
+                sheet.save(file, "PNG")
+        except OSError as error:
+            raise RecipeError(f"--out {out}: cannot be written ({error.strerror})") from error
+        console.print(f"drawn: {plain(str(out))}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -81,9 +191,14 @@ def split(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the division.")] = 0,
 ) -> None:
     """Divide a dataset at random into parts; nothing is copied."""
-    from vitscale.cli.shards_output import run_split
+    from data_tools.views import parse_parts, place_of_parts, write_parts
 
-    run_split(dataset, parts, out, seed)
+    with interruptible("parts whose manifest.json is there are complete"):
+        wanted = parse_parts(parts, dataset)
+        written = write_parts(dataset, out or place_of_parts(dataset), wanted, seed)
+    for manifest in written:
+        folder = manifest.where.removesuffix(f"/{MANIFEST_NAME}")
+        print(f"{folder}: {counted(manifest.num_samples, 'sample')} of {dataset}")
 
 
 @app.command()
@@ -92,9 +207,12 @@ def export(
     out: Annotated[str, typer.Argument(help="A new or empty folder.")],
 ) -> None:
     """Write the images back as files in class folders, unchanged."""
-    from vitscale.cli.shards_output import run_export
+    from vitscale.data.shards.export import export
 
-    run_export(dataset, out)
+    manifest = Manifest.load(dataset)
+    with _progress("images", manifest.num_samples) as progress:
+        written = export(manifest, out, progress)
+    print(f"wrote {out}: {counted(written, 'image')}, {counted(len(manifest.class_names), 'class')}")
 
 
 @app.command()
@@ -113,6 +231,64 @@ def adopt(
     decode: Annotated[bool, typer.Option("--decode", help="Decode every image, too, as training will.")] = False,
 ) -> None:
     """Make a dataset of a single .beton, without a copy of it."""
-    from vitscale.cli.shards_output import run_adopt
+    from data_tools.classes import read_classes
+    from vitscale.data.shards.adopt import adopt, default_out
 
-    run_adopt(file, out, classes, image_field, label_field, decode)
+    names = None if classes is None else read_classes(classes)
+    out, local = out or default_out(file), Path(without_file_scheme(file))
+    size = local.stat().st_size if local.is_file() else 0
+    with interruptible("nothing was written"), _progress("bytes", size) as progress:
+        adoption = adopt(
+            file,
+            out,
+            image_field=image_field,
+            label_field=label_field,
+            class_names=names,
+            decode=decode,
+            progress=progress,
+        )
+    manifest = adoption.manifest
+    kinds = {"JPEG": manifest.num_samples - adoption.raw, "raw image": adoption.raw}
+    stored = [counted(count, what) for what, count in kinds.items() if count]
+    label = "no labels" if adoption.label_field is None else f"labels from {adoption.label_field!r}"
+    unused = f"; not used: {', '.join(map(repr, adoption.unused_fields))}" if adoption.unused_fields else ""
+    say = partial(Console().print, highlight=False, soft_wrap=True)
+    say(plain(f"{out}: {' and '.join(stored)} of {file}, {counted(len(manifest.class_names), 'class')}"))
+    say(plain(f"images from {adoption.image_field!r}, {label}{unused}"))
+    if names is None and manifest.class_names:
+        say(plain(f"classes are called 0 to {len(manifest.class_names) - 1:,}; --classes names them"))
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Progress on stderr: a bar on a terminal, else a line every ten seconds."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn(what), BarColumn(None), MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn())
+        with Progress(*columns, console=console, expand=True) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda done: bar.update(task, completed=done)
+        return
+    said = time.monotonic()
+
+    def say(done: int) -> None:
+        nonlocal said
+        if time.monotonic() - said >= _LINE_SECONDS:
+            said = time.monotonic()
+            console.print(f"{done:,} of {total:,} {what}", highlight=False)
+
+    yield say
+
+
+def _print_counts(console: Console, counts: dict[str, int], unlabelled: int) -> None:
+    table = Table(title="samples of each class", title_justify="left")
+    table.add_column("label", justify="right")
+    table.add_column("class", overflow="fold")
+    table.add_column("samples", justify="right")
+    for label, (name, count) in enumerate(counts.items()):
+        table.add_row(str(label), plain(name), f"{count:,}")
+    if unlabelled:
+        table.add_row("", "(no label)", f"{unlabelled:,}")
+    console.print(table)

@@ -1,10 +1,37 @@
-"""`vitscale status`: the command line of vitscale.about.status."""
+"""`vitscale status`: how runs are doing, once or again and again."""
 
-from typing import Annotated
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Annotated, Any
 
 import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from vitscale.about.status import NoRunYetError, RunReader, RunStatus
+from vitscale.about.status.liveness import duration
+from vitscale.cli.command_line import reader_is_gone
+from vitscale.flops.hardware import find_device
+from vitscale.ground.errors import EXIT_INTERRUPTED, RecipeError, VitscaleError
+from vitscale.ground.safe_text import indented, printable
+from vitscale.ground.table import Column, Console, ResultTable, Row, fitted, hanging, hours, number, percent, short
+from vitscale.ground.wording import counted
 
 _MOST = 1e9
+_EVERY_S = 2.0
+_SHOWN_METRICS = 6
+_UNLIMITED = 2**16  # characters in a line
+_QUIET = {"done": "green", "stopped early": "green", "running": "green"}  # states that need no attention
+_LOUD = {"failed": "red", "not running": "red"}
+
+Outcome = RunStatus | VitscaleError
 
 
 def status(
@@ -27,16 +54,339 @@ def status(
 
     Also checkpoints, restarts, and whether they are alive.
     """
-    from vitscale.about.status import RunReader
-    from vitscale.cli.status_output import show_status, watch_status
-    from vitscale.flops.hardware import find_device
-    from vitscale.ground.errors import RecipeError
-
     if price is not None and not 0 <= price <= _MOST:  # a NaN is in typer's range
         raise RecipeError(f"--price {price:g}: expected the price of one device-hour from 0 to {_MOST:g}")
     device = None if hardware is None else find_device(hardware)
     readers = {run: RunReader(run, device, price) for run in runs}
     if watch:
-        watch_status(readers, as_json)
+        _watch(readers, as_json)
     else:
-        show_status(readers, as_json)
+        _show(readers, as_json)
+
+
+def _show(readers: Mapping[str, RunReader], as_json: bool) -> None:
+    """Print how runs are doing. Raises typer.Exit with the code of the first one that has no answer."""
+    outcomes = _read(readers)
+    if as_json:
+        for status in _known(outcomes):
+            print(_json(status))
+    elif known := _known(outcomes):
+        console = _console()
+        console.print(_picture(console, known), soft_wrap=True)
+    for error in _errors(outcomes):
+        _complain(error)
+    _end(outcomes)
+
+
+def _watch(readers: Mapping[str, RunReader], as_json: bool) -> None:
+    """Show how runs are doing until each is done or has no answer any more; one that has not begun is waited for.
+
+    Raises typer.Exit with the code of the first of the latter, or with 130 when a person has seen enough.
+    """
+    console = _console()
+    can_redraw = console.is_terminal and not console.is_dumb_terminal
+    live = Live(console=console, auto_refresh=False) if can_redraw and not as_json else None
+    news = _News(_json if as_json else _line)
+    begun: set[str] = set()
+    try:
+        with live or nullcontext():
+            while True:
+                outcomes = _read(readers)
+                begun |= {run for run, outcome in outcomes.items() if not isinstance(outcome, NoRunYetError)}
+                if live is not None:
+                    live.update(_picture(console, _known(outcomes), _errors(outcomes)), refresh=True)
+                else:
+                    news.say(outcomes)
+                is_over = begun.issuperset(outcomes) and all(status.is_done for status in _known(outcomes))
+                if is_over or reader_is_gone():
+                    break
+                time.sleep(_EVERY_S)
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    _end(outcomes)
+
+
+class _News:
+    """Prints a run's status only when the run has progressed, ended or failed, not every second."""
+
+    def __init__(self, show: Callable[[RunStatus], str]) -> None:
+        self._show = show
+        self._said: dict[str, object] = {}
+
+    def say(self, outcomes: Mapping[str, Outcome]) -> None:
+        """Print each run whose status has changed."""
+        for run, outcome in outcomes.items():
+            if isinstance(outcome, VitscaleError):
+                new: object = str(outcome)
+            else:
+                new = (outcome.state, outcome.step, outcome.evaluation, outcome.checkpoints.step, outcome.restarts)
+            if self._said.get(run) == new:
+                continue
+            self._said[run] = new
+            if isinstance(outcome, NoRunYetError):
+                print(f"waiting: {outcome}", file=sys.stderr)
+            elif isinstance(outcome, VitscaleError):
+                _complain(outcome)
+            else:
+                print(self._show(outcome), flush=True)
+
+
+def _read(readers: Mapping[str, RunReader]) -> dict[str, Outcome]:
+    outcomes: dict[str, Outcome] = {}
+    for run, reader in readers.items():
+        try:
+            outcomes[run] = reader.read()
+        except VitscaleError as error:
+            outcomes[run] = error
+    return outcomes
+
+
+def _known(outcomes: Mapping[str, Outcome]) -> list[RunStatus]:
+    return [outcome for outcome in outcomes.values() if isinstance(outcome, RunStatus)]
+
+
+def _errors(outcomes: Mapping[str, Outcome]) -> list[VitscaleError]:
+    return [outcome for outcome in outcomes.values() if isinstance(outcome, VitscaleError)]
+
+
+def _complain(error: VitscaleError) -> None:
+    print(f"error: {indented(str(error))}", file=sys.stderr)
+
+
+def _end(outcomes: Mapping[str, Outcome]) -> None:
+    codes = [error.exit_code for error in _errors(outcomes)]
+    if codes:
+        raise typer.Exit(codes[0])
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    # Piped output has no terminal whose width would matter.
+    return console if console.is_terminal else Console(highlight=False, width=_UNLIMITED)
+
+
+def _json(status: RunStatus) -> str:
+    return json.dumps(asdict(status), allow_nan=False)
+
+
+# ---- What people see -------------------------------------------------------------------------------------------------
+
+
+def _picture(console: Console, known: Sequence[RunStatus], errors: Sequence[VitscaleError] = ()) -> RenderableType:
+    """The status as a block of lines for one run, or a table for several."""
+    shown = [_table(console, known), *_remarks(known)] if len(known) > 1 else map(_block, known)
+    return Group(*shown, *(Text(f"error: {printable(str(error))}") for error in errors))
+
+
+def _block(status: RunStatus) -> RenderableType:
+    facts = _facts(status)
+    width = max(map(len, facts))
+    lines = [Text(printable(status.run), style="bold")]
+    for name, value in facts.items():
+        style = _style(status) if name == "state" else ""
+        lines.append(Text(f"  {name:<{width}}  ").append(hanging(printable(value), width + 4), style=style))
+    return Group(*lines, *(Text(f"  note: {printable(note)}") for note in status.notes))
+
+
+def _style(status: RunStatus) -> str:
+    return _QUIET.get(status.state) or _LOUD.get(status.state, "yellow")
+
+
+_COLUMNS = (
+    Column("run", "run", printable, is_text=True, folds=True),
+    Column("state", "state", lambda status: status.state, is_text=True, style=_style),
+    Column("step", "step", number(0)),
+    Column("total_steps", "of", number(0), spare=3),
+    Column("loss", "loss", "{:.4f}".format),
+    Column("trend", "trend", spare=5),
+    Column("top1", "top-1", percent(1)),
+    Column("precision", "precision", spare=2),
+    Column("images_per_s", "images/s", number(1), spare=4),
+    Column("mfu", "MFU", percent(1), spare=6),
+    Column("left", "left", duration),
+    Column("exaflops", "exaFLOPs", number(3), spare=7),
+    Column("cost", "cost", number(2), spare=1),
+)
+
+
+def _table(console: Console, known: Sequence[RunStatus]) -> Table:
+    table, _ = fitted(console, ResultTable(_COLUMNS, [_row(status) for status in known]), console.width)
+    return table
+
+
+def _row(status: RunStatus) -> Row:
+    values = status.evaluation.values if status.evaluation is not None else {}
+    return {
+        "run": status.run,
+        "state": status,
+        "step": status.step,
+        "total_steps": status.total_steps,
+        "loss": status.loss,
+        "trend": status.trend.direction if status.trend is not None else None,
+        "top1": values.get("validation/top1"),
+        "precision": status.precision,
+        "images_per_s": status.images_per_s,
+        "mfu": status.mfu,
+        "left": status.left_s,
+        "exaflops": status.exaflops,
+        "cost": status.cost,
+    }
+
+
+def _line(status: RunStatus) -> str:
+    """One run's status in one line, with the time."""
+    row = _row(status)
+    cells = "  ".join(f"{column.title} {cell}" for column in _COLUMNS[2:] if (cell := column.cell(row)))
+    return f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S}  {printable(status.run)}  {status.state}  {cells}".rstrip()
+
+
+def _remarks(known: Sequence[RunStatus]) -> list[Text]:
+    """Remarks below a table: what it has no room for but people may have to know."""
+    remarks = []
+    for status in known:
+        said = [] if status.state in _QUIET else [f"{status.state}: {status.why}"]
+        if status.slowest_rank is not None and status.slowest_rank.is_straggler:
+            said.append(_facts(status)["slowest rank"])
+        remarks += [Text(printable(f"{status.run}: {remark}")) for remark in (*said, *status.notes)]
+    return remarks
+
+
+def _facts(status: RunStatus) -> dict[str, str]:
+    """Everything known about a run: label -> text."""
+    about = "about " if status.is_estimated else ""
+    speed = [
+        _shown(status.images_per_s, number(1), " images/s"),
+        _shown(status.step_time_s, short, " s a step"),
+        _shown(status.mfu, percent(1), " MFU"),
+        _devices(status),
+    ]
+    cost = [
+        _shown(status.exaflops, number(3), " exaFLOPs"),
+        about + _shown(status.device_hours, hours, " device-hours") if status.device_hours is not None else "",
+        about + _shown(status.energy_kwh, number(1), " kWh at most") if status.energy_kwh is not None else "",
+        f"price {about}{status.cost:,.2f}" if status.cost is not None else "",
+    ]
+    facts = {
+        "state": f"{status.state} ({status.why})" if status.why else status.state,
+        "step": _step(status),
+        "loss": _loss(status),
+        "speed": _joined(speed),
+        "data wait": _shown(status.data_wait, percent(1), " of the time"),
+        "memory": _shown(status.peak_memory_bytes, _size, " at most on a rank"),
+        "so far": _joined(cost),
+        "evaluation": f"step {status.evaluation.step:,}: {_values(status)}" if status.evaluation is not None else "",
+        "best": _best(status),
+        "checkpoints": _checkpoints(status),
+        "verified": status.verified or "",
+        "restarts": _restarts(status),
+        "anomalies": _anomalies(status),
+        "slowest rank": _slowest_rank(status),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def _step(status: RunStatus) -> str:
+    if status.step is None:
+        return f"none yet, of {status.total_steps:,}" if status.total_steps is not None else ""
+    if not status.total_steps:
+        return f"{status.step:,}, of a number that nothing tells yet"
+    left = f", {duration(status.left_s)} left" if status.left_s is not None else ""
+    return f"{status.step:,} of {status.total_steps:,} ({100 * status.step / status.total_steps:.1f} %{left})"
+
+
+def _loss(status: RunStatus) -> str:
+    if status.loss is None:
+        return "not finite" if status.line_age_s is not None and status.step_time_s is not None else ""
+    trend = status.trend
+    if trend is None:
+        return f"{status.loss:.4f}"
+    by = "" if trend.direction == "level" else f" by {abs(trend.change):.3g}"
+    return f"{status.loss:.4f}, {trend.direction}{by} over the last {trend.steps:,} steps"
+
+
+def _values(status: RunStatus) -> str:
+    values = {} if status.evaluation is None else status.evaluation.values
+    shown = [f"{name} {_shown(value, '{:.4f}'.format) or 'not finite'}" for name, value in values.items()]
+    more = f"  and {len(shown) - _SHOWN_METRICS} more (--json)" if len(shown) > _SHOWN_METRICS else ""
+    return "  ".join(shown[:_SHOWN_METRICS]) + more
+
+
+def _best(status: RunStatus) -> str:
+    best = status.best
+    if best is None:
+        return ""
+    text = f"step {best.step:,}: {best.metric} {best.value:.4f}"
+    if best.is_kept is False:
+        text += " (no checkpoint of it)" if status.selects else " (not kept; set selection)"
+    return text
+
+
+def _checkpoints(status: RunStatus) -> str:
+    saved = status.checkpoints
+    if saved.count is None:
+        return f"at {saved.where}, which is not asked"
+    if saved.step is None or saved.age_s is None:
+        return f"none in {saved.where}"
+    size = _shown(saved.bytes, _size, ", ")
+    return f"step {saved.step:,} ({size}{duration(saved.age_s)} ago), {saved.count:,} in {saved.where}"
+
+
+def _devices(status: RunStatus) -> str:
+    if status.world_size is None:
+        return ""
+    others = [f"{world_size:,}" for world_size in status.world_sizes if world_size != status.world_size]
+    return counted(status.world_size, "device") + (f" ({', '.join(others)} for other steps)" if others else "")
+
+
+def _restarts(status: RunStatus) -> str:
+    restarts = status.restarts
+    if restarts is None:
+        return ""
+    text = f"{restarts.count:,} in {counted(restarts.launches, 'launch')}"
+    for event in restarts.last[-1:]:
+        text += f"; the last {_when(event.time)} on {event.host}: {event.cause}"
+    return text
+
+
+def _when(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _anomalies(status: RunStatus) -> str:
+    anomalies = status.anomalies
+    if anomalies is None:
+        return ""
+    limit = f" of at most {anomalies.limit:,}" if anomalies.limit is not None else ""
+    text = f"{anomalies.left_out:,}{limit} left out, {counted(anomalies.reports, 'report')}"
+    if anomalies.last is not None:
+        text += ", that of the highest step: {step}, {kind}, {policy}".format(**anomalies.last)
+    return text
+
+
+def _slowest_rank(status: RunStatus) -> str:
+    slow = status.slowest_rank
+    if slow is None:
+        return ""
+    times = slow.seconds / slow.median_seconds if slow.median_seconds else 0.0
+    straggler = f"STRAGGLER, {times:.2f} x the median; " if slow.is_straggler else ""
+    return (
+        f"{slow.rank}: {straggler}{slow.seconds:.3g} s of own work a step, median {slow.median_seconds:.3g} s; the "
+        f"slowest in {slow.lines} of the last {slow.of_lines} lines"
+    )
+
+
+def _shown(value: Any, show: Callable[[Any], str], unit: str = "") -> str:
+    return "" if value is None else show(value) + unit
+
+
+def _size(size: float) -> str:
+    """A size in bytes as text in decimal units."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{short(size)} {unit}"
+        size /= 1000
+    return f"{short(size)} TB"
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return ", ".join(part for part in parts if part)

@@ -1,12 +1,29 @@
 """`vitscale vtab`: datasets of VTAB-1k's 19 tasks from local copies, and what is missing for them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
+
+from data_tools.machine import Machine
+from data_tools.vtab.copies import Search, find_copy
+from data_tools.vtab.ids import IDS_NAME, Ids
+from data_tools.vtab.prepare import DATASETS, Prepared, is_prepared, verify_prepared
+from data_tools.vtab.prepare import prepare as prepare_task
+from data_tools.vtab.tasks import ORIGINS
+from vitscale.ground.errors import DataError, RecipeError, VitscaleError
+from vitscale.ground.safe_text import printable
+from vitscale.ground.table import Column, Console, ResultTable, Row, render
+from vitscale.ground.vtab import TASKS
+from vitscale.ground.wording import counted
 
 app = typer.Typer(
-    help="Prepare VTAB-1k from local copies of its datasets.", no_args_is_help=True, rich_markup_mode=None
+    help="Prepare VTAB-1k from local copies of its datasets.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 
 Tasks = Annotated[
@@ -34,9 +51,35 @@ def prepare(
 
     A task asked for by --task that is missing, or one that fails, is exit code 3.
     """
-    from vitscale.cli.vtab_output import run_prepare
-
-    run_prepare([Path(folder) for folder in folders], out, tasks or [], ids, workers)
+    console, errors, tasks = Console(), Console(stderr=True), tasks or []
+    asked, places = _known(tasks) or list(TASKS), [Path(folder) for folder in folders]
+    _refuse_absent(places)
+    pinned = {} if ids is None else _lists(ids, asked)
+    if ids is not None:
+        if unpinned := [task for task in tasks if task not in pinned]:
+            raise RecipeError(f"--ids {ids}: no list for {', '.join(unpinned)}")
+        asked = [task for task in asked if task in pinned]
+    missing, failed = [], []
+    for task in asked:
+        try:
+            prepared = prepare_task(task, places, out, Machine(workers), console, pinned.get(task))
+        except VitscaleError as error:
+            failed.append(task)
+            errors.print(f"[red]{task}: {escape(str(error))}[/red]", highlight=False, soft_wrap=True)
+            continue
+        _tell(console, prepared, out)
+        if not prepared.counts:
+            missing.append(task)
+    done = len(asked) - len(missing) - len(failed)
+    console.print(
+        f"prepared in {escape(str(out))}: {done} of {counted(len(asked), 'task')}"
+        + (f"; missing: {', '.join(missing)}" if missing else "")
+        + (f"; failed: {', '.join(failed)}" if failed else ""),
+        highlight=False,
+        soft_wrap=True,
+    )
+    if failed or not done or (tasks and missing):
+        raise typer.Exit(DataError.exit_code)
 
 
 @app.command(short_help="List the tasks: prepared, found or still to be had.")
@@ -48,6 +91,103 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
 ) -> None:
     """List the tasks: which are prepared and in order, which are found, and where the others are to be had."""
-    from vitscale.cli.vtab_output import show_tasks
+    places = [Path(folder) for folder in folders or []]
+    _refuse_absent(places)
+    rows: list[Row] = []
+    notes: list[str] = []
+    damaged = False
+    for name in _known(tasks or []) or list(TASKS):
+        task, origin = TASKS[name], ORIGINS[name]
+        state, where, why = _state(name, places)
+        damaged = damaged or state == "damaged"
+        rows.append(
+            {
+                "task": name,
+                "group": task.group,
+                "classes": task.num_classes,
+                "tfds": f"{origin.tfds}:{origin.version}",
+                "crop_and_flip": "yes" if task.keeps_label else "no",
+                "state": state,
+                "where": where,
+                "get": origin.get,
+            }
+        )
+        notes += [f"{name}: {line}" for line in why]
+    columns = [
+        Column("task", "task", is_text=True),
+        Column("group", "group", is_text=True, spare=1),
+        Column("classes", "classes", spare=2),
+        Column("tfds", "TFDS", is_text=True, spare=3),
+        Column("crop_and_flip", "crop, flip", is_text=True, spare=4),
+        Column("state", "state", is_text=True),
+        Column("where", "where", printable, is_text=True),
+        Column("get", "where to get it", is_text=True, spare=5),
+    ]
+    render(ResultTable(columns, rows, notes=notes), "json" if as_json else "table")
+    if damaged:
+        raise typer.Exit(DataError.exit_code)
 
-    show_tasks([Path(folder) for folder in folders or []], tasks or [], as_json)
+
+def _state(task: str, folders: Sequence[Path]) -> tuple[str, str | None, list[str]]:
+    """(a task's state in a word or two, its folder, notes about it)."""
+    for folder in folders:
+        if is_prepared(folder / task):
+            try:
+                problems = verify_prepared(folder / task)
+            except VitscaleError as error:
+                problems = [str(error)]
+            return "damaged" if problems else "prepared, verified", str(folder / task), problems
+    search = find_copy(task, folders)
+    if search.copy is None:
+        return "missing", None, list(search.problems)
+    doubt = [f"not the published images without a list of ids: {search.copy.doubt}"] if search.copy.doubt else []
+    return f"found: {search.copy.layout}", str(search.copy.folder), doubt
+
+
+def _tell(console: Console, prepared: Prepared, out: Path) -> None:
+    if not prepared.counts:
+        assert prepared.search is not None
+        lines = _missing(prepared.task, prepared.search)
+    else:
+        counts = ", ".join(f"{name} {prepared.counts[name]:,}" for name in DATASETS)
+        before = " (from before)" if prepared.search is None else ""
+        lines = [f"{prepared.task}: {counts}{before} in {out / prepared.task}"]
+        if prepared.doubt is not None:
+            lines.append(f"  note: these are not the published 1,000 images ({prepared.doubt}); --ids FILE pins them")
+    for line in lines:
+        console.print(escape(printable(line)), highlight=False, soft_wrap=True)
+
+
+def _missing(task: str, search: Search) -> list[str]:
+    lines = [f"{task}: missing"]
+    lines += [f"  cannot be used: {problem}" for problem in search.problems]
+    lines += [f"  looked for: {', '.join(map(str, search.looked))}", f"  get it: {ORIGINS[task].get}"]
+    return lines
+
+
+def _known(tasks: Sequence[str]) -> list[str]:
+    if unknown := [task for task in tasks if task not in TASKS]:
+        raise RecipeError(f"--task {unknown[0]}: no task of VTAB-1k; expected {', '.join(TASKS)}")
+    return list(dict.fromkeys(tasks))
+
+
+def _refuse_absent(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        if not folder.is_dir():
+            raise RecipeError(f"{folder}: no such folder")
+
+
+def _lists(path: Path, tasks: Sequence[str]) -> dict[str, Ids]:
+    """The lists of ids at a path, by task. Raises RecipeError if there is none for any of these tasks."""
+    if path.is_dir():
+        files = {task: path / task / IDS_NAME for task in tasks}
+        found = {task: Ids.read(file) for task, file in files.items() if file.is_file()}
+    else:
+        ids = Ids.read(path)
+        found = {ids.task: ids}
+    for task, ids in found.items():
+        if ids.task != task:
+            raise RecipeError(f"--ids {path}: the list of {task} is one of {ids.task}")
+    if not found:
+        raise RecipeError(f"--ids {path}: no lists there; expected an ids.json, or TASK/ids.json in a folder")
+    return found

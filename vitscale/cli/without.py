@@ -1,9 +1,14 @@
-"""`vitscale without`: the command line of vitscale.about.checks.without."""
+"""`vitscale without`: from which step a run has to branch off without some images, and what it costs."""
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from vitscale.ground.storage import is_url
+from vitscale.ground.wording import counted
 
 
 def without(
@@ -30,6 +35,59 @@ def without(
 
     With --out, write the dataset without them and the recipe of the branch.
     """
-    from vitscale.cli.without_output import show_without
+    from data_tools.dedup.near import copies_of
+    from data_tools.views import write_without
+    from vitscale.about.checks.without import leave_out  # which loads torch
 
-    show_without(samples, run, out, root, near=near, as_json=as_json)
+    found = leave_out(samples, run, out, root, write_without, copies_of if near else None)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        for line in _told(found):
+            print(line)
+
+
+def _told(found: dict[str, Any]) -> Iterator[str]:
+    run, uids = found["run"], found["uids"]
+    others = [f"{counted(len(found['not_in_data']), 'image')} not stored in the data"] if found["not_in_data"] else []
+    already = found["left_out_already"]
+    others += [f"{counted(len(already), 'sample')} left out already"] if already else []
+    yield f"{found['data']}: {counted(len(uids), 'sample')} to leave out" + "".join(f"; {each}" for each in others)
+    if found["first_step"] is None:
+        yield f"{run}: never seen in {counted(found['steps'], 'step')}"
+    else:
+        yield (
+            f"{run}: {found['seen']:,} of them seen in {counted(found['steps'], 'step')}, "
+            f"{counted(found['updates'], 'time')}; first at step {found['first_step']:,} (uid {found['first_uid']})"
+        )
+    yield from (f"note: {note}" for note in found["notes"])
+    yield from _branch_told(found)
+    view = found["view"]
+    if view is not None:
+        yield (
+            f"written: {view['where']}: {view['samples']:,} of {found['samples']:,} samples; read back, and none of "
+            f"those named is among them"
+        )
+    if found["command"] is not None:
+        fetch = " (copy the recipe to this machine first)" if is_url(found["recipe"]) else ""
+        yield f"continue with{fetch}: {found['command']}"
+    elif view is None and (found["start"] or uids):
+        yield f"--out FOLDER writes the dataset without them{' and the recipe of the branch' if found['start'] else ''}"
+
+
+def _branch_told(found: dict[str, Any]) -> Iterator[str]:
+    start, again = found["start"], found["again"]
+    if start is None:
+        yield "no branch is needed"
+        return
+    beginning = "the beginning: no checkpoint is old enough"
+    where = f"step {start['step']:,} of {start['init']['from']}" if start["step"] else beginning
+    if not again["steps"]:
+        yield f"continue from {where}: no step is repeated"
+        return
+    cost = "what they cost is not known: there are no metrics"
+    if again["exaflops"] is not None:
+        devices = f" on {counted(again['world_size'], 'device')}" if again["world_size"] else ""
+        pace = f"{again['images_per_s']:,.4g} images/s{devices}"
+        cost = f"{again['exaflops']:.3g} exaFLOPs, {again['hours']:.3g} hours at the run's {pace}"
+    yield f"a branch starts from {where}; {counted(again['steps'], 'step')} are taken again: {cost}"

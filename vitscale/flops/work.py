@@ -77,5 +77,5 @@ def model_work(model: Model, image_size: int, num_classes: int | None) -> Work:
 def recipe_work(recipe: Recipe, num_classes: int) -> Work:
     """Work of a recipe's model and objective on one training image; `num_classes` is that of the training data."""
     outputs = num_classes if recipe.objective.has_classes else None
-    of_model = recipe.objective.model_operations(recipe, outputs)
-    return Work((*of_model, *recipe.objective.operations(recipe)))
+    of_model = recipe.objective.model_operations(recipe.context, outputs)
+    return Work((*of_model, *recipe.objective.operations(recipe.context)))

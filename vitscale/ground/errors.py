@@ -8,7 +8,7 @@ from typing import Self
 
 from vitscale.ground.safe_text import shown
 
-EXIT_DONE = 0
+EXIT_DONE, EXIT_INTERRUPTED = 0, 130  # the second of Ctrl-C, where nothing is to be saved
 
 
 class VitscaleError(Exception):

@@ -16,13 +16,14 @@ def versions() -> dict[str, str]:
     """
     return {
         "vitscale": vitscale.__version__,
-        **{package: _installed(package) for package in ("torch", "deepspeed", "ffcv")},
+        **{package: installed_version(package) for package in ("torch", "deepspeed", "ffcv")},
         "libjpeg_turbo": _decoder(),
         "python": platform.python_version(),
     }
 
 
-def _installed(package: str) -> str:
+def installed_version(package: str) -> str:
+    """A package's version, or "not installed". Imports nothing of it."""
     try:
         return version(package)
     except PackageNotFoundError:

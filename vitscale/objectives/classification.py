@@ -189,7 +189,7 @@ class Classification(Objective):
         assert isinstance(settings, recipes.Classification), settings.kind
         mixer = None if settings.mixing is None else Mixer(settings.mixing, recipe.seed, recipe.data.image_size)
         head_bias = initial_head_bias(recipe)
-        return cls(backbone, CrossEntropy.of(recipe), num_classes, head_bias, mixer, settings.kept(recipe))
+        return cls(backbone, CrossEntropy.of(recipe), num_classes, head_bias, mixer, settings.kept(recipe.context))
 
     def check(self, batch: "Batch") -> None:
         """As `Objective.check`: labels outside the classes."""

@@ -45,7 +45,9 @@ class MaskedPatchPrediction(Objective):
         """As `Objective.of`; the classes play no part."""
         settings, backbone = recipe.objective, build_model(recipe, None)
         assert isinstance(settings, MaskedPatches)
-        return cls(backbone, settings.target, settings.counts(recipe), settings.outputs(backbone.shape.patch_size))
+        return cls(
+            backbone, settings.target, settings.counts(recipe.context), settings.outputs(backbone.shape.patch_size)
+        )
 
     def plan(self, keys: np.ndarray, step: int) -> Plan:
         """A random order of each image's patches, (B, N) int64: masked, replaced, kept, and then those left intact."""

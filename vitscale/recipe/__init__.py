@@ -4,6 +4,7 @@
 before anything starts. Nothing is silently ignored.
 """
 
+from vitscale.recipe.batch import MICRO_MAX_ON_CPU
 from vitscale.recipe.comparing import FREE_ON_BRANCHING, FREE_ON_RESUME, changes, differences, recipe_sha256
 from vitscale.recipe.data import Cache, Crop, Data, EvalCrop
 from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
@@ -23,7 +24,7 @@ from vitscale.recipe.image_operations import (
     ThreeAugment,
 )
 from vitscale.recipe.normalise import Normalise
-from vitscale.recipe.objectives import Classification, Mixing, Objective
+from vitscale.recipe.objectives import Classification, Context, Mixing, Objective
 from vitscale.recipe.optimizers import SGD, Adafactor, AdamW, Kept, Lamb, Muon, Optimizer, group_of, is_frozen, matches
 from vitscale.recipe.reading import (
     apply_setting,
@@ -41,7 +42,7 @@ from vitscale.recipe.reading import (
     validate_recipe,
 )
 from vitscale.recipe.schedule import Course
-from vitscale.recipe.schema import MICRO_MAX_ON_CPU, Ema, Init, Recipe
+from vitscale.recipe.schema import Ema, Init, Recipe
 from vitscale.recipe.smoke import smoke_form
 from vitscale.recipe.watching import Anomalies, Policy, Spike
 
@@ -57,6 +58,7 @@ __all__ = [
     "Cache",
     "Classification",
     "ColorJitter",
+    "Context",
     "Course",
     "Crop",
     "Data",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -11,10 +11,7 @@ from vitscale.ground.operations import Operation
 from vitscale.ground.storage import is_url
 from vitscale.recipe.families import ModelBlock
 from vitscale.recipe.normalise import Normalise
-from vitscale.recipe.objectives import Classification
-
-if TYPE_CHECKING:
-    from vitscale.recipe.schema import Recipe
+from vitscale.recipe.objectives import Classification, Context
 
 
 class Teacher(Block):
@@ -60,24 +57,26 @@ class Distillation(Classification):
     )
     teacher: Teacher
 
-    def check(self, recipe: "Recipe") -> None:
+    def check(self, context: Context) -> None:
         """As `Objective.check`."""
-        super().check(recipe)
-        shape = recipe.model.shape()
+        super().check(context)
+        shape = context.model.shape()
         if not getattr(shape, "distilled", False):
             raise ValueError(
                 "objective.kind: distillation needs a model with a distillation token: set model.distilled true"
             )
         try:
-            self.teacher.model.check_image_size(recipe.data.image_size)
+            self.teacher.model.check_image_size(context.data.image_size)
         except ValueError as error:
-            raise ValueError(f"objective.teacher.model and data.image_size {recipe.data.image_size}: {error}") from None
+            raise ValueError(
+                f"objective.teacher.model and data.image_size {context.data.image_size}: {error}"
+            ) from None
 
-    def model_operations(self, recipe: "Recipe", num_classes: int | None) -> Sequence[Operation]:
+    def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:
         """As `Objective.model_operations`, and the teacher's forward pass, whose parameters are not the model's."""
-        of_teacher = self.teacher.model.operations(recipe.data.image_size, num_classes)
+        of_teacher = self.teacher.model.operations(context.data.image_size, num_classes)
         taught = [replace(each, part="teacher", params=0, is_trained=False, recomputed_in=None) for each in of_teacher]
-        return [*super().model_operations(recipe, num_classes), *taught]
+        return [*super().model_operations(context, num_classes), *taught]
 
     def smoke_form(self) -> Self:
         """As `Objective.smoke_form`: with a small teacher that has initial weights."""

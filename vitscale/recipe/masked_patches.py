@@ -1,17 +1,14 @@
 """The `objective` block of masked patch prediction, and what is known about it without torch."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
 from vitscale.ground.operations import Operation, dense, parameters
 from vitscale.recipe.families import Patches
-from vitscale.recipe.objectives import Objective
+from vitscale.recipe.objectives import Context, Objective
 from vitscale.recipe.shares import by_largest_remainder
-
-if TYPE_CHECKING:
-    from vitscale.recipe.schema import Recipe
 
 _MASKED, _REPLACED, _KEPT = 0.8, 0.1, 0.1  # shares of the corrupted patches (appendix B.1.2)
 COLOURS = 512
@@ -52,15 +49,15 @@ class MaskedPatches(Objective):
     )
     share: float = Field(0.5, gt=0, le=1, description="share of an image's patches that is corrupted")
 
-    def check(self, recipe: "Recipe") -> None:
+    def check(self, context: Context) -> None:
         """As `Objective.check`."""
-        patches = recipe.model.patches(recipe.data.image_size)
+        patches = context.model.patches(context.data.image_size)
         if patches is None:
             raise ValueError("objective.kind: masked_patches needs a model that cuts the picture itself into patches")
         for key in ("num_classes", "head_bias"):
-            if getattr(recipe.model, key) is not None:
+            if getattr(context.model, key) is not None:
                 raise ValueError(f"model.{key}: with objective.kind: masked_patches the model has no head; set it null")
-        if {*recipe.data.normalise.mean, *recipe.data.normalise.std} != {0.5}:
+        if {*context.data.normalise.mean, *context.data.normalise.std} != {0.5}:
             raise ValueError(
                 "data.normalise: objective.kind: masked_patches predicts pixels, and takes them for ones from -1 to 1; "
                 "leave mean and std at 0.5"
@@ -70,31 +67,31 @@ class MaskedPatches(Objective):
                 f"objective.target cell_colours: patches of {patches.size} pixels do not divide into "
                 f"{CELLS} x {CELLS} cells"
             )
-        if patches.grid**2 < 2 or self.counts(recipe).masked == 0:
+        if patches.grid**2 < 2 or self.counts(context).masked == 0:
             raise ValueError(
                 f"objective.share {self.share:g} of {patches.grid**2} patches: expected at least one corrupted "
                 f"patch of several"
             )
 
-    def counts(self, recipe: "Recipe") -> Counts:
+    def counts(self, context: Context) -> Counts:
         """The corrupted patches of each image, rounded by largest remainder: half of 196 are 78, 10 and 10."""
-        corrupted, _ = by_largest_remainder(_patches(recipe).grid ** 2, (self.share, 1 - self.share))
+        corrupted, _ = by_largest_remainder(_patches(context).grid ** 2, (self.share, 1 - self.share))
         return Counts(*by_largest_remainder(corrupted, (_MASKED, _REPLACED, _KEPT)))
 
     def outputs(self, patch_size: int) -> int:
         """The number of values predicted for one patch."""
         return {"mean_colour": COLOURS, "cell_colours": CELLS**2 * COLOURS, "pixels": 3 * patch_size**2}[self.target]
 
-    def operations(self, recipe: "Recipe") -> Sequence[Operation]:
+    def operations(self, context: Context) -> Sequence[Operation]:
         """As `Objective.operations`: predictions are computed only for corrupted patches."""
-        patches, rows = _patches(recipe), self.counts(recipe).corrupted
+        patches, rows = _patches(context), self.counts(context).corrupted
         return (
             parameters("mask", patches.width),
             dense("prediction", rows, patches.width, self.outputs(patches.size)),
         )
 
 
-def _patches(recipe: "Recipe") -> Patches:
-    patches = recipe.model.patches(recipe.data.image_size)
+def _patches(context: Context) -> Patches:
+    patches = context.model.patches(context.data.image_size)
     assert patches is not None, "the objective's own check"
     return patches

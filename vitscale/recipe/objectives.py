@@ -4,16 +4,18 @@ A block holds what is known without torch; `implementation` names the class that
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from vitscale.ground.block import Block
 from vitscale.ground.operations import Operation
+from vitscale.recipe.batch import Batch
+from vitscale.recipe.data import Data
+from vitscale.recipe.evaluation import Evaluation
+from vitscale.recipe.families import Model
 from vitscale.recipe.shares import by_largest_remainder
-
-if TYPE_CHECKING:
-    from vitscale.recipe.schema import Recipe
 
 DEFAULT_KIND = "classification"
 
@@ -79,6 +81,16 @@ class Mixing(Block):
         return low, high
 
 
+@dataclass(frozen=True)
+class Context:
+    """The blocks of a recipe that an objective's block may look at; none of them knows of objectives."""
+
+    model: Model
+    data: Data
+    batch: Batch
+    evaluation: Evaluation
+
+
 class Objective(Block):
     """The base of every `objective` block; its keys are the fields of one kind.
 
@@ -94,22 +106,22 @@ class Objective(Block):
 
     kind: str = Field(description="chooses this objective")
 
-    def check(self, recipe: "Recipe") -> None:
-        """Raise `ValueError` if the rest of the recipe does not fit this objective."""
+    def check(self, context: Context) -> None:
+        """Raise `ValueError` if the context does not fit this objective."""
 
-    def operations(self, recipe: "Recipe") -> Sequence[Operation]:
+    def operations(self, context: Context) -> Sequence[Operation]:
         """The operations on one image besides the model's: heads and decoders, with their parameters."""
         return ()
 
-    def model_operations(self, recipe: "Recipe", num_classes: int | None) -> Sequence[Operation]:
+    def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:
         """The model's operations on one image in training, with their parameters."""
-        return recipe.model.operations(recipe.data.image_size, num_classes)
+        return context.model.operations(context.data.image_size, num_classes)
 
     def smoke_form(self) -> Self:
         """A form of it that runs in seconds on any machine; by default itself."""
         return self
 
-    def kept(self, recipe: "Recipe") -> int | None:
+    def kept(self, context: Context) -> int | None:
         """The number of patches of each image that the model sees in training, rounded; None for all."""
         return None
 
@@ -170,43 +182,43 @@ class Classification(Objective):
                 )
         return self
 
-    def check(self, recipe: "Recipe") -> None:
+    def check(self, context: Context) -> None:
         """As `Objective.check`."""
         if self.keep < 1:
-            if recipe.model.patches(recipe.data.image_size) is None:
+            if context.model.patches(context.data.image_size) is None:
                 raise ValueError("objective.keep needs a model that cuts the picture itself into patches")
-            if self.kept(recipe) == 0:
+            if self.kept(context) == 0:
                 raise ValueError(f"objective.keep {self.keep:g}: no patch of an image would be kept")
             try:
-                self.model_operations(recipe, None)
+                self.model_operations(context, None)
             except ValueError as error:
                 raise ValueError(f"objective.keep {self.keep:g}: {error}") from None
         if self.mixing is None:
             return
-        self.mixing.sides(recipe.data.image_size)
-        if recipe.batch.global_size % 2:
+        self.mixing.sides(context.data.image_size)
+        if context.batch.global_size % 2:
             raise ValueError(
-                f"batch.global {recipe.batch.global_size}: objective.mixing mixes images in pairs; use an even number"
+                f"batch.global {context.batch.global_size}: objective.mixing mixes images in pairs; use an even number"
             )
-        if recipe.data.bad_samples == "mask":
+        if context.data.bad_samples == "mask":
             raise ValueError(
                 "data.bad_samples: mask leaves the partner of a damaged image without one to be mixed with, and "
                 "objective.mixing is on; use substitute"
             )
 
-    def kept(self, recipe: "Recipe") -> int | None:
+    def kept(self, context: Context) -> int | None:
         """As `Objective.kept`."""
-        patches = recipe.model.patches(recipe.data.image_size)
+        patches = context.model.patches(context.data.image_size)
         if self.keep == 1 or patches is None:
             return None
         return by_largest_remainder(patches.grid**2, (self.keep, 1 - self.keep))[0]
 
-    def model_operations(self, recipe: "Recipe", num_classes: int | None) -> Sequence[Operation]:
+    def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:
         """As `Objective.model_operations`: only on the patches that are kept."""
-        kept = self.kept(recipe)
+        kept = self.kept(context)
         if kept is None:
-            return super().model_operations(recipe, num_classes)
-        return recipe.model.operations_of_part(recipe.data.image_size, num_classes, kept)
+            return super().model_operations(context, num_classes)
+        return context.model.operations_of_part(context.data.image_size, num_classes, kept)
 
     @property
     def together(self) -> int:

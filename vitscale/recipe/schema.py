@@ -16,6 +16,7 @@ from vitscale.ground.block import Block, Contradictions
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.extensions import by_kind
 from vitscale.ground.storage import is_url
+from vitscale.recipe.batch import Batch
 from vitscale.recipe.data import Data, EvalCrop
 from vitscale.recipe.datasets import find_dataset
 from vitscale.recipe.distillation import Distillation
@@ -23,40 +24,10 @@ from vitscale.recipe.durations import Duration, Interval
 from vitscale.recipe.evaluation import Evaluation, Selection
 from vitscale.recipe.families import ModelBlock
 from vitscale.recipe.masked_patches import MaskedPatches
-from vitscale.recipe.objectives import Classification, Objective, with_kind
+from vitscale.recipe.objectives import Classification, Context, Objective, with_kind
 from vitscale.recipe.optimizers import AnyOptimizer, Kept, Optimizer, Shape
 from vitscale.recipe.schedule import Schedule
 from vitscale.recipe.watching import Anomalies, Check, Logging, Profile
-
-MICRO_MAX_ON_CPU = 128
-"""What `batch.micro_max: auto` is on CPUs, whose memory is not what limits their speed."""
-
-
-class Batch(Block):
-    """The global batch is the experiment; micro-batch and accumulation follow from it and the world size."""
-
-    # `global` is a Python keyword, hence the alias.
-    global_size: Annotated[int, Field(ge=1, le=2**31, alias="global", description="images per update, over all ranks")]
-    micro_max: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        "auto",
-        description="largest micro-batch a rank computes at once; auto: what fits into a CUDA device by the plan, at "
-        "most 1024, and 128 on CPUs, chosen once when the run begins",
-    )
-
-    def split(self, world_size: int) -> tuple[int, int]:
-        """(micro-batch, accumulation steps) of each rank; their product times the world size is the global batch.
-
-        Where `micro_max` is `auto` it counts as on CPUs: see training/micro_max.py.
-        """
-        per_rank, rest = divmod(self.global_size, world_size)
-        if rest:
-            raise RecipeError(
-                f"batch.global {self.global_size} does not divide by the {world_size} ranks of this launch; "
-                f"use a world size that divides it"
-            )
-        most = MICRO_MAX_ON_CPU if self.micro_max == "auto" else self.micro_max
-        micro = max(size for size in range(1, min(per_rank, most) + 1) if per_rank % size == 0)
-        return micro, per_rank // micro
 
 
 class Init(Block):
@@ -347,7 +318,7 @@ class Recipe(Block):
         if known("schedule", "optimizer"):
             yield from self.schedule.check_optimizer(self.optimizer)
         if not broken:  # which fields the check looks at depends on the objective
-            yield from _complaint(lambda: self.objective.check(self))
+            yield from _complaint(lambda: self.objective.check(self.context))
 
     def _check_selection(self, selection: Selection) -> Iterator[str]:
         offered = [f"validation/{metric}" for metric in ("top1", "top5", "loss") if self.evaluation.validation]
@@ -360,6 +331,11 @@ class Recipe(Block):
             yield f"selection.metric {selection.metric!r} is not evaluated; offered: {offered or 'none'}"
         if self.evaluation.every is None:
             yield "selection needs evaluation.every"
+
+    @property
+    def context(self) -> Context:
+        """What the objective's block may look at."""
+        return Context(self.model, self.data, self.batch, self.evaluation)
 
     @property
     def first_step(self) -> int:

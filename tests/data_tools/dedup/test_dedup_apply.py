@@ -18,7 +18,7 @@ from data_tools.dedup.finding import find
 from data_tools.engines.inline import run_inline
 from data_tools.request import Request
 from data_tools.sources import SourceOptions
-from data_tools.subset import write_subset
+from data_tools.views import write_subset
 from vitscale.data.augmentation import EvalTransform
 from vitscale.data.loader import Loader
 from vitscale.data.order import EvalOrder, TrainOrder

@@ -97,9 +97,9 @@ class Rotation(recipe.Objective):
     has_classes: ClassVar[bool] = False
     own: ClassVar[tuple[str, ...]] = ("turns.weight", "turns.bias")
 
-    def operations(self, recipe: recipe.Recipe) -> Sequence[Operation]:
+    def operations(self, context: recipe.Context) -> Sequence[Operation]:
         """As `Objective.operations`."""
-        return (dense("turns", 1, recipe.model.shape().width, 4),)
+        return (dense("turns", 1, context.model.shape().width, 4),)
 
 
 class Lion(recipe.Optimizer):

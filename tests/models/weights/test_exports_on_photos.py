@@ -13,7 +13,7 @@ import torch
 from finished_runs import evaluate_run
 from models.weights.exported import TINY, described, finished_run, valued
 
-from data_tools.convert import Machine, Request, convert
+from vitscale.cli.convert import Machine, Request, convert
 from vitscale.cli.export import export
 from vitscale.data.augmentation import EvalTransform
 from vitscale.data.device import to_model_input

@@ -122,7 +122,10 @@ class Comparison:
         """
         clip_norm = self.oracle.recipe.optimizer.clip_norm
         self.clipped += clip_norm is not None and norms[0] > clip_norm
-        limits = {name: rounding.of_gradient(each, self._dtype, self._roundings) for name, each in expected.items()}
+        limits = {
+            name: rounding.of_gradient(each.way, each.noise, self._dtype, self._roundings)
+            for name, each in expected.items()
+        }
         of_norm = Worst(abs(norms[1] / max(norms[0], _LEAST) - 1), max(limits.values()), f"step {step}")
         self.norm = max(self.norm, of_norm, key=lambda worst: worst.ratio)
         if not of_norm.is_within:

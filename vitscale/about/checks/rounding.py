@@ -9,13 +9,10 @@ far from fp32 as that is. `_MARGIN` allows for bad luck.
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from vitscale.about.checks.oracle import Gradient
 
 _MARGIN = 2.0
 _TERMS = 4096
@@ -27,15 +24,16 @@ def unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def of_gradient(gradient: "Gradient", dtype: torch.dtype, exchanges: int) -> float:
+def of_gradient(way: int, noise: float, dtype: torch.dtype, exchanges: int) -> float:
     """The limit for a gradient, relative to its size.
 
     Args:
+        way, noise: as in `oracle.Gradient`.
         dtype: the dtype in which the engine computes.
         exchanges: roundings to the format in which ranks exchange gradients.
     """
     of_one = unit(dtype) + math.sqrt(_TERMS) * unit(torch.float32) / 8
-    return _MARGIN * max(math.sqrt(2 * gradient.way + exchanges) * of_one, gradient.noise)
+    return _MARGIN * max(math.sqrt(2 * way + exchanges) * of_one, noise)
 
 
 def of_update(dtype: torch.dtype, roundings: int = 16) -> float:

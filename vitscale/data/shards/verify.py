@@ -18,6 +18,7 @@ from vitscale.data.shards.manifest import Manifest, ShardEntry
 from vitscale.data.shards.opening import labels_of, local_copy, shard_file
 from vitscale.data.shards.provenance import REJECTS_NAME, provenance_path, read_provenance, read_rejects
 from vitscale.data.shards.scan import scan
+from vitscale.data.shards.stock import StockReader
 from vitscale.ground.errors import DataError
 from vitscale.ground.files.digests import FileDigests, file_digests
 from vitscale.ground.storage import base_name, names_in, size_of
@@ -44,6 +45,7 @@ class Verdict:
     Attributes:
         shards, samples, bytes: the numbers of shards, samples and bytes that were checked.
         decoded: whether images were decoded as well.
+        stock: the version of FFCV by which every image was read as well; None if it was not asked.
         damage: everything that is wrong; of a shard's samples with the same damage, only the first 20 are named.
         notes: what is odd but harmless.
     """
@@ -54,6 +56,7 @@ class Verdict:
     bytes: int = 0
     damage: list[Damage] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    stock: str | None = None
 
 
 @dataclass
@@ -91,7 +94,12 @@ class _Finding:
 
 
 def verify(
-    manifest: Manifest, *, workers: int = 1, decode: bool = False, progress: Callable[[int], None] | None = None
+    manifest: Manifest,
+    *,
+    workers: int = 1,
+    decode: bool = False,
+    stock: StockReader | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Verdict:
     """Check everything that a dataset consists of; damage never stops it.
 
@@ -100,16 +108,17 @@ def verify(
         workers: the number of shards checked at a time. Each takes a page of memory (8 MiB, or more if an image is
             larger) and, for a dataset at a URL, its whole size on this machine's disk.
         decode: decode every image as well, as training will.
+        stock: stock FFCV, to read every image of shards that are sound and compare its pixels with ours.
         progress: called after each shard with the number of shards done.
 
     Raises:
         StorageError: a URL does not answer, which says nothing about what is there.
         RecipeError: as `vitscale.ground.images` does.
     """
-    verdict = Verdict(decode)
+    verdict = Verdict(decode, stock=None if stock is None else stock.version)
     last_uid = -1
     without: list[str] = []
-    for finding in _in_order(manifest, workers, decode):
+    for finding in _in_order(manifest, workers, decode, stock):
         verdict.shards += 1
         verdict.samples += finding.samples
         verdict.bytes += finding.bytes
@@ -132,13 +141,13 @@ def verify(
     return verdict
 
 
-def _in_order(manifest: Manifest, workers: int, decode: bool) -> Iterator[_Finding]:
+def _in_order(manifest: Manifest, workers: int, decode: bool, stock: StockReader | None) -> Iterator[_Finding]:
     # Threads suffice: reading, digests and checksums release Python's lock.
     pending: deque[Future[_Finding]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         try:
             for index in range(len(manifest.shards)):
-                pending.append(pool.submit(_verify_shard, manifest, index, decode))
+                pending.append(pool.submit(_verify_shard, manifest, index, decode, stock))
                 if len(pending) > 2 * workers:
                     yield pending.popleft().result()
             while pending:
@@ -148,7 +157,7 @@ def _in_order(manifest: Manifest, workers: int, decode: bool) -> Iterator[_Findi
                 future.cancel()
 
 
-def _verify_shard(manifest: Manifest, index: int, decode: bool) -> _Finding:
+def _verify_shard(manifest: Manifest, index: int, decode: bool, stock: StockReader | None) -> _Finding:
     finding = _Finding(manifest.shards[index])
     try:
         manifest.selected_slots(index)
@@ -158,7 +167,7 @@ def _verify_shard(manifest: Manifest, index: int, decode: bool) -> _Finding:
         where = manifest.location(finding.entry.path)
         table = _read_table(where, finding)
         with local_copy(where) as path:
-            _verify_file(manifest, index, path, table, decode, finding)
+            _verify_file(manifest, index, path, table, decode, stock, finding)
     except DataError as error:
         finding.add(str(error))
     except FileNotFoundError:
@@ -183,7 +192,13 @@ def _read_table(where: str, finding: _Finding) -> pa.Table | None:
 
 
 def _verify_file(
-    manifest: Manifest, index: int, path: Path, table: pa.Table | None, decode: bool, finding: _Finding
+    manifest: Manifest,
+    index: int,
+    path: Path,
+    table: pa.Table | None,
+    decode: bool,
+    stock: StockReader | None,
+    finding: _Finding,
 ) -> None:
     """Check a shard's file, on this machine, against manifest and table. Raises OSError if it cannot be read."""
     entry, size, num_classes = finding.entry, path.stat().st_size, len(manifest.class_names)
@@ -224,6 +239,10 @@ def _verify_file(
                 differs = table[name].to_numpy() != values
                 finding.add_samples(differs, f"{name} differs from the table of provenance", shard, keys)
         _check_labels(shard, num_classes, table, keys, finding)
+        if stock is not None and not finding.damage:
+            image_field = "image" if entry.adopted is None else entry.adopted.image_field
+            differs = stock.differing(path, shard, image_field)
+            finding.add_samples(differs, f"FFCV {stock.version} does not decode it to the same pixels", shard, keys)
 
 
 def _check_labels(

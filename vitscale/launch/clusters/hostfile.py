@@ -1,7 +1,7 @@
 """Runs on the hosts of a file, by ssh: one `vitscale launch` on each, which the front watches and which dies with it.
 
 The front is the process that a person started. What it runs on a host depends on the ssh connection: remote_shell.py
-kills it when that breaks. The launches meet and restart by themselves; the front continues without hosts that are lost.
+kills it when that breaks. The launches meet and restart by themselves; where a host is lost, all of them end.
 """
 
 import contextlib
@@ -23,27 +23,25 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 import vitscale
-from vitscale.ground.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError
+from vitscale.ground.errors import EXIT_DONE, RecipeError
 from vitscale.ground.files.durable import make_folder
 from vitscale.ground.storage import read_text
 from vitscale.ground.wording import counted
 from vitscale.launch.clusters import Job, launch_command, read_options, refuse_node_options, shell_line, shell_words
-from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL
+from vitscale.launch.ends import EXIT_RETRY, FINAL
 from vitscale.launch.environment import split_address
 from vitscale.launch.pretraining import launch_pretraining
 from vitscale.launch.rank import die_with
 from vitscale.launch.remote_shell import SILENCE_SECONDS
 from vitscale.launch.supervisor import PASSED_ON, say
 from vitscale.recipe import load_recipe, refuse_secrets
-from vitscale.runs.checkpoints import newest_checkpoint_step
-from vitscale.runs.launches import Journal
-from vitscale.runs.names import LAUNCH_FILE, default_run_dir
+from vitscale.runs.names import default_run_dir
 from vitscale.runs.reading import parse_object
 
 _LOST = 255  # ssh's exit code if it lost the connection, or never had one
 _ANSWER_SECONDS = 10
 _LATE_SECONDS = 5.0  # a network file system may show late what another machine has written
-_NODE_WAIT_MINUTES = 1.0  # for the launches to meet; after that the front starts them anew without those that are lost
+_NODE_WAIT_MINUTES = 1.0  # for the launches to meet: one that is lost does not come back
 _BEAT_SECONDS = 3.0
 _LOOK_EVERY_SECONDS = 0.05
 _FORWARDED = re.compile(r"(VITSCALE|NCCL|GLOO|TORCH|OMP|PYTHON|UCX|FI)_?[A-Z0-9_]*|LD_LIBRARY_PATH")
@@ -57,7 +55,7 @@ try:
     import vitscale
     until, found = time.monotonic() + {late}, False
     while not found and time.monotonic() < until:
-        found = not {token!r} or os.path.exists({token!r})
+        found = os.path.exists({token!r})
         found or time.sleep(0.2)
     answer = {{"version": vitscale.__version__, "file": vitscale.__file__, "shares": found}}
 except Exception as error:
@@ -120,16 +118,13 @@ def render(job: Job) -> str:
     for node, host in enumerate(front.hosts):
         lines += [
             f"# node {node} of {len(front.hosts)}: {shell_line(front.ssh(host))}",
-            f"cd {shlex.quote(str(Path.cwd()))} && {shell_line(front.command(front.hosts, node), _environment())}",
+            f"cd {shlex.quote(str(Path.cwd()))} && {shell_line(front.command(node), _environment())}",
         ]
     return "\n".join(lines)
 
 
 def submit(job: Job) -> int:
-    """Run the job on all hosts, and wait until it has ended.
-
-    Raises `RecipeError` if a host cannot take part, `PeerLostError` if too few of them are left.
-    """
+    """Run the job on all hosts, and wait until it has ended. Raises `RecipeError` if a host cannot take part."""
     front = _Front(job)
     if [host.name for host in front.hosts] == ["localhost"]:
         return launch_pretraining(replace(job.what, ranks=front.hosts[0].slots), max_restarts=job.max_restarts)
@@ -145,7 +140,7 @@ class _Front:
             raise RecipeError("--cluster hostfile needs --hostfile FILE, with lines such as `node1 slots=8`")
         options = read_options(job, HostfileOptions)
         self._job = replace(job, wait_for_nodes_minutes=_NODE_WAIT_MINUTES)
-        self._ssh, self._limit = shell_words("ssh", options.ssh), job.what.time_limit_minutes
+        self._ssh = shell_words("ssh", options.ssh)
         self.hosts = read_hostfile(options.hostfile)
         if job.nodes is not None and job.nodes > len(self.hosts):
             raise RecipeError(f"--nodes {job.nodes}: {options.hostfile} has {counted(len(self.hosts), 'host')}")
@@ -158,11 +153,10 @@ class _Front:
         recipe = refuse_secrets(
             load_recipe(job.what.recipe, [] if job.what.smoke else job.what.settings), job.what.recipe
         )
-        self._global_batch = None if job.what.smoke else recipe.batch.global_size
-        if self._fitting(self.hosts) != self.hosts:
+        ranks, batch = sum(host.slots for host in self.hosts), recipe.batch.global_size
+        if not job.what.smoke and batch % ranks:
             raise RecipeError(
-                f"{sum(host.slots for host in self.hosts)} ranks do not divide batch.global {self._global_batch:,}: "
-                f"choose another --ranks a host, or --nodes"
+                f"{ranks} ranks do not divide batch.global {batch:,}: choose another --ranks a host, or --nodes"
             )
         self._run_dir = job.what.run_dir or default_run_dir(job.what.recipe, smoke=job.what.smoke)
         self._launches: list[_HostLaunch] = []
@@ -179,86 +173,43 @@ class _Front:
         program = f"import sys; sys.path.insert(0, {root!r}); from vitscale.launch.remote_shell import main; main()"
         return [*self._ssh, "-T", *options, host.name, command or _python(program)]
 
-    def command(self, hosts: Sequence[Host], node: int) -> list[str]:
+    def command(self, node: int) -> list[str]:
         """`vitscale launch` for one of the hosts."""
-        program = [sys.executable, "-m", "vitscale"]
-        if len(hosts) == 1:
-            return launch_command(self._job, program, ranks=hosts[0].slots)
-        address, port = split_address(self._job.master or hosts[0].name)
-        if hosts[0] != self.hosts[0]:  # --master names the first host
-            address = hosts[0].name
+        program, first, ranks = [sys.executable, "-m", "vitscale"], self.hosts[0].name, self.hosts[node].slots
+        if len(self.hosts) == 1:
+            return launch_command(self._job, program, ranks=ranks)
+        address, port = split_address(self._job.master or first)
+        master = f"{address}:{port}"
         return launch_command(
-            self._job,
-            program,
-            nodes=len(hosts),
-            node_rank=str(node),
-            master=f"{address}:{port}",
-            ranks=hosts[node].slots,
+            self._job, program, nodes=len(self.hosts), node_rank=str(node), master=master, ranks=ranks
         )
 
     # ---- The run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
         """Run until the job has ended on all hosts. Returns the exit code."""
-        began, hosts, furthest, in_a_row = time.monotonic(), self.hosts, newest_checkpoint_step(self._run_dir), 0
-        journal = Journal(self._run_dir / LAUNCH_FILE, say)
         with self._passing_signals_on():
             self._check_all()
-            while True:
-                codes = self._attempt(hosts)
-                lost = [host.name for host, code in zip(hosts, codes, strict=True) if code == _LOST]
-                code = _joint(codes)
-                if self._told is not None or code in (EXIT_DONE, EXIT_PREEMPTED, *FINAL):
-                    return code
-                left = [host for host, answer in self._ask(self.hosts, "").items() if "version" in answer]
-                if not lost and len(left) >= len(hosts):
-                    return code  # the hosts are well: the run itself does not get any further
-                silent = [host.name for host in self.hosts if host not in left]
-                cause = (
-                    f"no answer from {' and '.join(silent)}" if silent else f"connection to {' and '.join(lost)} lost"
-                )
-                in_a_row = 0 if newest_checkpoint_step(self._run_dir) > furthest else in_a_row
-                furthest = newest_checkpoint_step(self._run_dir)
-                if in_a_row >= self._job.max_restarts:
-                    say(f"not started again: the last {counted(in_a_row, 'start')} brought no new checkpoint. {cause}")
-                    return EXIT_RETRY
-                in_a_row += 1
-                hosts = self._fitting(left)
-                if not hosts:
-                    why = "the other hosts' ranks do not divide batch.global" if left else "no host is left"
-                    raise PeerLostError(f"{cause}, and {why}; repeat the command when they are back")
-                names = [host.name for host in hosts]
-                say(
-                    f"{cause}: continues with {' and '.join(names)}, "
-                    f"{counted(sum(host.slots for host in hosts), 'rank')}"
-                )
-                journal.write("hosts", hosts=names, cause=cause, step=furthest)
-                self._continue(began)
+            names = ", ".join(f"{host.name} ({host.slots})" for host in self.hosts)
+            say(f"starts on {names}, run directory {self._run_dir}")
+            try:
+                self._start()
+                codes = self._watch()
+            finally:
+                for launch in self._launches:
+                    launch.kill()
+        code = _joint(codes)
+        lost = [host.name for host, end in zip(self.hosts, codes, strict=True) if end == _LOST]
+        if lost and code == EXIT_RETRY and self._told is None:
+            say(f"repeat the command when {' and '.join(lost)} can be reached again, or with another --hostfile")
+        return code
 
-    def _continue(self, began: float) -> None:
-        """Have the job's next launches continue the run, in the time that is left."""
-        what = replace(self._job.what, resume="auto")
-        if self._limit is not None:
-            left = self._limit - (time.monotonic() - began) / 60
-            if left <= 0:
-                raise PreemptedError(f"the time limit of {self._limit:g} minutes has been reached")
-            what = replace(what, time_limit_minutes=left)
-        self._job = replace(self._job, what=what)
-
-    def _attempt(self, hosts: Sequence[Host]) -> list[int]:
-        """Run on these hosts. Returns the exit code of each, `_LOST` if it is not known."""
-        say(f"starts on {', '.join(f'{host.name} ({host.slots})' for host in hosts)}, run directory {self._run_dir}")
-        try:
-            for node, host in enumerate(hosts):
-                start = {"folder": str(Path.cwd()), "environment": _environment(), "command": self.command(hosts, node)}
-                self._launches.append(_HostLaunch(host, self.ssh(host), start))
-                if self._told is not None:  # told before there was a launch to pass it on to
-                    self._launches[-1].send({"signal": PASSED_ON[self._told].name})
-            return self._watch()
-        finally:
-            for launch in self._launches:
-                launch.kill()
-            self._launches = []
+    def _start(self) -> None:
+        for node, host in enumerate(self.hosts):
+            start = {"folder": str(Path.cwd()), "environment": _environment(), "command": self.command(node)}
+            self._launches.append(_HostLaunch(host, self.ssh(host), start))
+            if self._told is not None:  # told before there was a launch to pass it on to
+                self._launches[-1].send({"signal": PASSED_ON[self._told].name})
 
     def _watch(self) -> list[int]:
         beat_at, named = time.monotonic(), set()
@@ -281,13 +232,6 @@ class _Front:
                 for launch in self._launches:
                     launch.send({})
             time.sleep(_LOOK_EVERY_SECONDS)
-
-    def _fitting(self, hosts: Sequence[Host]) -> list[Host]:
-        """As many of these hosts as possible, from the first one on, whose ranks divide the global batch."""
-        for count in range(len(hosts), 0, -1):
-            if self._global_batch is None or self._global_batch % sum(host.slots for host in hosts[:count]) == 0:
-                return list(hosts[:count])
-        return []
 
     @contextlib.contextmanager
     def _passing_signals_on(self) -> Iterator[None]:
@@ -323,7 +267,7 @@ class _Front:
         except OSError as error:
             raise RecipeError(f"{self._run_dir} cannot be written: {error.strerror}") from None
         try:
-            answers = self._ask(self.hosts, str(token))
+            answers = self._ask(str(token))
         finally:
             token.unlink()
         problems = []
@@ -340,7 +284,7 @@ class _Front:
                 "password, vitscale at the same path, and the run directory on a file system that all of them share"
             )
 
-    def _ask(self, hosts: Sequence[Host], token: str) -> dict[Host, dict[str, Any]]:
+    def _ask(self, token: str) -> dict[Host, dict[str, Any]]:
         """Each host's answer to the probe: version, file and shares, or error."""
         root, folder = str(Path(vitscale.__file__).parents[1]), str(Path.cwd())
         probe = _python(_PROBE.format(root=root, folder=folder, late=_LATE_SECONDS, token=token))
@@ -354,7 +298,7 @@ class _Front:
                 errors="replace",
                 start_new_session=True,
             )
-            for host in hosts
+            for host in self.hosts
         }
         return {host: _answer(process) for host, process in asked.items()}
 

@@ -88,7 +88,7 @@ class Attention:
 def _lengths(recipe: Recipe) -> set[int]:
     """The numbers of queries that the blocks' attention has in training; empty for a model without tokens."""
     tokens, patches = recipe.model.num_tokens(recipe.data.image_size), recipe.model.patches(recipe.data.image_size)
-    kept = recipe.objective.kept(recipe)
+    kept = recipe.objective.kept(recipe.context)
     if tokens is None:
         return set()
     return {tokens} if kept is None or patches is None else {tokens, tokens - patches.grid**2 + kept}

@@ -13,7 +13,7 @@ from rich.table import Table
 from data_tools.classes import read_classes
 from data_tools.conversion import convert, dry_run, merge
 from data_tools.conversion_plan import ConversionPlan
-from data_tools.dedup.against import name_indexes, open_matcher
+from data_tools.dedup.against import name_indexes
 from data_tools.dedup.report import tables
 from data_tools.finishing import Outcome
 from data_tools.locks import ALL_TASKS, TaskRange
@@ -24,14 +24,13 @@ from data_tools.report import say, summary
 from data_tools.request import Request
 from data_tools.sources import Kind, SourceOptions
 from data_tools.splits import parse_splits
-from data_tools.subset import write_subset
+from data_tools.views import write_subset
 from vitscale.cli.command_line import HELP, Version, run
 from vitscale.cli.embedding import Embedding, EmbeddingModel, EmbeddingSize, opened_embedder
-from vitscale.cli.entry import EXIT_INTERRUPTED
 from vitscale.data.shards import DEFAULT_CAPACITY
 from vitscale.data.shards.beton import expected_bytes
 from vitscale.data.shards.images import JPEG_QUALITY, ImageOptions
-from vitscale.ground.errors import RecipeError, VitscaleError
+from vitscale.ground.errors import EXIT_INTERRUPTED, RecipeError, VitscaleError
 from vitscale.ground.table import Console
 from vitscale.ground.wording import counted
 
@@ -171,11 +170,12 @@ def command(
                 lambda name: name in ("engine", "max_reject_rate", "allow_unlabelled", "task_range"),
             )
             starting = time.process_time()  # nearly all of it imports
-            plan, probed = dry_run(request, out, machine, console)
+            conversion, plan, probed = dry_run(request, out, machine, console)
             console.print(_forecast(plan, probed, machine.processes, starting))
             _note(console, plan.notes)
-            for table in [] if probed.tally is None else tables(open_matcher(request.dedup), probed.tally):
-                console.print(table)
+            if conversion.matcher is not None and probed.tally is not None:
+                for table in tables(conversion.matcher, probed.tally):
+                    console.print(table)
             return
         _tell(console, out, convert(request, out, machine, console), tasks)
     except VitscaleError as error:

@@ -1,21 +1,31 @@
-"""Measures how fast models are on this device: images/s and the largest batch by image size (appendix D.4, Figure 11).
+"""How fast models are on this device: images/s and the largest batch by image size (appendix D.4, Figure 12).
+
+    $ python benchmarks/inference_speed.py ViT-B/16 ResNet50x1 --out speed
+    $ python benchmarks/inference_speed.py ViT-L/16 --out speed --sizes 224,384 --precision bf16 --seconds 30
+
+The new folder `--out` gets index.html, the figure as PNG and SVG, its CSV, and figures.json for
+`vitscale report --inspected`. In bf16 with CUDA, in fp32 elsewhere, unless `--precision` says otherwise.
 
 What is timed is a forward pass without gradients, with random weights and all of a batch's pixels on the device. The
 batch size is doubled: with CUDA until memory runs out, and then the largest batch that fits is found between the last
 two; on CPUs, where memory has no such limit, until the time is up.
 """
 
+import argparse
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from vitscale.evaluation.inspection.figures import InspectionFigure
-from vitscale.ground.errors import RecipeError
+from vitscale.evaluation.inspection.output import PAGE, write
+from vitscale.evaluation.placing import join
+from vitscale.ground.files.durable import new_folder
 from vitscale.ground.page import SERIES
 from vitscale.models import Model, initialise
 from vitscale.models.build import build_of_block
@@ -31,6 +41,33 @@ _NUM_CLASSES = 1000
 _LARGEST = 2**17
 _FINENESS = 16
 """The largest batch is found to within one part in this many."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="+", metavar="NAME", help="models, such as ViT-B/16 and ResNet50x1")
+    parser.add_argument("--out", type=Path, required=True, help="the folder; it does not exist, or is empty")
+    parser.add_argument("--sizes", default="64,128,224,384,512", metavar="PIXELS,...", help="sides of the images")
+    parser.add_argument("--precision", choices=["bf16", "fp32"])
+    parser.add_argument("--seconds", type=float, default=10.0, help="a model and size; with CUDA a batch size")
+    given = parser.parse_args()
+    try:
+        blocks = {name: model_of(name=name, head="linear") for name in given.names}
+        sizes = list(dict.fromkeys(int(size) for size in given.sizes.split(",")))
+    except ValueError as error:
+        parser.error(str(error))
+    device = join().device
+    precision: Precision = given.precision or ("bf16" if device.type == "cuda" else "fp32")
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    print(f"{where}, {precision}")
+    with new_folder(given.out, "--out") as folder:
+        found = []
+        for each in throughputs(blocks, sizes, device, precision, given.seconds):
+            found.append(each)
+            print(each, flush=True)
+        figure = speed_figure(found, where, precision)
+        write(folder, [figure], figure.title, where, [("device", where), ("precision", precision)])
+    print(f"wrote {given.out / PAGE}")
 
 
 @dataclass(frozen=True)
@@ -53,40 +90,26 @@ class Throughput:
     largest_batch: int | None = None
     problem: str = ""
 
+    def __str__(self) -> str:
+        row = f"{self.model:<16} {self.image_size:>5}"
+        if self.images_per_s is None:
+            return f"{row}  {self.problem}"
+        largest = "" if self.largest_batch is None else f"  largest batch {self.largest_batch:,}"
+        return f"{row} {self.images_per_s:>10,.4g} images/s at batch {self.batch:,}{largest}"
+
 
 def throughputs(
-    names: Sequence[str],
+    blocks: Mapping[str, families.Model],
     sizes: Sequence[int],
     device: torch.device,
     precision: Precision,
     seconds: float,
-    report: Callable[[Throughput], None],
-) -> list[Throughput]:
-    """Measure every model at every image size.
-
-    Args:
-        names: the models' names.
-        sizes: sides of the images in pixels.
-        device: the device to measure.
-        precision: the precision of weights and pixels.
-        seconds: the time to spend on each model and size; with CUDA, on each batch size.
-        report: called with each result as soon as it is there.
-
-    Raises `RecipeError` for a name that is not a model's.
-    """
-    blocks = {}
-    for name in names:
-        try:
-            blocks[name] = model_of(name=name, head="linear")
-        except ValueError as error:
-            raise RecipeError(str(error)) from None
-    found = []
+) -> Iterator[Throughput]:
+    """Measure every model, by name, at every size; `seconds` for each, with CUDA for each batch size."""
     for name, block in blocks.items():
         for size in sizes:
-            found.append(_throughput(name, block, size, device, precision, seconds))
+            yield _throughput(name, block, size, device, precision, seconds)
             _release(device)
-            report(found[-1])
-    return found
 
 
 def _throughput(
@@ -200,7 +223,7 @@ def _release(device: torch.device) -> None:
 
 
 def speed_figure(found: Sequence[Throughput], device: str, precision: str) -> InspectionFigure:
-    """The figure of images/s by image size, with the largest batch beside it if it was measured (Figure 11)."""
+    """The figure of images/s by image size, with the largest batch beside it if it was measured (Figure 12)."""
     has_largest = any(each.largest_batch for each in found)
     names = list(dict.fromkeys(each.model for each in found))
 
@@ -240,3 +263,7 @@ def speed_figure(found: Sequence[Throughput], device: str, precision: str) -> In
     )
     title = "Speed by image size"
     return InspectionFigure("speed", title, caption, put, 820 if has_largest else 520, 340, columns, rows)
+
+
+if __name__ == "__main__":
+    main()
