@@ -17,7 +17,7 @@ from vitscale.about.studies.local import LocalEngine
 from vitscale.about.studies.outcomes import check_unchanged
 from vitscale.about.studies.ray import RayEngine
 from vitscale.about.studies.reading import find_study, load_study
-from vitscale.about.studies.results import RESULTS_FILE
+from vitscale.about.studies.results import RESULTS_FILE, About
 from vitscale.about.studies.running import Progress, StudyRun
 from vitscale.about.studies.slurm import SlurmEngine
 from vitscale.ground.errors import EXIT_DONE, RecipeError, VitscaleError
@@ -63,7 +63,7 @@ def run_study(
         from vitscale.about.studies.checking import check_entries  # loads torch, which takes seconds
 
         check_entries(expansion, folder)
-    about = {"study": file.stem, "file": str(file), "engine": engine, "settings": settings}
+    about = About(file.stem, str(file), engine, settings)
     with _Watch() as watch:
         run = StudyRun(expansion, folder, make_engine(engine, folder, slots, engine_options), about, watch.look)
         code = run.run()
