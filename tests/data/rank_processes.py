@@ -61,7 +61,7 @@ def _part(batch):
     assert batch.mask.all()
     hashes = [hashlib.blake2b(image.numpy().tobytes(), digest_size=8).hexdigest() for image in batch.images]
     samples = list(zip(batch.uids.tolist(), batch.labels.tolist(), batch.keys.tolist(), hashes, strict=True))
-    return Part(batch.step, batch.epoch, samples, batch.digest)
+    return Part(batch.position, batch.epoch, samples, batch.digest)
 
 
 def global_batches(parts_of_ranks: Iterable[list[Part]]) -> list[Part]:

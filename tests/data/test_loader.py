@@ -37,7 +37,9 @@ def train(manifest, stop=20, **options):
 
 def same(a, b):
     fields = ("images", "labels", "uids", "mask")
-    return (a.step, a.epoch) == (b.step, b.epoch) and all(torch.equal(getattr(a, f), getattr(b, f)) for f in fields)
+    return (a.position, a.epoch) == (b.position, b.epoch) and all(
+        torch.equal(getattr(a, f), getattr(b, f)) for f in fields
+    )
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def test_other_sizes(manifest, side):
 
 
 def test_labels_uids_and_steps(manifest, reference):
-    assert [batch.step for batch in reference] == list(range(20))
+    assert [batch.position for batch in reference] == list(range(20))
     per_epoch = TrainOrder(sizes_of(manifest), BATCH, 4).steps_per_epoch
     assert [batch.epoch for batch in reference] == [step // per_epoch for step in range(20)]
     for batch in reference:

@@ -39,7 +39,7 @@ def test_abandoned_loaders_leave_nothing(manifest):
 
 def test_leaving_a_loop(manifest):
     for batch in endless(manifest):
-        if batch.step == 3:
+        if batch.position == 3:
             break
     gc.collect()
     assert wait_until(lambda: not loader_threads())

@@ -25,7 +25,7 @@ def loader_of(manifest, stop):
 
 def test_several_threads_get_each_batch_once(manifest):
     with loader_of(manifest, 200) as loader, ThreadPoolExecutor(4) as pool:
-        taken = [pool.submit(lambda: [batch.step for batch in loader]) for _ in range(4)]
+        taken = [pool.submit(lambda: [batch.position for batch in loader]) for _ in range(4)]
         steps = [step for future in taken for step in future.result(timeout=60)]
     assert sorted(steps) == list(range(200))
 
@@ -63,7 +63,7 @@ def refusals(call):
 with open_loader(5) as loader:
     loaders = [loader]
     next(loader)
-    print(forked(lambda: refusals(next)), *(batch.step for batch in loader))
+    print(forked(lambda: refusals(next)), *(batch.position for batch in loader))
 
 # Their threads hold one lock or another at most of these moments.
 loaders = [open_loader(None) for _ in range(LOADERS)]

@@ -193,7 +193,7 @@ def test_a_file_removed_while_it_is_read_stays_readable(manifest):
         for _ in range(10):
             next(loader)
         shutil.rmtree(manifest.directory)
-        steps = [next(loader).step for _ in range(20)]
+        steps = [next(loader).position for _ in range(20)]
     assert steps == list(range(10, 30))
 
 
@@ -245,5 +245,5 @@ def test_batches_before_the_damage_are_delivered(manifest):
     order = EvalOrder(SHARDS, 8)
     with Loader(manifest, order, image_size=8, transform=EvalTransform()) as loader, pytest.raises(DataError):
         for found, batch in enumerate(loader):
-            assert batch.step == found
+            assert batch.position == found
     assert found == 113 // 8 - 1

@@ -177,7 +177,7 @@ def test_the_same_on_every_world(manifest, policy):
             ranks = [train(changed, policy, rank=rank, **options) for rank in range(world)]
             for expected, *parts in zip(whole[start:], *ranks, strict=True):
                 assert {len(part.uids) for part in parts} == {BATCH // world}
-                assert {(part.step, part.epoch) for part in parts} == {(expected.step, expected.epoch)}
+                assert {(part.position, part.epoch) for part in parts} == {(expected.position, expected.epoch)}
                 for name in FIELDS:
                     assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(expected, name))
                 assert sum(part.digest for part in parts) % 2**64 == expected.digest
@@ -194,7 +194,7 @@ def test_each_is_told_of_once(manifest, sound, policy, kind, caplog):
     batches = train(manifest, policy)
     told = [record for record in caplog.records if "slot 7" in record.message]
     places = rows_with(sound, {uid(2, 7)})
-    assert [f"step {sound[i].step + 1}:" in record.message for (i, _), record in zip(places, told, strict=True)]
+    assert all(f"batch {sound[i].position}:" in record.message for (i, _), record in zip(places, told, strict=True))
     assert sum(batch.bad_samples for batch in batches) == len(places)
     for record in told:
         assert record.levelno == logging.WARNING and f"slot 7, uid {uid(2, 7)}:" in record.message

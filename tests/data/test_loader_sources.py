@@ -77,7 +77,7 @@ def loader_of(manifest, cache, stop=12, **reading):
 
 def seen(loader):
     with loader:
-        return [(batch.step, batch.uids.tolist(), batch.digest) for batch in loader]
+        return [(batch.position, batch.uids.tolist(), batch.digest) for batch in loader]
 
 
 # ------------------------------------------------------------------------------------------------------------- at a URL
@@ -155,7 +155,7 @@ def test_a_slow_transfer_is_no_stall(remote, tmp_path, monkeypatch):
     """It takes longer than a read may."""
     monkeypatch.setattr(FarAway, "seconds", 3.0)
     with loader_of(remote, tmp_path, stop=1, stall_s=2.0) as loader:
-        assert next(loader).step == 0
+        assert next(loader).position == 0
 
 
 class Silent(AbstractFileSystem):

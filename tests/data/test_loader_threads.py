@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("nothing_stays")
 
 def test_next_if_ready_neither_skips_nor_repeats(manifest):
     with endless(manifest, stop_step=40) as loader:
-        expected = [(batch.step, batch.digest) for batch in loader]
+        expected = [(batch.position, batch.digest) for batch in loader]
     for pattern in ((True,), (False, True), (True, True, False), (True, False, False, True)):
         found, turn = [], 0
         with endless(manifest, stop_step=40) as loader:
@@ -31,7 +31,7 @@ def test_next_if_ready_neither_skips_nor_repeats(manifest):
                 batch = loader.next_if_ready() if pattern[turn % len(pattern)] else next(loader)
                 turn += 1
                 if batch is not None:
-                    found.append((batch.step, batch.digest))
+                    found.append((batch.position, batch.digest))
             assert next(loader, None) is None
         assert found == expected
 
@@ -39,7 +39,7 @@ def test_next_if_ready_neither_skips_nor_repeats(manifest):
 def test_next_if_ready_does_not_swallow_the_end(manifest):
     """It comes again when it is waited for."""
     with endless(manifest, stop_step=2) as loader:
-        assert [next(loader).step, next(loader).step] == [0, 1]
+        assert [next(loader).position, next(loader).position] == [0, 1]
         time.sleep(0.1)
         assert [loader.next_if_ready() for _ in range(5)] == [None] * 5
         assert next(loader, None) is None
@@ -56,7 +56,7 @@ class FailingOrder(TrainOrder):
 def test_next_if_ready_leaves_what_went_wrong_to_next(manifest):
     with endless(manifest, order=FailingOrder(SHARDS, 16, 0)) as loader:
         for step in range(3):
-            assert next(loader).step == step
+            assert next(loader).position == step
         time.sleep(0.1)
         assert loader.next_if_ready() is None
         with pytest.raises(ZeroDivisionError, match="of step 3"):
@@ -74,7 +74,7 @@ def test_next_if_ready_does_not_wait(manifest):
     with endless(manifest, order=Waiting(SHARDS, 16, 0)) as loader:
         assert loader.next_if_ready() is None
         gate.set()
-        assert next(loader).step == 0
+        assert next(loader).position == 0
 
 
 # ------------------------------------------------------------------------------------------------------ what goes wrong
@@ -93,7 +93,7 @@ def test_what_goes_wrong_in_planning_comes_in_its_turn(manifest, error, threads)
     with endless(manifest, order=Broken(SHARDS, 16, 0), threads=threads) as loader:
         with pytest.raises(error, match="in the planner"):
             for batch in loader:
-                steps.append(batch.step)
+                steps.append(batch.position)
         assert not loader_threads() and next(loader, None) is None  # it has ended
     assert steps == [0, 1, 2, 3]
 
@@ -122,7 +122,7 @@ def test_what_goes_wrong_in_reading_comes_in_its_turn(manifest, error, threads, 
     with endless(manifest, threads=threads, prefetch=3) as loader:
         with pytest.raises(error, match="of a slice"):
             for batch in loader:
-                steps.append(batch.step)
+                steps.append(batch.position)
         assert not loader_threads() and next(loader, None) is None
     assert steps == [0, 1, 2, 3]
 

@@ -54,7 +54,7 @@ def check(folder: str, device: torch.device) -> int:
                 assert torch.equal(batch.images.cpu(), before.images) and torch.equal(batch.keys.cpu(), before.keys)
                 for name in ("labels", "uids", "mask"):
                     assert torch.equal(getattr(batch, name), getattr(before, name))
-                assert (batch.step, batch.epoch) == (before.step, before.epoch)
+                assert (batch.position, batch.epoch) == (before.position, before.epoch)
     return compared
 
 
@@ -70,8 +70,8 @@ def test_on_a_cpu_batches_are_handed_on_as_they_are(manifest):
     assert len(handed_on) == 5 and all(a is b for a, b in zip(handed_on, batches, strict=True))
     with loader_of(manifest, pinned=False) as loader:
         moving = on_device(loader, torch.device("cpu"))
-        assert [batch.step for batch in islice(moving, 3)] == [0, 1, 2]
-        assert next(loader).step == 3  # nothing was taken ahead
+        assert [batch.position for batch in islice(moving, 3)] == [0, 1, 2]
+        assert next(loader).position == 3  # nothing was taken ahead
 
 
 @pytest.mark.gpu

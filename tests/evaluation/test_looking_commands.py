@@ -1,7 +1,10 @@
 """`vitscale features`, `fewshot`, `predict` and `evaluate --data`, as people type them."""
 
+import csv
 import hashlib
 import json
+import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +13,14 @@ import torch
 from evaluation.test_finished_models import SAMPLES, command, on_processes
 from messages import assert_messages
 from models.weights.exported import TINY, described, finished_run, valued, write
+from scipy.stats import binomtest
 
 from data_tools.views import write_subset
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
 from vitscale.data.shards.opening import open_shard
 from vitscale.evaluation.features import extract_features
-from vitscale.evaluation.finished import FinishedModel
+from vitscale.evaluation.finished import FinishedModel, predicted_classes
 from vitscale.ground.errors import DataError
 
 
@@ -85,12 +89,57 @@ def test_every_sample_is_evaluated_once_on_any_number_of_processes(home, process
     assert shared == alone
 
 
+def test_what_is_answered_sample_by_sample_and_class_by_class(home, tmp_path):
+    """On one process and on two: files of the same bytes, that agree with the model and with SciPy's intervals."""
+    written = ["per_class.csv", "confusion.csv", "predictions.csv"]
+    arguments = ["evaluate", home / "run", "--data", "test", "--set", "evaluation.batch=5", "--json", "--out"]
+    printed = json.loads(command(*arguments, tmp_path / "1")[1])
+    on_processes(2, *arguments, tmp_path / "2")
+    assert all((tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes() for name in written)
+    stored = json.loads((tmp_path / "1" / "evaluation.json").read_text())
+    assert stored == {key: value for key, value in printed.items() if key != "step"}
+    classes, pairs, predictions = ([*csv.DictReader((tmp_path / "1" / name).open(newline=""))] for name in written)
+    model = FinishedModel(home / "run")
+    manifest = model.dataset("test")
+    assert {int(row["uid"]): row["predicted"] for row in predictions} == predicted_classes(model, manifest)
+    assert len(predictions) == printed["samples"] and all(0 < float(row["probability"]) <= 1 for row in predictions)
+    counted = Counter((row["class"], row["predicted"]) for row in predictions)
+    assert {(row["class"], row["predicted"]): int(row["samples"]) for row in pairs} == counted
+    assert [row["class"] for row in classes] == list(CLASS_NAMES)
+    right = sum(count for (label, answer), count in counted.items() if label == answer)
+    assert printed["top1"] == right / SAMPLES and set(printed["intervals"]) == {"top1", "top5"}
+    shares = [(right, SAMPLES, printed["intervals"]["top1"])]
+    for row in classes:
+        name, count = row["class"], sum(row["class"] == label["class"] for label in predictions)
+        assert (int(row["samples"]), int(row["right"])) == (count, counted[name, name])
+        assert int(row["predicted"]) == sum(answer["predicted"] == name for answer in predictions)
+        shares += [(counted[name, name], count, [float(row["low"]), float(row["high"])])] if count else []
+    for hits, count, found in shares:
+        assert found == pytest.approx([*binomtest(hits, count).proportion_ci(method="wilson")], abs=1e-12)
+    code, message = command(*arguments, tmp_path / "1")
+    assert code == 2 and "--out" in message
+
+
+def test_names_of_strangers_are_text_to_a_spreadsheet_and_a_terminal(home, tmp_path):
+    names = ["=HYPERLINK(1)", "+1", "-1", "@SUM(1)", "\x1b[31m", "\uff1d1", 'a,b"c']
+    shutil.copytree(home / "data" / "test", tmp_path / "data")
+    Manifest.load(tmp_path / "data").model_copy(update={"class_names": tuple(names)}).save(tmp_path / "data")
+    weights = [home / "timm.safetensors", "--model", home / "run" / "recipe.yaml"]
+    out = tmp_path / "out"
+    assert command("evaluate", *weights, "--data", tmp_path / "data", "--out", out)[0] == 0
+    with (out / "per_class.csv").open(newline="") as file:
+        found = [row["class"] for row in csv.DictReader(file)]
+    assert found == [*(f"'{name}" for name in names[:4]), "\\x1b[31m", f"'{names[5]}", names[6]]
+    assert "\x1b" not in (out / "predictions.csv").read_text() + (out / "confusion.csv").read_text()
+
+
 @pytest.mark.slow
 def test_four_processes_give_what_one_does(home, tmp_path):
     """Of the other commands; a fourth process has nothing but fillers at times."""
     batch = ["--set", "evaluation.batch=5"]
     by_recipe = ["evaluate", home / "run", *batch, "--set", "evaluation.validation=test", "--json"]
     alone, shared = json.loads(command(*by_recipe)[1]), json.loads(on_processes(4, *by_recipe))
+    assert set(alone["intervals"]) == {"validation/top1", "validation/top5"}
     assert shared.pop("validation/loss") == pytest.approx(alone.pop("validation/loss"), rel=1e-6) and shared == alone
     few = ["fewshot", home / "run", "--train", "train", "--test", "test", *batch, "--json"]
     assert json.loads(on_processes(4, *few)) == json.loads(command(*few)[1])
@@ -250,6 +299,7 @@ def test_bad_input(home, tmp_path):
     names.write_text("a\nb\nc\nd\ne\nf\ng\n")
     for arguments, exit_code, word in [
         (["evaluate", run, "--metrics", "top1"], 2, "--data"),
+        (["evaluate", run, "--out", tmp_path / "out"], 2, "--data"),
         (["evaluate", run, "--data", "test", "--metrics", "top2"], 2, "top2"),
         (["evaluate", run, "--data", "test", "--real", "timm"], 2, "1,000 classes"),
         (["evaluate", run, "--data", "tset"], 3, "test"),

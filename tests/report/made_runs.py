@@ -10,6 +10,7 @@ import yaml
 
 from vitscale.about.studies.expansion import expand
 from vitscale.about.studies.reading import load_study
+from vitscale.about.studies.results import About
 from vitscale.about.studies.running import StudyRun
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.decisions import DECISIONS, write_decisions
@@ -146,7 +147,7 @@ def write_study(folder: Path, parts: dict, engine: WritingEngine | None = None) 
     file.write_text(yaml.safe_dump({"parts": parts}, sort_keys=False))
     out = folder / "out"
     expansion = expand(load_study(file), out, (), folder)
-    StudyRun(expansion, out, engine or WritingEngine(), {"study": "study", "file": str(file), "engine": "local"}).run()
+    StudyRun(expansion, out, engine or WritingEngine(), About("study", str(file), "local")).run()
     return out
 
 

@@ -45,7 +45,7 @@ def reported(tmp_path_factory) -> tuple[dict, str]:
         write_run(tuned, recipe, [*places, f"init.from={before}"], metrics=measured, exaflops=0.5)
         runs += [before, tuned]
     content = gather(runs)
-    return json.loads(json.dumps(content, allow_nan=False)), page(content)
+    return json.loads(json.dumps(content.plain(), allow_nan=False)), page(content)
 
 
 class Marks(NamedTuple):

@@ -61,9 +61,9 @@ def study(root, pretrained, tmp_path_factory) -> Path:
 
 def reported(*sources: Path) -> tuple[dict, str, Read]:
     """results.json, the page, and the page taken apart."""
-    content = gather(sources)
-    text = page(content)
-    return json.loads(json.dumps(content, allow_nan=False)), text, Read(text)
+    report = gather(sources)
+    text = page(report)
+    return json.loads(json.dumps(report.plain(), allow_nan=False)), text, Read(text)
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +264,7 @@ def test_branches_of_trunks_of_several_seeds_are_one_result_and_no_transfer(root
     out = write_study(tmp_path, {"trunk": trunk, "branch": branch})
     content, _, read = reported(out)
     check_numbers(content, read)
-    (drawing,) = means_over_steps(content)
+    (drawing,) = means_over_steps(gather([out]))
     of = {r["part"]: r for r in content["results"] if r["metric"] == "validation/top1"}
     assert {part: (r["n"], r["seeds"], r["begins_with"]) for part, r in of.items()} == {
         "trunk": (2, [0, 1], None),
@@ -322,7 +322,7 @@ def test_data_that_have_gone_are_told(root, tmp_path):
     assert [row["status"] for row in content["deduplication"]] == ["unknown"] and read.holes == []
 
 
-@pytest.mark.parametrize("torn", ["metrics", "DONE", "nothing", "no run", "missing", "twice", "two studies"])
+@pytest.mark.parametrize("torn", ["metrics", "DONE", "nothing", "no run", "missing", "twice", "two studies", "entries"])
 def test_bad_input_is_told(study, pretrained, root, tmp_path, torn):
     (tmp_path / "tiny.yaml").write_text(RECIPE)
     run = tmp_path / "run"
@@ -341,6 +341,9 @@ def test_bad_input_is_told(study, pretrained, root, tmp_path, torn):
         sources = [tmp_path / "nowhere"]
     elif torn == "twice":
         sources = [run, run]
+    elif torn == "entries":
+        (tmp_path / "results.json").write_text('{"version": 1, "entries": [{"name": "a"}]}')
+        sources, expected = [tmp_path], DataError
     else:
         sources = [study, study]
     with pytest.raises(expected):
@@ -361,7 +364,7 @@ def test_the_command_writes_both_files_and_replaces_only_a_report(study, tmp_pat
     assert isinstance(call(study, "-o", study / "transfer-pets-lr0.3")[1], RecipeError)
     assert isinstance(call(study, "-o", out / "index.html")[1], RecipeError)
     with pytest.raises(RecipeError):
-        write_report(study, content, "")
+        write_report(study, gather([study]), "")
 
 
 def test_without_matplotlib_nothing_is_read(study, tmp_path, monkeypatch):

@@ -87,7 +87,7 @@ def poison(trainer: Any, positions: dict[int, str | float], rank: int = 1, row: 
 
     def update(batch: Batch, *arguments: Any) -> Any:
         poisoned.rows_seen = 0
-        poisoned.how = positions.get(batch.step) if trainer.world.rank == rank else None
+        poisoned.how = positions.get(batch.position) if trainer.world.rank == rank else None
         return learner.update(batch, *arguments)
 
     with replaced(objective, "cross_entropy", poisoned), replaced(trainer, "learner", Wrapped(learner, update=update)):

@@ -100,7 +100,7 @@ def test_the_first_losses_are_those_of_dense_targets(root, per):
     )
     with loader, torch.no_grad():
         for batch in loader:
-            own, blend, boxes = objective.plan(batch.keys.numpy(), batch.step)
+            own, blend, boxes = objective.plan(batch.keys.numpy(), batch.position)
             images = to_model_input(batch.images, torch.device("cpu"), torch.float32)
             labels = F.one_hot(batch.labels, 7) * 0.9 + 0.1 / 7
             targets = own[:, None] * labels + (1 - own)[:, None] * partners_of(labels)

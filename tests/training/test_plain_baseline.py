@@ -88,7 +88,7 @@ def plain_losses(root: Path) -> list[float]:
     losses = []
     with open_loader(recipe, plan, world, 0, STEPS) as loader:
         for step, batch in enumerate(loader):
-            part = objective.plan(batch.keys.numpy(), batch.step)[0][0].item()  # one weight a batch
+            part = objective.plan(batch.keys.numpy(), batch.position)[0][0].item()  # one weight a batch
             images = batch.images.float() / 127.5 - 1
             mixed = part * images + (1 - part) * images.view(-1, 2, SIDE, SIDE, 3).flip(1).view_as(images)
             logits = model(mixed.permute(0, 3, 1, 2))

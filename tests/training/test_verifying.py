@@ -122,7 +122,7 @@ def test_a_run_as_it_is(copied):
     run = copied / "run"
     outcome = json.loads((run / "verified.json").read_text())
     assert outcome["exit_code"] == 0 and outcome["findings"] == rows and "DONE" in outcome["files"]
-    shown = RunReader(str(run)).read().verified, gather([run])["runs"][0]["verified"]
+    shown = RunReader(str(run)).read().verified, gather([run]).plain()["runs"][0]["verified"]
     assert shown == (verification(run, str(run / "checkpoints")),) * 2 and shown[0].startswith("yes")
     edit_line(copied, 3, loss=lambda loss: loss)  # the same values written again are the same file
     assert RunReader(str(run)).read().verified == shown[0]
@@ -230,7 +230,7 @@ def test_a_line_after_the_end(copied, line):
     "change", [{}, {"exaflops": 1e-9}, {"hours": 1e-9}, {"metrics": {"validation/top9": 1.0}}, {"name": "it"}]
 )
 def test_a_report_of_other_figures(copied, change):
-    content, folder = gather([copied / "run"]), copied / "report"
+    content, folder = gather([copied / "run"]).plain(), copied / "report"
     content["runs"][0] |= change
     folder.mkdir()
     (folder / "results.json").write_text(json.dumps(content))

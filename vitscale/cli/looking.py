@@ -70,6 +70,10 @@ def evaluate(
         Path | None,
         typer.Option(metavar="FILE", help="With --data: as ObjectNet; a JSON of its classes -> the model's."),
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="With --data: write results by class, confusions and predictions there."),
+    ] = None,
     batch: _Batch = None,
     precision: Precision = None,
     max_memory: MaxMemory = None,
@@ -80,9 +84,11 @@ def evaluate(
     Under `accelerate launch -m vitscale` several processes share the images.
     """
     from vitscale.evaluation.finished import evaluate_finished
+    from vitscale.runs.intervals import accuracy_intervals
 
     if data is None:
-        _refuse("there is no --data", {"--metrics": metrics, "--real": real, "--objectnet": objectnet})
+        of_data = {"--metrics": metrics, "--real": real, "--objectnet": objectnet, "--out": out}
+        _refuse("there is no --data", of_data)
     with opened(
         source, step, no_ema, settings, model, image_size, class_names, batch, precision, max_memory
     ) as finished:
@@ -91,26 +97,37 @@ def evaluate(
             if data is None:
                 values = evaluate_finished(finished)
             else:
-                values, about = _scores(finished, data, metrics, real, objectnet)
+                values, about = _scores(finished, data, metrics, real, objectnet, out)
                 policy |= about
         if not finished.accelerator.is_main_process:
             return
+        validation = finished.recipe.evaluation.validation if data is None and finished.recipe is not None else None
+        samples = None if validation is None else finished.dataset(validation).num_samples
+        of_split = {name: value for name, value in values.items() if "/" not in name or name.startswith("validation/")}
+        intervals = accuracy_intervals(of_split, samples)
         if as_json:
-            print(json.dumps({"step": finished.step, **values, "policy": policy}))
+            print(json.dumps({"step": finished.step, **values, "intervals": intervals, "policy": policy}))
             return
         print(f"{source}, step {finished.step:,}" if finished.step is not None else source)
-        validation = finished.recipe.evaluation.validation if data is None and finished.recipe is not None else None
-        if validation is not None:
-            print(f"  {validation}: {counted(finished.dataset(validation).num_samples, 'sample')}")
+        if samples is not None:
+            print(f"  {validation}: {counted(samples, 'sample')}")
         for metric, value in values.items():
-            print(f"  {metric:<24} {int(value):,}" if metric.endswith("samples") else f"  {metric:<24} {value:.4f}")
+            text = f"{int(value):,}" if metric.endswith("samples") else f"{value:.4f}"
+            within = "  ({:.4f} to {:.4f})".format(*intervals[metric]) if metric in intervals else ""
+            print(f"  {metric:<24} {text}{within}")
 
 
 def _scores(
-    finished: "FinishedModel", data: str, metrics: str | None, real: str | None, objectnet: Path | None
+    finished: "FinishedModel",
+    data: str,
+    metrics: str | None,
+    real: str | None,
+    objectnet: Path | None,
+    out: Path | None,
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics on a dataset, and facts about how they were measured."""
     from vitscale.evaluation import metrics as m
+    from vitscale.evaluation.answers import write_evaluation
     from vitscale.evaluation.build import samples_expected
     from vitscale.evaluation.finished import tell_common_samples
 
@@ -126,7 +143,7 @@ def _scores(
     chosen: list[m.Metric] = []
     columns, border = None, 0
     if objectnet is not None:
-        _refuse("--objectnet has metrics of its own", {"--metrics": metrics, "--real": real})
+        _refuse("--objectnet has metrics of its own", {"--metrics": metrics, "--real": real, "--out": out})
         chosen.append(m.ObjectNet.of(objectnet, manifest, finished.class_names, finished.num_classes))
         classes, border = "by --objectnet", m.OBJECTNET_BORDER
     else:
@@ -140,7 +157,10 @@ def _scores(
     expected = samples_expected(finished.recipe, manifest)
     scores = m.Scores("data", loader, chosen, len(manifest.class_names), expected, columns)
     about = {"dataset": manifest.sha256, "classes": classes, "border": border}
-    return dict(scores.run(finished.predict)), about
+    if out is None:
+        return dict(scores.run(finished.predict)), about
+    policy = finished.policy() | about
+    return write_evaluation(out, scores, finished.predict, manifest, finished.loss, policy), about
 
 
 def _real_labels(real: str, manifest: "Manifest", finished: "FinishedModel", is_whole: bool) -> "ReaL":

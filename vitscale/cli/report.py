@@ -36,5 +36,5 @@ def report(
         raise RecipeError("--inspected: a folder is named twice")
     drawn = [read_figures(folder) for folder in folders]
     content = gather(sources, title, list(zip(folders, drawn, strict=True)))
-    write_report(out, content, page(content, drawn))
+    write_report(out, content, page(content))
     print(out / PAGE_FILE)

@@ -22,7 +22,7 @@ from vitscale.about.studies.local import LocalEngine
 from vitscale.about.studies.outcomes import check_unchanged
 from vitscale.about.studies.ray import RayEngine
 from vitscale.about.studies.reading import find_study, list_studies, load_study, study_schema
-from vitscale.about.studies.results import RESULTS_FILE
+from vitscale.about.studies.results import RESULTS_FILE, About
 from vitscale.about.studies.running import Progress, StudyRun
 from vitscale.about.studies.slurm import SlurmEngine
 from vitscale.flops.hardware import find_device
@@ -129,7 +129,7 @@ def run(
         from vitscale.about.studies.checking import check_entries  # loads torch, which takes seconds
 
         check_entries(expansion, folder)
-    about = {"study": file.stem, "file": str(file), "engine": engine, "settings": settings or []}
+    about = About(file.stem, str(file), engine, settings or [])
     with _Watch() as watch:
         made = _engine(engine, folder, slots, engine_options or [])
         running = StudyRun(expansion, folder, made, about, watch.look)

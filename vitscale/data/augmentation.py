@@ -10,11 +10,10 @@ import numpy as np
 
 from vitscale.data.draws import uniform
 from vitscale.data.hashing import combine, mix
+from vitscale.data.purposes import Purpose
 from vitscale.ground import native
 from vitscale.ground.images import Resize
 from vitscale.recipe import Crop, EvalCrop
-
-_CROP, _FLIP, _TOP, _LEFT, _VIEW = 3, 4, 6, 7, 27  # purposes of hashes
 
 
 def sample_keys(seed: int, epoch: int, uids: np.ndarray, views: np.ndarray | None = None) -> np.ndarray:
@@ -27,10 +26,10 @@ def sample_keys(seed: int, epoch: int, uids: np.ndarray, views: np.ndarray | Non
         views: which view of its sample each row is, int64 (B,), from 0; each view has a key of its own. None means
             that all are view 0.
     """
-    keys = mix(mix(uids.astype(np.uint64)) ^ combine(seed, _CROP, epoch))
+    keys = mix(mix(uids.astype(np.uint64)) ^ combine(seed, Purpose.CROP, epoch))
     if views is None:
         return keys
-    return np.where(views == 0, keys, mix(keys ^ mix(mix(views.astype(np.uint64)) ^ combine(_VIEW))))
+    return np.where(views == 0, keys, mix(keys ^ mix(mix(views.astype(np.uint64)) ^ combine(Purpose.VIEW))))
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class TrainTransform:
 
     def flips(self, keys: np.ndarray) -> np.ndarray:
         """Which pictures are flipped, bool (B,)."""
-        return uniform(keys, _FLIP) < self.flip
+        return uniform(keys, Purpose.FLIP) < self.flip
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,13 @@ class ResizeTransform:
     def boxes(self, keys: np.ndarray, heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
         """Crop boxes, int32 (B, 4); every position in whole pixels is equally likely."""
         crop_heights, crop_widths = _part(heights, self.fraction), _part(widths, self.fraction)
-        tops = (uniform(keys, _TOP) * (heights - crop_heights + 1)).astype(np.int64)
-        lefts = (uniform(keys, _LEFT) * (widths - crop_widths + 1)).astype(np.int64)
+        tops = (uniform(keys, Purpose.TOP) * (heights - crop_heights + 1)).astype(np.int64)
+        lefts = (uniform(keys, Purpose.LEFT) * (widths - crop_widths + 1)).astype(np.int64)
         return np.stack([tops, lefts, crop_heights, crop_widths], axis=1).astype(np.int32)
 
     def flips(self, keys: np.ndarray) -> np.ndarray:
         """Which pictures are flipped, bool (B,)."""
-        return uniform(keys, _FLIP) < self.flip
+        return uniform(keys, Purpose.FLIP) < self.flip
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ class Batch:
     """One rank's part of one global batch.
 
     Attributes:
-        step: the number of updates done before this batch, from 0.
+        position: its place in the order, from 0. Batches that a run skips are counted, unlike by its steps.
         epoch: the order's epoch, that is, how often each sample has been drawn before.
         images: uint8 (b, S, S, 3), cropped, flipped, and changed by the recipe's operations that the loader applies.
         labels: int64 (b,), -1 for none.
@@ -21,7 +21,7 @@ class Batch:
         digest: sum over the samples of xxh3_64(pixels of `images`, seed = uid) modulo 2^64; None unless requested.
     """
 
-    step: int
+    position: int
     epoch: int
     images: Tensor
     labels: Tensor

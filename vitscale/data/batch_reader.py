@@ -18,13 +18,13 @@ from vitscale.data.draws import uniform
 from vitscale.data.open_shards import OpenedShard, OpenShards
 from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.pixel_programs import PixelPrograms
+from vitscale.data.purposes import Purpose
 from vitscale.data.settings import Reading
 from vitscale.data.worker_threads import Activity
 from vitscale.ground.errors import DataError, StorageError
 from vitscale.ground.images import CRC_MISMATCH, NO_MEMORY, OK, WRONG_SIZE, decode_slice, operate
 
 _SLICE_SAMPLES = 16  # at 224 px the decoded pixels are still in the core's cache when their digest is taken
-_CHECK = 5  # purpose of a hash
 _WORD = 2**64
 # Errors of a server or a network, not of the file.
 _MAY_PASS = {errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH}
@@ -84,7 +84,7 @@ class Samples:
 class Work:
     """A batch in the making. Each slice writes to its own rows; `lock` guards `remaining` and `error`."""
 
-    step: int
+    order_position: int
     epoch: int
     samples: Samples
     positions: np.ndarray
@@ -141,12 +141,12 @@ class BatchReader:
         self._buffers = Buffers((slots[1] - slots[0], image_size, image_size, 3), reading.pinned)
         self._memory = threading.local()
 
-    def plan(self, step: int) -> Work:
-        """Find a step's samples and open their shards. For one thread only. Raises as `OpenShards.acquire`."""
-        slots = self._order.batch(step, *self._slots)
+    def plan(self, position: int) -> Work:
+        """Find a batch's samples and open their shards. For one thread only. Raises as `OpenShards.acquire`."""
+        slots = self._order.batch(position, *self._slots)
         indices, shard_of = np.unique(slots.shard, return_inverse=True)
         shards = list(self._shards.acquire(indices.tolist()).values())
-        self._shards.prepare(self._order.upcoming(step, *self._slots))
+        self._shards.prepare(self._order.upcoming(position, *self._slots))
         count = len(slots.shard)
         samples = Samples.of(shards, shard_of, slots.position)
         keys = sample_keys(self._seed, slots.epoch, samples.uids, slots.view)
@@ -155,7 +155,7 @@ class BatchReader:
         slices = [slice(start, min(start + length, count)) for start in range(0, count, length)]
         images = self._buffers.take()
         return Work(
-            step=step,
+            order_position=position,
             epoch=slots.epoch,
             samples=samples,
             positions=slots.position,
@@ -179,7 +179,7 @@ class BatchReader:
     def finish(self, work: Work) -> Batch:
         """The finished batch, once all its slices are done."""
         return Batch(
-            step=work.step,
+            position=work.order_position,
             epoch=work.epoch,
             images=work.images,
             labels=torch.from_numpy(work.samples.labels),
@@ -213,7 +213,7 @@ class BatchReader:
         """The samples whose checksum is compared, bool (b,)."""
         if self._reading.check_rate >= 1:
             return np.ones(len(keys), bool)
-        return uniform(keys, self._seed, _CHECK) < self._reading.check_rate
+        return uniform(keys, self._seed, Purpose.CHECK) < self._reading.check_rate
 
     def _read_rows(self, work: Work, rows: slice) -> None:
         samples = work.samples
@@ -289,10 +289,10 @@ class BatchReader:
         work.bad[row] = True
         if self._reading.bad_samples == "mask":
             work.mask[row] = False
-            _log.warning("step %d: %s. It is left out", work.step + 1, problem)
+            _log.warning("batch %d: %s. It is left out", work.order_position, problem)
             return
         self._substitute(work, row, problem)
-        _log.warning("step %d: %s. uid %d replaces it", work.step + 1, problem, work.samples.uids[row])
+        _log.warning("batch %d: %s. uid %d replaces it", work.order_position, problem, work.samples.uids[row])
 
     def _substitute(self, work: Work, row: int, problem: DataError) -> None:
         """Put the next sound sample of the shard into the row: the same one on every rank, world and run."""

@@ -16,15 +16,15 @@ from statistics import NormalDist
 import numpy as np
 
 from vitscale.data.hashing import combine, mix
+from vitscale.data.purposes import Purpose
 
-_OPERATION = 9  # purpose of a hash; see augmentation.py
 _NORMAL_BITS = 16
 _NORMAL_UNIT = 2.0**-12
 
 
 def operation_keys(keys: np.ndarray, index: int) -> np.ndarray:
     """Keys of the samples' randomness for the operation at this index of `data.operations`, uint64 (B,)."""
-    return _hashed(keys, (_OPERATION, index))
+    return _hashed(keys, (Purpose.OPERATION, index))
 
 
 def uniform(keys: np.ndarray, *purpose: int) -> np.ndarray:

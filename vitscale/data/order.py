@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vitscale.data.hashing import permutation, places_in_permutation
+from vitscale.data.purposes import Purpose
 from vitscale.ground.errors import RecipeError
 
 # Since 2 fewer than four shards are shuffled as a whole; 1 had windows of 65,536 samples there as well.
@@ -30,9 +31,6 @@ WINDOW_SAMPLES = 65_536
 # of at most WHOLE_SAMPLES.
 _FEW_SHARDS = 4
 WHOLE_SAMPLES = 1 << 24
-
-# Purposes of hashes, so that no two permutations share their keys.
-_SHARDS, _WINDOW = 1, 2
 
 
 class Slots(NamedTuple):
@@ -205,12 +203,12 @@ def _shuffled_window(seed: int, segment: int, epoch: int, window: int, size: int
 
 
 def _window_key(seed: int, segment: int, epoch: int, window: int) -> tuple[int, ...]:
-    return seed, _WINDOW, epoch, segment, window
+    return seed, Purpose.WINDOW, epoch, segment, window
 
 
 def _shuffled_shards(seed: int, samples: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
     """The shards in this epoch's order, and the end of each in the epoch's sequence of samples."""
-    shards = permutation(len(samples), seed, _SHARDS, epoch)
+    shards = permutation(len(samples), seed, Purpose.SHARDS, epoch)
     return shards, np.cumsum(samples[shards])
 
 

@@ -55,6 +55,12 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def csv_cell(text: str) -> str:
+    """Text for a table's file: as people may see it, with an apostrophe before what a spreadsheet would compute."""
+    text = printable(without_secrets(text))
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")) else text
+
+
 def shown(text: str) -> str:
     """Text as people may see it: without secrets, all unprintable characters but line ends escaped."""
     return "\n".join(map(printable, without_secrets(text).split("\n")))

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from vitscale import recipe as recipes
 from vitscale.data.hashing import orders
+from vitscale.data.purposes import Purpose
 from vitscale.ground.errors import DataError
 from vitscale.models import Initialiser, Model, Outputs, build_model, constant
 from vitscale.objectives.mixing import Mixer, Partners, partners_of
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from vitscale.data.shards import Manifest
 
 UNLABELLED = -1
-_KEPT = 28  # the purpose of a hash; see data/augmentation.py
 
 
 Share = tuple[Tensor, Tensor | float]
@@ -201,7 +201,7 @@ class Classification(Objective):
         if self.kept is None:
             return plan
         patches = self.backbone.shape.grid(self.backbone.image_size) ** 2
-        kept = np.sort(orders(keys.view(np.uint64), patches, _KEPT)[:, : self.kept], axis=1)
+        kept = np.sort(orders(keys.view(np.uint64), patches, Purpose.KEPT)[:, : self.kept], axis=1)
         return *plan, torch.from_numpy(kept)
 
     def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitscale.data.hashing import orders
+from vitscale.data.purposes import Purpose
 from vitscale.models import Initialiser, Model, build_model, constant, normal
 from vitscale.models.layers import OutputLayer
 from vitscale.objectives.objective import Losses, Objective, Plan
 from vitscale.recipe import Recipe
 from vitscale.recipe.masked_patches import CELLS, COLOURS, Counts, MaskedPatches
 
-_PATCH_ORDER = 8  # the purpose of a hash; see data/augmentation.py
 _LEVELS = 8  # levels of each channel, 3 bits
 
 
@@ -52,7 +52,7 @@ class MaskedPatchPrediction(Objective):
     def plan(self, keys: np.ndarray, step: int) -> Plan:
         """A random order of each image's patches, (B, N) int64: masked, replaced, kept, and then those left intact."""
         patches = self.backbone.shape.grid(self.backbone.image_size) ** 2
-        return (torch.from_numpy(orders(keys.view(np.uint64), patches, _PATCH_ORDER)),)
+        return (torch.from_numpy(orders(keys.view(np.uint64), patches, Purpose.PATCH_ORDER)),)
 
     def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:
         """As `Objective.losses`: means over corrupted patches, in nats, or of squares in units of half the range."""

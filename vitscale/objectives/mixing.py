@@ -14,9 +14,8 @@ from torch import Tensor
 
 from vitscale.data.draws import uniform
 from vitscale.data.hashing import combine, mix
+from vitscale.data.purposes import Purpose
 from vitscale.recipe import Mixing
-
-_BATCH, _MIXED, _CUT, _RADIUS, _ANGLE, _ROW, _COLUMN = range(20, 27)  # purposes of hashes; see data/augmentation.py
 
 
 class Partners(NamedTuple):
@@ -54,7 +53,7 @@ class Mixer:
         """
         settings, keys = self._settings, keys.view(np.uint64)
         if settings.per == "batch":
-            drawn = np.array([combine(self._seed, _BATCH, step)])
+            drawn = np.array([combine(self._seed, Purpose.MIXED_BATCH, step)])
         elif settings.per == "pair":
             drawn = mix(mix(keys[0::2]) ^ keys[1::2])
         else:
@@ -67,10 +66,11 @@ class Mixer:
         """`plan` for as many draws as there are keys; float64 in place of fp32."""
         settings, side = self._settings, self._image_size
         share = {(True, False): 0.0, (False, True): 1.0}.get((settings.mixup > 0, settings.cutmix > 0))
-        is_mixed = uniform(keys, _MIXED) < settings.probability
-        is_cut = uniform(keys, _CUT) < (settings.cutmix_share if share is None else share)
+        is_mixed = uniform(keys, Purpose.MIXED) < settings.probability
+        is_cut = uniform(keys, Purpose.CUT) < (settings.cutmix_share if share is None else share)
         alphas = np.where(is_cut, settings.cutmix or 1.0, settings.mixup or 1.0)
-        weights = np.where(is_mixed, symmetric_beta(alphas, uniform(keys, _RADIUS), uniform(keys, _ANGLE)), 1.0)
+        drawn = symmetric_beta(alphas, uniform(keys, Purpose.RADIUS), uniform(keys, Purpose.ANGLE))
+        weights = np.where(is_mixed, drawn, 1.0)
         ends = self._ends_around(keys, weights) if self._sides is None else self._ends_within(keys, *self._sides)
         boxes = np.where((is_cut & is_mixed)[:, None], np.stack(ends, axis=1), 0)
         areas = (boxes[:, 1] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 2])
@@ -80,13 +80,14 @@ class Mixer:
         """Boxes with the partner's share of the area, centred on any pixel; beyond the border they are cut off."""
         side = self._image_size
         cut = (side * np.sqrt(1 - weights)).astype(np.int64)
-        centres = ((uniform(keys, purpose) * side).astype(np.int64) for purpose in (_ROW, _COLUMN))
+        centres = ((uniform(keys, purpose) * side).astype(np.int64) for purpose in (Purpose.ROW, Purpose.COLUMN))
         return [np.clip(at + half, 0, side) for at in centres for half in (-(cut // 2), (cut + 1) // 2)]
 
     def _ends_within(self, keys: np.ndarray, low: int, high: int) -> list[np.ndarray]:
         """Boxes of any sides from `low` and below `high`, anywhere within the image."""
         ends = []
-        for of_length, of_place in ((_RADIUS, _ROW), (_ANGLE, _COLUMN)):  # hash purposes that no weight uses here
+        # No weight uses these purposes here.
+        for of_length, of_place in ((Purpose.RADIUS, Purpose.ROW), (Purpose.ANGLE, Purpose.COLUMN)):
             lengths = low + (uniform(keys, of_length) * (high - low)).astype(np.int64)
             first = (uniform(keys, of_place) * (self._image_size - lengths + 1)).astype(np.int64)
             ends += [first, first + lengths]

@@ -3,10 +3,8 @@
 from bisect import bisect_right
 from pathlib import Path
 
-from vitscale.runs.launches import read_launches
-from vitscale.runs.metrics import MetricsLog
-from vitscale.runs.names import LAUNCH_FILE, METRICS_FILE
 from vitscale.runs.reading import timestamp
+from vitscale.runs.run import RunFiles
 
 
 def restart_times(run_dir: Path) -> list[float]:
@@ -17,10 +15,9 @@ def restart_times(run_dir: Path) -> list[float]:
 
     Raises `DataError` if a file cannot be read.
     """
-    log = MetricsLog(run_dir / METRICS_FILE, whole=True)
-    log.refresh()
-    ended = [(time, row["step_time_s"]) for row in log.rows if (time := timestamp(row.get("time"))) is not None]
-    failures = [event.time for event in read_launches(run_dir / LAUNCH_FILE).restarts]
+    run = RunFiles(run_dir, None)
+    ended = [(time, row["step_time_s"]) for row in run.metrics.rows if (time := timestamp(row.get("time"))) is not None]
+    failures = [event.time for event in run.launches.restarts]
     found = []
     for place, failure in enumerate(failures):
         first = bisect_right(ended, failure, key=lambda line: line[0])

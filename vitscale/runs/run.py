@@ -17,8 +17,9 @@ from vitscale.runs.checkpoint_index import CheckpointIndex, data_root, find_path
 from vitscale.runs.checkpoints import Checkpoints, read_checkpoints
 from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.done import read_done
+from vitscale.runs.launches import Launches, read_launches
 from vitscale.runs.metrics import MetricsLog, Row
-from vitscale.runs.names import CHECKPOINTS, DONE_FILE, METRICS_FILE, checkpoints_root
+from vitscale.runs.names import CHECKPOINTS, DONE_FILE, LAUNCH_FILE, METRICS_FILE, checkpoints_root
 from vitscale.runs.reading import count, number
 
 _GAPS_TOLD = 5
@@ -57,43 +58,43 @@ class Cost:
         return self.images / self.seconds
 
 
-class Run:
-    """A run, finished or under way.
+class RunFiles:
+    """The files of a run's directory, whichever are there; each is read when it is asked for, and once.
 
     Args:
         directory: the run's directory.
-        seen: the runs that led here by their `parent`; a circle ends there.
-
-    Attributes:
-        recipe: the recipe in that directory.
-
-    Raises `RecipeError` if there is no run; properties raise `DataError` if the record that they read is broken.
+        recipe: the recipe in that directory; None if it cannot be read.
+        log: reads the metrics; by default all lines of them.
     """
 
-    def __init__(self, directory: str | Path, seen: Sequence[Path] = ()) -> None:
-        self.directory = Path(directory)
-        self.recipe: Recipe = recipe_of_run(self.directory)
-        self._seen = [*seen, self.directory.resolve()]
+    recipe: Recipe | None
 
-    @property
-    def name(self) -> str:
-        """The directory's name."""
-        return self.directory.resolve().name
-
-    # ---- Files -------------------------------------------------------------------------------------------------------
+    def __init__(self, directory: Path, recipe: Recipe | None, log: MetricsLog | None = None) -> None:
+        self.directory, self.recipe = directory, recipe
+        self._log = log or MetricsLog(directory / METRICS_FILE, whole=True)
 
     @cached_property
     def metrics(self) -> MetricsLog:
-        """All lines of the metrics."""
-        log = MetricsLog(self.directory / METRICS_FILE, whole=True)
-        log.refresh()
-        return log
+        """The metrics."""
+        self._log.refresh()
+        return self._log
+
+    @cached_property
+    def launches(self) -> Launches:
+        """What the launches have noted."""
+        return read_launches(self.directory / LAUNCH_FILE)
+
+    @property
+    def checkpoints_root(self) -> str:
+        """The path or URL of the checkpoints."""
+        return (
+            str(self.directory / CHECKPOINTS) if self.recipe is None else checkpoints_root(self.recipe, self.directory)
+        )
 
     @cached_property
     def checkpoints(self) -> Checkpoints | None:
         """The checkpoints; None if they are at a URL, where they are not looked at."""
-        root = checkpoints_root(self.recipe, self.directory)
-        return None if is_url(root) else read_checkpoints(Path(root))
+        return None if is_url(self.checkpoints_root) else read_checkpoints(Path(self.checkpoints_root))
 
     @property
     def index(self) -> CheckpointIndex | None:
@@ -113,15 +114,43 @@ class Run:
         """Whether it is finished."""
         return self.done is not None
 
+    def steps_for(self, num_samples: int | None) -> int | None:
+        """Steps of the whole run by its recipe; None if they depend on the number of samples and it is not known."""
+        if self.recipe is None or (num_samples is None and self.recipe.schedule.duration.epochs is not None):
+            return None
+        return self.recipe.schedule.duration.to_steps(num_samples or 0, self.recipe.batch.global_size)
+
+
+class Run(RunFiles):
+    """A run, finished or under way.
+
+    Args:
+        directory: the run's directory.
+        seen: the runs that led here by their `parent`; a circle ends there.
+
+    Attributes:
+        recipe: the recipe in that directory.
+
+    Raises `RecipeError` if there is no run; properties raise `DataError` if the record that they read is broken.
+    """
+
+    recipe: Recipe
+
+    def __init__(self, directory: str | Path, seen: Sequence[Path] = ()) -> None:
+        super().__init__(Path(directory), recipe_of_run(Path(directory)))
+        self._seen = [*seen, self.directory.resolve()]
+
+    @property
+    def name(self) -> str:
+        """The directory's name."""
+        return self.directory.resolve().name
+
     # ---- What came of it ---------------------------------------------------------------------------------------------
 
     @property
     def total_steps(self) -> int | None:
         """Steps of the whole run; None if they depend on the number of samples and nothing tells that."""
-        duration, samples = self.recipe.schedule.duration, None if self.index is None else self.index.num_samples
-        if samples is None and duration.epochs is not None:
-            return None
-        return duration.to_steps(samples or 0, self.recipe.batch.global_size)
+        return self.steps_for(None if self.index is None else self.index.num_samples)
 
     @property
     def best_step(self) -> int | None:

@@ -24,7 +24,7 @@ def make_batch(recipe: Recipe, num_classes: int, step: int) -> Batch:
     if recipe.data.bad_samples == "mask":
         mask[step % rows] = False
     return Batch(
-        step=step,
+        position=step,
         epoch=0,
         images=pictures + noise,
         labels=torch.randint(0, max(num_classes, 1), (rows,), generator=generator),

@@ -98,7 +98,7 @@ class Oracle:
             for name, weight in weights.items():
                 weight.copy_(self.rounded(masters[name]))
         trained = {name: weight for name, weight in weights.items() if self.group(name) is not None}
-        plan = self.module.plan(batch.keys.numpy(), batch.step)
+        plan = self.module.plan(batch.keys.numpy(), batch.position)
         images = self._to_input(batch.images, batch.keys, self._device, self._dtype).to(dtype)
         sums = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in trained.items()}
         squares, found_ways = dict.fromkeys(trained, 0.0), dict.fromkeys(trained, 0)

@@ -1,6 +1,7 @@
 """The datasets that runs have used: their manifests, and what was left out of training sets because of test sets."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,47 @@ class Dataset:
     manifest: Manifest | None
     problem: str = ""
 
-    def content(self) -> dict[str, Any]:
-        """The dataset's content of results.json."""
-        manifest = self.manifest
-        return {
-            "name": self.name,
-            "where": None if manifest is None else shown_path(manifest.where),
-            "manifest_sha256": None if manifest is None else manifest.sha256,
-            "samples": None if manifest is None else manifest.num_samples,
-            "classes": None if manifest is None else len(manifest.class_names),
-            "rejected": None if manifest is None else manifest.num_rejected,
-            "left_out": _removed(manifest),
-            "compared_with": [] if manifest is None else [dict(one) for one in _indexes(manifest)],
-            "problem": self.problem,
-        }
+    @property
+    def samples(self) -> int | None:
+        """The number of its samples; None if that cannot be read."""
+        return None if self.manifest is None else self.manifest.num_samples
+
+
+@dataclass(frozen=True)
+class DatasetRecord:
+    """What a dataset's manifest tells; nothing if it cannot be read, and `problem` says why."""
+
+    name: str
+    where: str | None = None
+    manifest_sha256: str | None = None
+    samples: int | None = None
+    classes: int | None = None
+    rejected: int | None = None
+    left_out: int | None = None
+    compared_with: Sequence[dict[str, Any]] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Deduplication:
+    """What a training set's manifest records about a test set.
+
+    Attributes:
+        role: `training`, or `pre-training` if the trained model began with such a run.
+        status: `recorded`, `none recorded`, or `unknown` if the manifest cannot be read.
+        left_out_for_it: training images left out as copies of that test set's.
+        left_out_in_all: the same for all test sets.
+    """
+
+    train: str
+    role: str
+    test: str
+    status: str = "unknown"
+    index_test_set: str | None = None
+    index_sha256: str | None = None
+    left_out_for_it: int | None = None
+    left_out_in_all: int | None = None
+    samples_left: int | None = None
 
 
 def open_dataset(run: Run, name: str) -> Dataset:
@@ -48,38 +76,45 @@ def open_dataset(run: Run, name: str) -> Dataset:
         return Dataset(name, None, str(error))
 
 
-def deduplication(train: Dataset, test: Dataset, role: str) -> dict[str, Any]:
+def record_of(dataset: Dataset) -> DatasetRecord:
+    """What the report says of a dataset."""
+    manifest = dataset.manifest
+    if manifest is None:
+        return DatasetRecord(dataset.name, problem=dataset.problem)
+    return DatasetRecord(
+        name=dataset.name,
+        where=shown_path(manifest.where),
+        manifest_sha256=manifest.sha256,
+        samples=manifest.num_samples,
+        classes=len(manifest.class_names),
+        rejected=manifest.num_rejected,
+        left_out=_removed(manifest),
+        compared_with=_indexes(manifest),
+    )
+
+
+def deduplication(train: Dataset, test: Dataset, role: str) -> Deduplication:
     """What a training set's manifest records about a test set.
 
-    `status` is "recorded", "none recorded", or "unknown" if the manifest cannot be read. Test sets are compared by
-    name: that of an index covers the dataset of the same name, or the one whose first part is its name (`pets` for
-    `pets/test`).
+    Test sets are compared by name: that of an index covers the dataset of the same name, or the one whose first part is
+    its name (`pets` for `pets/test`).
     """
-    found: dict[str, Any] = {
-        "train": train.name,
-        "role": role,
-        "test": test.name,
-        "status": "unknown",
-        "index_test_set": None,
-        "index_sha256": None,
-        "left_out_for_it": None,
-        "left_out_in_all": None,
-        "samples_left": None,
-    }
-    if train.manifest is None:
+    found, manifest = Deduplication(train.name, role, test.name), train.manifest
+    if manifest is None:
         return found
-    found |= {"left_out_in_all": _removed(train.manifest), "samples_left": train.manifest.num_samples}
+    found = replace(found, left_out_in_all=_removed(manifest), samples_left=manifest.num_samples)
     names = {test.name, test.name.rpartition("/")[0], base_name(test.name)} - {""}
-    for index in _indexes(train.manifest):
+    for index in _indexes(manifest):
         for covered in index.get("test_sets", []):
             if covered in names:
-                return found | {
-                    "status": "recorded",
-                    "index_test_set": covered,
-                    "index_sha256": index.get("sha256"),
-                    "left_out_for_it": _left_out(train.manifest, covered),
-                }
-    return found | {"status": "none recorded"}
+                return replace(
+                    found,
+                    status="recorded",
+                    index_test_set=covered,
+                    index_sha256=index.get("sha256"),
+                    left_out_for_it=_left_out(manifest, covered),
+                )
+    return replace(found, status="none recorded")
 
 
 def shown_path(where: str) -> str:
@@ -93,9 +128,9 @@ def _indexes(manifest: Manifest) -> list[dict[str, Any]]:
     return [one for one in recorded if isinstance(one, dict)] if isinstance(recorded, list) else []
 
 
-def _removed(manifest: Manifest | None) -> int | None:
+def _removed(manifest: Manifest) -> int | None:
     """Samples left out as copies; None if nobody has looked, as far as the manifest tells."""
-    return None if manifest is None or not (manifest.num_removed or _indexes(manifest)) else manifest.num_removed
+    return manifest.num_removed if manifest.num_removed or _indexes(manifest) else None
 
 
 def _left_out(manifest: Manifest, test_set: str) -> int | None:

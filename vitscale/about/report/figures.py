@@ -1,12 +1,15 @@
-"""The report's figures, drawn from its results.json alone."""
+"""The report's figures, drawn from its content alone."""
 
 import itertools
 import re
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vitscale.about.report.paper import TOP1, transfers
+from vitscale.about.report.content import Report
+from vitscale.about.report.paper import TOP1, is_tested_top1, transfers
+from vitscale.about.report.records import Curves
+from vitscale.about.report.results import Result
+from vitscale.about.studies.results import Spread
 from vitscale.flops.published import table_5, table_6
 from vitscale.ground.page import SERIES, Drawing, draw
 from vitscale.ground.wording import counted
@@ -15,27 +18,23 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Content = Mapping[str, Any]
 _MOST_LINES = 8
 _PRETRAINING = {"imagenet": "ImageNet", "imagenet21k": "ImageNet-21k", "jft300m": "JFT-300M"}
 _OWN = "*XPDsv^p"  # marks of the report's own results, beside the paper's dots
 _FIVE_SHOT = re.compile(r"fewshot/imagenet[^/]*/5shot")
 
 
-def glance(content: Content, policy: str) -> Drawing | None:
+def glance(report: Report, policy: str) -> Drawing | None:
     """Top-1 by task, with a mark and a deviation for each result under one policy; None for fewer than two."""
-    rows = [
-        result
-        for result in content["results"]
-        if result["metric"] == TOP1 and result["split"] != "dev" and result["policy"] == policy and result["task"]
-    ]
+    rows = [(one.task, one) for one in report.results if is_tested_top1(one) and one.policy == policy and one.task]
     if len(rows) < 2:
         return None
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    by_part = [(row["part"], row["begins_with"], row["task"]) for row in rows]
+    tasks = list(dict.fromkeys(task for task, _ in rows))
+    by_part = [(row.part, row.begins_with, task) for task, row in rows]
     # What a choice has set differs from task to task, so winners of one part are one series.
-    by = "part" if all(row["part"] for row in rows) and len(set(by_part)) == len(rows) else "label"
-    labels = list(dict.fromkeys(described(row, by) for row in rows))
+    is_by_part = all(part for part, _, _ in by_part) and len(set(by_part)) == len(rows)
+    named = [(described(row, row.part if is_by_part else None), task, row) for task, row in rows]
+    labels = list(dict.fromkeys(label for label, _, _ in named))
     if len(labels) > len(SERIES):
         return None
 
@@ -43,11 +42,11 @@ def glance(content: Content, policy: str) -> Drawing | None:
         axes = figure.subplots()
         for number, label in enumerate(labels):
             offset = (number - (len(labels) - 1) / 2) * min(0.18, 0.7 / len(labels))
-            own = [row for row in rows if described(row, by) == label]
+            own = [(task, row) for name, task, row in named if name == label]
             axes.errorbar(
-                [100 * row["mean"] for row in own],
-                [tasks.index(row["task"]) + offset for row in own],
-                xerr=[100 * (row["std"] or 0) for row in own],
+                [100 * row.mean for _, row in own],
+                [tasks.index(task) + offset for task, _ in own],
+                xerr=[100 * (row.std or 0) for _, row in own],
                 fmt="osD^vPXd"[number % 8],
                 color=SERIES[number],
                 label=label,
@@ -60,33 +59,29 @@ def glance(content: Content, policy: str) -> Drawing | None:
 
     height = 90 + len(tasks) * max(34, 16 * len(labels)) + 22 * len(labels)
     caption = f"Top-1 of every finished result under policy {policy}: mean, and standard deviation over seeds."
-    alt = "; ".join(f"{row['task']}, {described(row)}: {100 * row['mean']:.2f} %" for row in rows)
+    alt = "; ".join(f"{task}, {described(row)}: {100 * row.mean:.2f} %" for task, row in rows)
     return draw(f"glance-{policy}", f"Top-1 by task. {alt}", put, width=860, height=height, caption=caption)
 
 
-def described(result: Mapping[str, Any], by: str = "label") -> str:
-    """A result's name, or another key of it, and what it begins with, on one line."""
-    begins = result["begins_with"]
-    return f"{result[by]}: {'from scratch' if begins is None else f'begins with {begins}'}"
+def described(result: Result, name: str | None = None) -> str:
+    """A result's label, or another name of it, and what it begins with, on one line."""
+    begins = result.begins_with
+    return f"{name or result.label}: {'from scratch' if begins is None else f'begins with {begins}'}"
 
 
-def means_over_steps(content: Content) -> Iterator[Drawing]:
+def means_over_steps(report: Report) -> Iterator[Drawing]:
     """Top-1 over steps, a figure a task: for each result not on a development split, the mean over seeds as a line."""
-    evaluations = {run["name"]: run.get("curves", {}).get("evaluations", {}).get(TOP1, []) for run in content["runs"]}
+    evaluations = {run.name: run.record.curves.evaluations.get(TOP1, []) for run in report.runs if run.record}
     lines: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
-    for result in content["results"]:
-        if result["metric"] != TOP1 or result["split"] == "dev" or not result["task"]:
+    for result in report.results:
+        if not is_tested_top1(result) or not result.task:
             continue
         by_step: dict[float, list[float]] = {}
-        for name in result["runs"]:
-            for step, value in evaluations.get(name, []):
-                by_step.setdefault(step, []).append(100 * value)
-        points = [
-            (step, statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
-            for step, values in sorted(by_step.items())
-            if len(values) == result["n"]
-        ]
-        lines.setdefault(result["task"], {})[described(result)] = points
+        for step, value in [point for name in result.runs for point in evaluations.get(name, [])]:
+            by_step.setdefault(step, []).append(100 * value)
+        spreads = {step: Spread.of(by_step[step]) for step in sorted(by_step) if len(by_step[step]) == result.n}
+        points = [(step, spread.mean, spread.std or 0.0) for step, spread in spreads.items()]
+        lines.setdefault(result.task, {})[described(result)] = points
     for task, found in lines.items():
         if not 2 <= len(found) <= len(SERIES) or all(len(points) < 2 for points in found.values()):
             continue
@@ -112,14 +107,15 @@ def means_over_steps(content: Content) -> Iterator[Drawing]:
         )
 
 
-def curves(content: Content) -> Iterator[Drawing]:
+def curves(report: Report) -> Iterator[Drawing]:
     """Loss, learning rate and evaluations over steps; runs that differ in their seed alone share a colour."""
-    seeds = {name: result["runs"] for result in content["results"] for name in result["runs"]}
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for run in content["runs"]:
-        if run.get("curves", {}).get("loss"):
-            first, *others = seeds.get(run["name"], [run["name"]])
-            groups.setdefault(f"{first} and {counted(len(others), 'other seed')}" if others else first, []).append(run)
+    seeds = {name: result.runs for result in report.results for name in result.runs}
+    groups: dict[str, list[Curves]] = {}
+    for run in report.runs:
+        if run.record is not None and run.record.curves.loss:
+            first, *others = seeds.get(run.name, [run.name])
+            title = f"{first} and {counted(len(others), 'other seed')}" if others else first
+            groups.setdefault(title, []).append(run.record.curves)
     for start in range(0, len(groups), _MOST_LINES):
         chosen = list(groups.items())[start : start + _MOST_LINES]
         shown = ["loss", "lr", *_evaluated([run for _, runs in chosen for run in runs])]
@@ -130,8 +126,7 @@ def curves(content: Content) -> Iterator[Drawing]:
             for axes, what in zip(panels, shown, strict=True):
                 for (name, runs), color in zip(chosen, SERIES, strict=False):
                     for run in runs:
-                        found = run["curves"]
-                        points = found[what] if what in ("loss", "lr") else found["evaluations"].get(what, [])
+                        points = {"loss": run.loss, "lr": run.lr, **run.evaluations}.get(what, [])
                         style = ".-" if len(points) < 30 else "-"
                         label = name if axes is panels[0] and run is runs[0] else None
                         axes.plot(*zip(*points, strict=True), style, color=color, label=label) if points else None
@@ -150,9 +145,9 @@ def curves(content: Content) -> Iterator[Drawing]:
         )
 
 
-def _evaluated(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+def _evaluated(runs: Sequence[Curves]) -> list[str]:
     """At most two evaluation curves that any run has a point of, top-1 first."""
-    keys = sorted({key for run in runs for key in run["curves"]["evaluations"]})
+    keys = sorted({key for run in runs for key in run.evaluations})
     keys.sort(key=lambda key: (key != TOP1, not key.endswith("shot"), key != "validation/loss"))
     return keys[:2]
 
@@ -172,14 +167,11 @@ def _title(what: str) -> str:
 # ---- Beside the paper's figures --------------------------------------------------------------------------------------
 
 
-def figure_3(content: Content) -> Drawing | None:
+def figure_3(report: Report) -> Drawing | None:
     """Top-1 on ImageNet after fine-tuning against the pre-training set: Table 5's, and own results with these sets."""
-    own = [
-        (result, (result["pretraining_data"] or "").partition("/")[0])
-        for result in transfers(content["results"])
-        if result["task"] == "imagenet"
-    ]
-    own = [(result, data) for result, data in own if data in _PRETRAINING]
+    tuned = [result for result in transfers(report.results) if result.task == "imagenet"]
+    own = [((result.pretraining_data or "").partition("/")[0], result) for result in tuned]
+    own = [(data, result) for data, result in own if data in _PRETRAINING]
     if not own:
         return None
 
@@ -192,9 +184,7 @@ def figure_3(content: Content) -> Drawing | None:
             axes.plot(
                 xs, [row.imagenet for row in rows], "o--", color=SERIES[index], label=f"{model} (Table 5)", alpha=0.7
             )
-        for (result, data), mark in zip(own, itertools.cycle(_OWN)):
-            label = f"{described(result)}, policy {result['policy']}"
-            axes.plot(places.index(data), 100 * result["mean"], mark, color=SERIES[7], markersize=11, label=label)
+        _put_own(axes, [(places.index(data), result) for data, result in own])
         axes.set_xticks(range(3), _PRETRAINING.values())
         axes.set_ylabel("ImageNet top-1 (%)")
         figure.legend(loc="outside lower left")  # in the axes it would lie on marks
@@ -203,25 +193,20 @@ def figure_3(content: Content) -> Drawing | None:
     return draw("figure-3", caption, put, width=760, height=400 + 17 * len(own), caption=caption)
 
 
-def figure_4(content: Content) -> Drawing | None:
+def figure_4(report: Report) -> Drawing | None:
     """5-shot accuracy on ImageNet against pre-training images; the paper prints no numbers for this figure."""
-    own = [
-        result
-        for result in content["results"]
-        if _FIVE_SHOT.fullmatch(result["metric"]) and result["pretraining_samples"]
-    ]
-    lines = list(dict.fromkeys((result["model"], result["policy"]) for result in own))
-    if len({result["pretraining_samples"] for result in own}) < 2 or len(lines) > len(SERIES):
+    five_shot = [result for result in report.results if _FIVE_SHOT.fullmatch(result.metric)]
+    own = [(result.pretraining_samples, result) for result in five_shot if result.pretraining_samples]
+    lines = list(dict.fromkeys((result.model, result.policy) for _, result in own))
+    if len({samples for samples, _ in own}) < 2 or len(lines) > len(SERIES):
         return None
 
     def put(figure: "Figure") -> None:
         axes = figure.subplots()
         for index, (model, policy) in enumerate(lines):
-            points = sorted(
-                (r["pretraining_samples"], 100 * r["mean"]) for r in own if (r["model"], r["policy"]) == (model, policy)
-            )
+            points = sorted((samples, 100 * r.mean) for samples, r in own if (r.model, r.policy) == (model, policy))
             axes.plot(*zip(*points, strict=True), "o-", color=SERIES[index], label=f"{model}, policy {policy}")
-        _log(axes, [result["pretraining_samples"] for result in own])
+        _log(axes, [samples for samples, _ in own])
         axes.set_xlabel("pre-training images")
         axes.set_ylabel("ImageNet 5-shot top-1 (%)")
         axes.legend()
@@ -232,13 +217,10 @@ def figure_4(content: Content) -> Drawing | None:
     return draw("figure-4", caption, put, width=760, height=380, caption=caption)
 
 
-def figure_5(content: Content) -> Drawing | None:
+def figure_5(report: Report) -> Drawing | None:
     """Top-1 after fine-tuning against compute: Table 6's on ImageNet, and own results on ImageNet beside them."""
-    own = [
-        result
-        for result in transfers(content["results"])
-        if result["task"] == "imagenet" and result["exaflops"] is not None
-    ]
+    tuned = [result for result in transfers(report.results) if result.task == "imagenet"]
+    own = [(result.exaflops, result) for result in tuned if result.exaflops is not None]
     if not own:
         return None
 
@@ -251,10 +233,8 @@ def figure_5(content: Content) -> Drawing | None:
                 row for row in table_6() if is_kind(row.model) and (("+" in row.model) == label.startswith("hybrid"))
             ]
             axes.plot([r.exaflops for r in rows], [r.imagenet for r in rows], "o", color=SERIES[index], label=label)
-        for result, mark in zip(own, itertools.cycle(_OWN)):
-            label = f"{described(result)}, policy {result['policy']}"
-            axes.plot(result["exaflops"], 100 * result["mean"], mark, color=SERIES[7], markersize=11, label=label)
-        _log(axes, [*(row.exaflops for row in table_6()), *(result["exaflops"] for result in own)])
+        _put_own(axes, own)
+        _log(axes, [*(row.exaflops for row in table_6()), *(exaflops for exaflops, _ in own)])
         axes.set_xlabel("compute (exaFLOPs)")
         axes.set_ylabel("ImageNet top-1 (%)")
         figure.legend(loc="outside lower left")
@@ -266,29 +246,33 @@ def figure_5(content: Content) -> Drawing | None:
     return draw("figure-5", caption, put, width=760, height=380 + 17 * len(own), caption=caption)
 
 
-def against_compute(content: Content) -> Drawing | None:
+def against_compute(report: Report) -> Drawing | None:
     """Like Figure 5 for the report's own tasks: top-1 against all compute that went in, task by task."""
-    own = [
-        result
-        for result in content["results"]
-        if result["metric"] == TOP1 and result["split"] != "dev" and result["exaflops"] and result["task"]
-    ]
-    places = {(result["task"], result["policy"]): None for result in own}
-    if len({result["exaflops"] for result in own}) < 2 or len(places) > len(SERIES):
+    tested = [result for result in report.results if is_tested_top1(result) and result.task]
+    own = [(result.exaflops, result) for result in tested if result.exaflops]
+    places = {(result.task, result.policy): None for _, result in own}
+    if len({exaflops for exaflops, _ in own}) < 2 or len(places) > len(SERIES):
         return None
 
     def put(figure: "Figure") -> None:
         axes = figure.subplots()
         for index, (task, policy) in enumerate(places):
-            points = sorted((r["exaflops"], 100 * r["mean"]) for r in own if (r["task"], r["policy"]) == (task, policy))
+            points = sorted((exaflops, 100 * r.mean) for exaflops, r in own if (r.task, r.policy) == (task, policy))
             axes.plot(*zip(*points, strict=True), "o", color=SERIES[index], label=f"{task}, policy {policy}")
-        _log(axes, [result["exaflops"] for result in own])
+        _log(axes, [exaflops for exaflops, _ in own])
         axes.set_xlabel("compute, pre-training included (exaFLOPs)")
         axes.set_ylabel("top-1 (%)")
         figure.legend(loc="outside right upper")
 
     caption = "As Figure 5, on this report's tasks: top-1 against compute, that of the runs begun with included."
     return draw("against-compute", caption, put, width=760, height=340, caption=caption)
+
+
+def _put_own(axes: "Axes", own: Sequence[tuple[float, Result]]) -> None:
+    """A large mark for each result of this report's own."""
+    for (x, result), mark in zip(own, itertools.cycle(_OWN)):
+        label = f"{described(result)}, policy {result.policy}"
+        axes.plot(x, 100 * result.mean, mark, color=SERIES[7], markersize=11, label=label)
 
 
 def _log(axes: "Axes", values: Sequence[float]) -> None:

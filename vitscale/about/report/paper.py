@@ -1,9 +1,10 @@
 """What the paper reports for the same tasks: its Tables 2, 5, 6 and 9, and the figures drawn from them."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from vitscale.about.report.results import Result
 from vitscale.flops.published import table_2, table_5, table_6, table_9
 from vitscale.ground.vtab import TASKS, vtab_table
 
@@ -19,60 +20,91 @@ _TABLES = {
 }
 
 
-def transfers(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+@dataclass(frozen=True, kw_only=True)
+class Compared(Result):
+    """A result beside the paper's value in percent, that of the same model and pre-training data."""
+
+    published: float | None
+    difference: float | None
+    test_images_of_the_paper: int
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """One of the paper's tables with the results for its tasks; its rows have what concerns these, in percent."""
+
+    table: str
+    about: str
+    tasks: list[str]
+    results: list[Compared]
+    rows: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class VtabTable:
+    """The results for tasks of VTAB-1k beside the paper's Table 9.
+
+    Attributes:
+        columns: titles: one for each model here, and the paper's three.
+        policies: title -> the policies of that model's results.
+        by_group: `group`, `task` and, by title, top-1 in percent.
+    """
+
+    table: str
+    about: str
+    columns: list[str]
+    policies: dict[str, list[str]]
+    by_group: list[dict[str, Any]]
+    results: list[Result]
+
+
+def transfers(results: Sequence[Result]) -> list[Result]:
     """The results of the kind that the paper's tables have: top-1, after fine-tuning, not on a development split."""
     return [
         result
         for result in results
-        if result["metric"] == TOP1
-        and result["split"] != "dev"
-        and result["begins_with"] is not None
-        and result["task"] is not None
+        if is_tested_top1(result) and result.begins_with is not None and result.task is not None
     ]
 
 
-def beside_the_paper(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each table that concerns a task of the results: the task's results, and the paper's rows, in percent.
+def is_tested_top1(result: Result) -> bool:
+    """Whether it is a top-1 accuracy on anything but a development split."""
+    return result.metric == TOP1 and result.split != "dev"
 
-    A result's `published` is the paper's value for the same model, pre-trained on the data set of the same name.
-    """
+
+def beside_the_paper(results: Sequence[Result]) -> list[PaperTable | VtabTable]:
+    """Each table that concerns a task of the results."""
     own = transfers(results)
-    found = []
+    found: list[PaperTable | VtabTable] = []
     for number, (about, rows) in _TABLES.items():
-        tasks = [task for task in TEST_IMAGES if any(result["task"] == task for result in own)]
+        tasks = [task for task in TEST_IMAGES if any(result.task == task for result in own)]
         if not tasks:
             continue
         published = [
             {key: value for key, value in asdict(row).items() if _concerns(key, tasks)}  # type: ignore[call-overload]
             for row in rows()
         ]
-        found.append(
-            {
-                "table": number,
-                "about": about,
-                "tasks": tasks,
-                "results": [_compared(result, published, result["task"]) for result in own if result["task"] in tasks],
-                "rows": published,
-            }
-        )
-    of_vtab = [result for result in own if result["task"].removeprefix(VTAB) in TASKS and VTAB in result["task"]]
-    if of_vtab:
-        found.append({"table": "9", "about": "VTAB-1k, 1,000 training images a task", **_of_vtab(of_vtab)})
-    return found
+        compared = [_compared(result, published, result.task) for result in own if result.task in tasks]
+        found.append(PaperTable(number, about, tasks, compared, published))
+    of_vtab = [result for result in own if result.task and result.task.startswith(VTAB) and _vtab_task(result) in TASKS]
+    return [*found, _of_vtab(of_vtab)] if of_vtab else found
 
 
-def _of_vtab(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Top-1 in percent by task and group: a column for each model here, with its policies, and the paper's three."""
+def _vtab_task(result: Result) -> str:
+    return (result.task or "").removeprefix(VTAB)
+
+
+def _of_vtab(results: Sequence[Result]) -> VtabTable:
     columns: dict[str, dict[str, float]] = {}
     policies: dict[str, list[str]] = {}
     for result in results:
-        title = f"{result['part'] or result['label']}: begins with {result['begins_with']}"
-        columns.setdefault(title, {})[result["task"].removeprefix(VTAB)] = 100 * result["mean"]
-        policies[title] = sorted({*policies.get(title, []), result["policy"]})
+        title = f"{result.part or result.label}: begins with {result.begins_with}"
+        columns.setdefault(title, {})[_vtab_task(result)] = 100 * result.mean
+        policies[title] = sorted({*policies.get(title, []), result.policy or ""})
     for (model, pretraining), row in table_9().items():
         columns[f"{model}, {pretraining}\n(Table 9)"] = {task: row[task] for task in TASKS}
-    by_group = vtab_table(columns)
-    return {"columns": list(columns), "policies": policies, "by_group": by_group.bare_rows(), "results": list(results)}
+    rows = vtab_table(columns).bare_rows()
+    return VtabTable("9", "VTAB-1k, 1,000 training images a task", list(columns), policies, rows, list(results))
 
 
 def _concerns(key: str, tasks: Sequence[str]) -> bool:
@@ -80,19 +112,17 @@ def _concerns(key: str, tasks: Sequence[str]) -> bool:
     return of_task in tasks or key in ("name", "model", "pretraining", "epochs", "exaflops", "tpuv3_core_days")
 
 
-def _compared(result: dict[str, Any], rows: Sequence[dict[str, Any]], task: str) -> dict[str, Any]:
-    pretraining = (result["pretraining_data"] or "").partition("/")[0]
+def _compared(result: Result, rows: Sequence[dict[str, Any]], task: str) -> Compared:
+    pretraining = (result.pretraining_data or "").partition("/")[0]
     same = [
         row[task]
         for row in rows
-        if row["model"] == result["model"]
-        and row.get("pretraining", "jft300m") == pretraining
-        and row[task] is not None
+        if row["model"] == result.model and row.get("pretraining", "jft300m") == pretraining and row[task] is not None
     ]
     published = same[0] if len(same) == 1 else None
-    return {
-        **result,
-        "published": published,
-        "difference": None if published is None else 100 * result["mean"] - published,
-        "test_images_of_the_paper": TEST_IMAGES[task],
-    }
+    return Compared(
+        **vars(result),
+        published=published,
+        difference=None if published is None else 100 * result.mean - published,
+        test_images_of_the_paper=TEST_IMAGES[task],
+    )

@@ -1,6 +1,7 @@
-"""What the report says of a run, finished or not, as its results.json has it."""
+"""What the report says of a run, finished or not."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,64 @@ from vitscale.runs.run import Run
 
 _MOST_POINTS = 300
 """Points of a curve at most, so that the page of a long run stays small."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How images become a model's input in an evaluation; `name` is a letter."""
+
+    name: str
+    image_size: int
+    crop: str
+    crop_fraction: float
+    resize: str
+    mean: list[float]
+    std: list[float]
+    positions: str
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Values over steps, each curve a list of [step, value]; those of evaluations by evaluator/metric."""
+
+    loss: list[list[float]]
+    lr: list[list[float]]
+    evaluations: dict[str, list[list[float]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What a run's directory tells. `step` to `mfu` are None before the first metrics."""
+
+    name: str
+    directory: str
+    is_done: bool
+    model: str
+    begins_with: str | None
+    recipe_sha256: str
+    seed: int
+    train: str
+    optimizer: str
+    lr: float
+    global_batch: int
+    training_crop: str
+    flip: float
+    step: int | None = None
+    total_steps: int | None = None
+    best_step: int | None = None
+    images: int | None = None
+    exaflops: float | None = None
+    hours: float | None = None
+    device_hours: float | None = None
+    images_per_s: float | None = None
+    mfu: float | None = None
+    world_sizes: list[int]
+    metrics: dict[str, float]
+    versions: dict[str, str]
+    training_manifest_sha256: str | None
+    curves: Curves
+    verified: str
+    notes: list[str]
 
 
 def read_run(directory: Path) -> Run:
@@ -31,18 +90,19 @@ def begins_with(run: Run) -> str | None:
     return Path(init.source).name if run.parent is None else run.parent.name
 
 
-def policy(run: Run, crop: EvalCrop) -> dict[str, Any]:
-    """How images become the model's input in an evaluation."""
+def policy(run: Run, crop: EvalCrop) -> Policy:
+    """How images become the model's input in an evaluation; without a name."""
     data = run.recipe.data
-    return {
-        "image_size": data.image_size,
-        "crop": crop.kind,
-        "crop_fraction": crop.fraction,
-        "resize": crop.resize,
-        "mean": list(data.normalise.mean),
-        "std": list(data.normalise.std),
-        "positions": _positions(run),
-    }
+    return Policy(
+        name="",
+        image_size=data.image_size,
+        crop=crop.kind,
+        crop_fraction=crop.fraction,
+        resize=crop.resize,
+        mean=list(data.normalise.mean),
+        std=list(data.normalise.std),
+        positions=_positions(run),
+    )
 
 
 def _positions(run: Run) -> str:
@@ -59,45 +119,48 @@ def _grid(run: Run) -> object:
     return run.recipe.model.patches(run.recipe.data.image_size) or run.recipe.data.image_size
 
 
-def content(run: Run) -> dict[str, Any]:
-    """The run's content of results.json."""
+def record_of(run: Run) -> RunRecord:
+    """What the report says of a run."""
     index, recipe, cost, log = run.index, run.recipe, run.cost, run.metrics
     last = log.evaluations[-1][1] if log.evaluations else {}
-    return {
-        "name": run.name,
-        "directory": str(run.directory),
-        "is_done": run.is_done,
-        "model": recipe.model.describe(),
-        "begins_with": begins_with(run),
-        "recipe_sha256": recipe_sha256(recipe.dump()),
-        "seed": recipe.seed,
-        "train": recipe.data.train,
-        "optimizer": recipe.optimizer.name,
-        "lr": recipe.optimizer.lr,
-        "global_batch": recipe.batch.global_size,
-        "training_crop": _in_words(recipe.data.crop.model_dump(exclude_none=True)),
-        "flip": recipe.data.flip,
-        "step": None if cost is None else cost.step,
-        "total_steps": None if cost is None else run.total_steps,
-        "best_step": None if cost is None else run.best_step,
-        "images": None if cost is None else cost.images,
-        "exaflops": None if cost is None else cost.exaflops,
-        "hours": None if cost is None else cost.seconds / 3600,
-        "device_hours": None if cost is None or cost.device_seconds is None else cost.device_seconds / 3600,
-        "images_per_s": None if cost is None else cost.images_per_s,
-        "mfu": None if cost is None else cost.mfu,
-        "world_sizes": [] if cost is None else list(cost.world_sizes),
-        "metrics": run.evaluation if run.is_done else {key: value for key, value in last.items() if value is not None},
-        "versions": {} if index is None else index.versions,
-        "training_manifest_sha256": None if index is None else index.data.get("manifest_sha256"),
-        "curves": {
-            "loss": _points(log.rows, "loss"),
-            "lr": _points(log.rows, "lr"),
-            "evaluations": _evaluations(log.evaluations),
-        },
-        "verified": verification(run.directory, checkpoints_root(recipe, run.directory)),
-        "notes": _notes(run),
-    }
+    spent: dict[str, Any] = {}
+    if cost is not None:
+        spent = {
+            "step": cost.step,
+            "total_steps": run.total_steps,
+            "best_step": run.best_step,
+            "images": cost.images,
+            "exaflops": cost.exaflops,
+            "hours": cost.seconds / 3600,
+            "device_hours": None if cost.device_seconds is None else cost.device_seconds / 3600,
+            "images_per_s": cost.images_per_s,
+            "mfu": cost.mfu,
+        }
+    return RunRecord(
+        name=run.name,
+        directory=str(run.directory),
+        is_done=run.is_done,
+        model=recipe.model.describe(),
+        begins_with=begins_with(run),
+        recipe_sha256=recipe_sha256(recipe.dump()),
+        seed=recipe.seed,
+        train=recipe.data.train,
+        optimizer=recipe.optimizer.name,
+        lr=recipe.optimizer.lr,
+        global_batch=recipe.batch.global_size,
+        training_crop=", ".join(
+            f"{key} {value}" for key, value in recipe.data.crop.model_dump(exclude_none=True).items()
+        ),
+        flip=recipe.data.flip,
+        **spent,
+        world_sizes=[] if cost is None else list(cost.world_sizes),
+        metrics=run.evaluation if run.is_done else {key: value for key, value in last.items() if value is not None},
+        versions={} if index is None else index.versions,
+        training_manifest_sha256=None if index is None else index.data.get("manifest_sha256"),
+        curves=Curves(_points(log.rows, "loss"), _points(log.rows, "lr"), _evaluations(log.evaluations)),
+        verified=verification(run.directory, checkpoints_root(recipe, run.directory)),
+        notes=_notes(run),
+    )
 
 
 def _notes(run: Run) -> list[str]:
@@ -133,7 +196,3 @@ def _evaluations(found: Sequence[tuple[int, dict[str, float | None]]]) -> dict[s
             if value is not None:
                 curves.setdefault(key, []).append([step, value])
     return dict(sorted(curves.items()))
-
-
-def _in_words(fields: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in fields.items())

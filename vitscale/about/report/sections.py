@@ -1,143 +1,151 @@
-"""The page of a report, from its results.json and the drawings of inspections, whose numbers are in it too."""
+"""The page of a report, from its content alone."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from vitscale.about.report import figures
-from vitscale.about.report.paper import TOP1
-from vitscale.ground.page import Facts, Figures, Folded, Part, Section, Table, Text, check_drawing, page_text
-from vitscale.ground.table import Column, ResultTable, Row, number, short
+from vitscale.about.report.content import Report, ReportedRun, Spent
+from vitscale.about.report.datasets import DatasetRecord, Deduplication
+from vitscale.about.report.paper import Compared, PaperTable, VtabTable, is_tested_top1
+from vitscale.about.report.records import Policy
+from vitscale.about.report.results import Result
+from vitscale.about.studies.results import Candidate, Decision, Spread, VtabScore
+from vitscale.ground.page import Drawing, Facts, Folded, Part, Section, Table, Text, check_drawing, page_text
+from vitscale.ground.table import Column, ResultTable, number, short
 from vitscale.ground.vtab import OVER_GROUPS, OVER_TASKS
 from vitscale.ground.wording import counted
 
-Content = Mapping[str, Any]
+T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
 _PERCENT = number(2, 0.01)
 _IN_PERCENT = ("top1", "top5", "shot")
 _SHOWN_CURVES = 4
 
 
-def page(content: Content, inspected: Sequence[Figures] = ()) -> str:
-    """The HTML document. Raises `RecipeError` without matplotlib.
-
-    Args:
-        content: the content of results.json.
-        inspected: the inspections in it, with their drawings.
-    """
+def page(report: Report) -> str:
+    """The HTML document. Raises `RecipeError` without matplotlib."""
     check_drawing("vitscale report")
     sections = [
-        Section("Summary", list(_summary(content))),
-        Section("Results", list(_results(content))),
-        Section("Beside the paper", list(_paper(content))),
-        Section("What decided", list(_choices(content))),
-        Section("De-duplication", list(_deduplication(content))),
-        Section("Compute", list(_compute(content))),
-        Section("Curves", list(_curves(content))),
-        *([Section("Inside the models", list(_inside(content, inspected)))] if inspected else []),
-        Section("Data", list(_data(content))),
-        Section("Runs and recipes", list(_runs(content))),
+        Section("Summary", list(_summary(report))),
+        Section("Results", list(_results(report))),
+        Section("Beside the paper", list(_paper(report))),
+        Section("What decided", list(_choices(report))),
+        Section("De-duplication", list(_deduplication(report))),
+        Section("Compute", list(_compute(report))),
+        Section("Curves", list(_curves(report))),
+        *([Section("Inside the models", list(_inside(report)))] if report.inspections else []),
+        Section("Data", list(_data(report))),
+        Section("Runs and recipes", [Folded(f"{run.name} ({run.state})", list(_run(run))) for run in report.runs]),
     ]
-    return page_text(str(content["title"]), _subtitle(content), sections)
+    study = f"a study ({report.study.study}), " if report.study is not None else ""
+    subtitle = f"vitscale report of {study}{counted(sum(report.states.values()), 'run')}"
+    return page_text(report.title, subtitle, sections)
 
 
-def _text(key: str, heading: str, *, folds: bool = False) -> Column:
-    return Column(key, heading, is_text=True, folds=folds)
+@dataclass(frozen=True)
+class _Column(Generic[T_contra]):
+    """A column: its heading, its value for a row, and how a number is shown; without `show` the value is text."""
+
+    heading: str
+    value: Callable[[T_contra], Any]
+    show: Callable[[Any], str] | None = None
+    folds: bool = False
 
 
-def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], **more: Any) -> ResultTable:
-    return ResultTable(columns, [{column.key: row.get(column.key) for column in columns} for row in rows], **more)
-
-
-def _subtitle(content: Content) -> str:
-    study = f"a study ({content['study']['study']}), " if content["study"] else ""
-    runs = counted(sum(content["states"].values()), "run")
-    return f"vitscale report of {study}{runs}"
+def _table(rows: Sequence[T], columns: Sequence[_Column[T]], **more: Any) -> ResultTable:
+    shown = [
+        Column(str(place), column.heading, column.show or str, is_text=column.show is None, folds=column.folds)
+        for place, column in enumerate(columns)
+    ]
+    cells = [{str(place): column.value(row) for place, column in enumerate(columns)} for row in rows]
+    return ResultTable(shown, cells, **more)
 
 
 # ---- Summary ---------------------------------------------------------------------------------------------------------
 
 
-def _summary(content: Content) -> Iterator[Part]:
-    states, compute = content["states"], content["compute"]
+def _summary(report: Report) -> Iterator[Part]:
+    states, spent = report.states, report.compute.all
     unfinished = {state: count for state, count in states.items() if state != "done"}
     if unfinished:
         told = ", ".join(f"{count} {state}" for state, count in unfinished.items())
         yield Text(
             f"Not everything is done: {told}. What is below is of finished runs unless it says otherwise.", "warning"
         )
-    missing = [row for row in content["deduplication"] if row["status"] != "recorded"]
+    missing = [pair for pair in report.deduplication if pair.status != "recorded"]
     if missing:
         yield Text(
             f"No de-duplication is recorded for {counted(len(missing), 'pair')} of a training and a test set: see "
             f"De-duplication.",
             "warning",
         )
-    elif content["deduplication"]:
+    elif report.deduplication:
         yield Text("Every training set was compared with every test set: see De-duplication.", "good")
-    spent = compute["all"]
-    decided = sorted({name for choice in content["choices"] for name in choice["decided_by"]["datasets"]})
+    decided = sorted({name for choice in report.choices for name in choice.decided_by.datasets})
+    tested = dict.fromkeys(result.dataset for result in report.results if result.split != "dev" and result.dataset)
     rows = [("Runs", ", ".join(f"{count} {state}" for state, count in states.items()))]
-    rows.append(
-        ("Compute, all runs", f"{short(spent['exaflops'])} exaFLOPs, {short(spent['device_hours'])} device-hours")
-    )
+    rows.append(("Compute, all runs", f"{short(spent.exaflops)} exaFLOPs, {short(spent.device_hours)} device-hours"))
     rows.append(("Chosen by", ", ".join(decided) + " (development splits)" if decided else "nothing was chosen here"))
-    rows.append(("Tested on", ", ".join(_tested(content)) or "no finished run has been tested"))
-    rows.append(("Made by", ", ".join(f"{name} {version}" for name, version in content["made_by"].items())))
-    rows.append(("Made from", "\n".join(content["sources"])))
+    rows.append(("Tested on", ", ".join(map(str, tested)) or "no finished run has been tested"))
+    rows.append(("Made by", ", ".join(f"{name} {version}" for name, version in report.made_by.items())))
+    rows.append(("Made from", "\n".join(report.sources)))
     yield Facts(rows)
     yield Text(
         "results.json beside this page holds every number; a pointer over a number shows all its digits.", "note"
     )
 
 
-def _tested(content: Content) -> list[str]:
-    found = [r["dataset"] for r in content["results"] if r["split"] != "dev" and r["dataset"]]
-    return list(dict.fromkeys(found))
-
-
 # ---- Results ---------------------------------------------------------------------------------------------------------
 
-_RESULT = (
-    _text("task", "task"),
-    _text("what", "result"),
-    _text("model", "model"),
-    _text("begins", "begins with"),
-    Column("mean", "top-1\n(%)", _PERCENT),
-    _text("within", "95 %\ninterval"),
-    Column("std", "standard\ndeviation", _PERCENT),
-    Column("n", "runs", str),
-    _text("seeds_told", "seeds"),
-    _text("dataset", "evaluated on"),
-    Column("samples", "images", number(0)),
+
+def _within(result: Result) -> str | None:
+    return result.interval and " to ".join(f"{100 * end:.1f}" for end in result.interval)
+
+
+def _seeds(result: Result) -> str:
+    lacking = result.n_planned - result.n
+    return ", ".join(map(str, result.seeds)) + (f" ({lacking} more to come)" if lacking else "")
+
+
+_WHAT: tuple[_Column[Result], ...] = (
+    _Column("task", lambda result: result.task),
+    _Column("result", lambda result: result.label),
+    _Column("model", lambda result: result.model),
+    _Column("begins with", lambda result: result.begins_with or "from scratch"),
 )
+_INTERVAL: _Column[Result] = _Column("95 %\ninterval", _within)
+_RUNS: tuple[_Column[Result], ...] = (
+    _Column("runs", lambda result: result.n, str),
+    _Column("seeds", _seeds),
+    _Column("evaluated on", lambda result: result.dataset),
+)
+_SAMPLES: _Column[Result] = _Column("images", lambda result: result.samples, number(0))
 
 
-def _row(result: Mapping[str, Any]) -> Row:
-    lacking = result["n_planned"] - result["n"]
-    return {
-        **result,
-        "what": result["label"],
-        "begins": result["begins_with"] or "from scratch",
-        "within": result["interval"] and " to ".join(f"{100 * end:.1f}" for end in result["interval"]),
-        "seeds_told": ", ".join(str(seed) for seed in result["seeds"])
-        + (f" ({lacking} more to come)" if lacking else ""),
-    }
+def _spread(heading: str, show: Callable[[float], str]) -> tuple[_Column[Result], ...]:
+    """Mean, interval and standard deviation."""
+    deviation: _Column[Result] = _Column("standard\ndeviation", lambda result: result.std, show)
+    return _Column(heading, lambda result: result.mean, show), _INTERVAL, deviation
 
 
-def _results(content: Content) -> Iterator[Part]:
-    shown = [r for r in content["results"] if r["metric"] == TOP1 and r["split"] != "dev"]
+_TOP1 = _spread("top-1\n(%)", _PERCENT)
+
+
+def _results(report: Report) -> Iterator[Part]:
+    shown = [result for result in report.results if is_tested_top1(result)]
     if not shown:
         yield Text("No finished run has been evaluated by top-1 on anything but a development split yet.")
-    for policy in content["policies"]:
+    for policy in report.policies:
         rows = sorted(
-            (r for r in shown if r["policy"] == policy["name"]), key=lambda r: (r["task"], r["begins_with"] or "")
+            (result for result in shown if result.policy == policy.name),
+            key=lambda result: (result.task or "", result.begins_with or ""),
         )
         if not rows:
             continue
-        yield Table(
-            _table(_RESULT, [_row(r) for r in rows], groups=_groups([r["task"] for r in rows])),
-            f"Policy {policy['name']}: {_policy(policy)}",
-        )
-        drawing = figures.glance(content, policy["name"])
+        table = _table(rows, (*_WHAT, *_TOP1, *_RUNS, _SAMPLES), groups=_groups([row.task for row in rows]))
+        yield Table(table, f"Policy {policy.name}: {_policy(policy)}")
+        drawing = figures.glance(report, policy.name)
         if drawing is not None:
             yield drawing
     if shown:
@@ -146,29 +154,20 @@ def _results(content: Content) -> Iterator[Part]:
             "Wilson's, for so many test images. Results of different policies are never in one table.",
             "note",
         )
-    others = [r for r in content["results"] if not (r["metric"] == TOP1 and r["split"] != "dev")]
+    others = [result for result in report.results if not is_tested_top1(result)]
     if others:
-        yield Folded("Every other metric", list(_other_metrics(content, others)))
+        yield Folded("Every other metric", list(_other_metrics(report, others)))
 
 
-def _other_metrics(content: Content, results: Sequence[Mapping[str, Any]]) -> Iterator[Part]:
-    names = [policy["name"] for policy in content["policies"]]
-    for policy in [*names, None]:
-        rows = [r for r in results if r["policy"] == policy]
+def _other_metrics(report: Report, results: Sequence[Result]) -> Iterator[Part]:
+    metric: _Column[Result] = _Column("metric", lambda result: result.metric)
+    for policy in [*(policy.name for policy in report.policies), None]:
+        title = f"Policy {policy}" if policy else "By evaluators that have a policy of their own"
         for in_percent in (True, False):
-            chosen = [r for r in rows if r["metric"].endswith(_IN_PERCENT) == in_percent]
-            show = _PERCENT if in_percent else number(4)
-            columns = (
-                _text("metric", "metric"),
-                *_RESULT[:4],
-                Column("mean", "mean (%)" if in_percent else "mean", show),
-                _RESULT[5],
-                Column("std", "standard\ndeviation", show),
-                *_RESULT[7:],
-            )
-            title = f"Policy {policy}" if policy else "By evaluators that have a policy of their own"
-            if chosen:
-                yield Table(_table(columns, [_row(r) for r in chosen]), title)
+            rows = [r for r in results if r.policy == policy and r.metric.endswith(_IN_PERCENT) == in_percent]
+            spread = _spread("mean (%)", _PERCENT) if in_percent else _spread("mean", number(4))
+            if rows:
+                yield Table(_table(rows, (metric, *_WHAT, *spread, *_RUNS, _SAMPLES)), title)
 
 
 def _groups(keys: Sequence[Any]) -> list[int]:
@@ -181,170 +180,164 @@ def _groups(keys: Sequence[Any]) -> list[int]:
     return lengths
 
 
-def _policy(policy: Mapping[str, Any]) -> str:
-    fraction = f"{policy['crop_fraction']:g}"
+def _policy(policy: Policy) -> str:
+    fraction = f"{policy.crop_fraction:g}"
     crop = {
         ("central", True): "the central square of the whole short side",
         ("central", False): f"the central square of {fraction} of the short side",
         ("square", True): "the whole picture as a square",
         ("square", False): f"the central {fraction} of each side as a square",
-    }[policy["crop"], policy["crop_fraction"] == 1]
-    size = policy["image_size"]
-    mean, std = (", ".join(f"{value:g}" for value in policy[key]) for key in ("mean", "std"))
+    }[policy.crop, policy.crop_fraction == 1]
+    size = policy.image_size
+    mean, std = (", ".join(f"{value:g}" for value in values) for values in (policy.mean, policy.std))
     return (
-        f"{crop}, resized ({policy['resize']}) to {size} x {size} pixels; normalised by mean ({mean}) and standard "
-        f"deviation ({std}); position embeddings: {policy['positions']}"
+        f"{crop}, resized ({policy.resize}) to {size} x {size} pixels; normalised by mean ({mean}) and standard "
+        f"deviation ({std}); position embeddings: {policy.positions}"
     )
 
 
 # ---- The paper -------------------------------------------------------------------------------------------------------
 
 
-def _paper(content: Content) -> Iterator[Part]:
-    tables = content["paper"]
-    if not tables:
+def _paper(report: Report) -> Iterator[Part]:
+    if not report.paper:
         yield Text(
             "No finished run was fine-tuned on a task of the paper's Tables 2, 5, 6 and 9 (ImageNet, CIFAR-10, "
             "CIFAR-100, Pets, Flowers, the 19 of VTAB-1k; by the data set's name): there is nothing to compare."
         )
-    for table in tables:
-        yield from _of_vtab(content, table) if table["table"] == "9" else _of_table(table, repeats=table != tables[0])
-    drawings: list[Callable[[Content], Any]] = [
+    for table in report.paper:
+        if isinstance(table, VtabTable):
+            yield from _of_vtab(table, report.vtab)
+        else:
+            yield from _of_table(table, repeats=table != report.paper[0])
+    drawings: list[Callable[[Report], Drawing | None]] = [
         figures.figure_3,
         figures.figure_4,
         figures.figure_5,
         figures.against_compute,
     ]
-    yield from (drawing for draw in drawings if (drawing := draw(content)) is not None)
+    yield from (drawing for draw in drawings if (drawing := draw(report)) is not None)
 
 
-_COMPARED = (
-    *_RESULT[:4],
-    _text("policy", "policy"),
-    *_RESULT[4:9],
-    Column("samples", "test\nimages", number(0)),
-    Column("test_images_of_the_paper", "the\npaper's", number(0)),
-    Column("published", "paper, same\nmodel and data (%)", number(2)),
-    Column("difference", "difference\n(points)", lambda value: f"{value:+.2f}"),
+_COMPARED: tuple[_Column[Compared], ...] = (
+    *_WHAT,
+    _Column("policy", lambda result: result.policy),
+    *_TOP1,
+    *_RUNS[:2],
+    _Column("test\nimages", lambda result: result.samples, number(0)),
+    _Column("the\npaper's", lambda result: result.test_images_of_the_paper, number(0)),
+    _Column("paper, same\nmodel and data (%)", lambda result: result.published, number(2)),
+    _Column("difference\n(points)", lambda result: result.difference, lambda value: f"{value:+.2f}"),
 )
 
 
-def _of_table(table: Mapping[str, Any], *, repeats: bool) -> Iterator[Part]:
+def _of_key(heading: str, key: str, show: Callable[[Any], str] | None = None) -> _Column[dict[str, Any]]:
+    return _Column(heading, lambda row: row.get(key), show)
+
+
+def _of_table(table: PaperTable, *, repeats: bool) -> Iterator[Part]:
     """Own results and the paper's. If the table `repeats` own results of an earlier one, only if it has their model."""
-    is_shown = not repeats or any(r["published"] is not None for r in table["results"])
-    for policy in sorted({r["policy"] for r in table["results"]}) if is_shown else []:
-        rows = [_row(r) for r in table["results"] if r["policy"] == policy]
-        yield Table(_table(_COMPARED, rows), f"Here, policy {policy}, tasks of Table {table['table']}")
-        other = sorted({r["task"] for r in rows if r["samples"] not in (None, r["test_images_of_the_paper"])})
+    is_shown = not repeats or any(result.published is not None for result in table.results)
+    for policy in sorted({result.policy or "" for result in table.results}) if is_shown else []:
+        rows = [result for result in table.results if result.policy == policy]
+        yield Table(_table(rows, _COMPARED), f"Here, policy {policy}, tasks of Table {table.table}")
+        other = {row.task or "" for row in rows if row.samples not in (None, row.test_images_of_the_paper)}
         if other:
-            yield Text(f"Not the paper's test images, by their number: {', '.join(other)}.", "warning")
-    columns = [
-        _text("name", "name"),
-        _text("model", "model"),
-        _text("pretraining", "pre-trained on"),
-        Column("epochs", "epochs", number(0)),
-    ]
-    for task in table["tasks"]:
-        columns += [Column(task, f"{task}\n(%)", number(2)), Column(f"{task}_std", "±", number(2))]
-    columns += [
-        Column("exaflops", "exaFLOPs", number(0)),
-        Column("tpuv3_core_days", "TPUv3-\ncore-days", number(0)),
-    ]
-    models = {r["model"] for r in table["results"]}
-    marked = frozenset(index for index, row in enumerate(table["rows"]) if row["model"] in models)
-    yield Table(_table(columns, table["rows"]), f"The paper's Table {table['table']}: {table['about']}", marked)
+            yield Text(f"Not the paper's test images, by their number: {', '.join(sorted(other))}.", "warning")
+    columns = [_of_key("name", "name"), _of_key("model", "model"), _of_key("pre-trained on", "pretraining")]
+    columns.append(_of_key("epochs", "epochs", number(0)))
+    for task in table.tasks:
+        columns += [_of_key(f"{task}\n(%)", task, number(2)), _of_key("±", f"{task}_std", number(2))]
+    columns.append(_of_key("exaFLOPs", "exaflops", number(0)))
+    columns.append(_of_key("TPUv3-\ncore-days", "tpuv3_core_days", number(0)))
+    models = {result.model for result in table.results}
+    marked = frozenset(index for index, row in enumerate(table.rows) if row["model"] in models)
+    yield Table(_table(table.rows, columns), f"The paper's Table {table.table}: {table.about}", marked)
 
 
-def _of_vtab(content: Content, table: Mapping[str, Any]) -> Iterator[Part]:
-    for title, used in table["policies"].items():
+def _of_vtab(table: VtabTable, scores: Sequence[VtabScore]) -> Iterator[Part]:
+    for title, used in table.policies.items():
         if len(used) > 1:
             yield Text(f"{title}: its tasks are under different policies ({', '.join(used)}).", "warning")
-    columns = [_text("group", "group"), _text("task", "task")]
-    columns += [Column(title, title, number(2)) for title in table["columns"]]
+    columns = [_of_key("group", "group"), _of_key("task", "task")]
+    columns += [_of_key(title, title, number(2)) for title in table.columns]
     note = f"The paper's score is the {OVER_TASKS}; most later papers print the {OVER_GROUPS}."
     title = "VTAB-1k by group beside the paper's Table 9, top-1 in percent"
-    ends = _groups([row["group"] for row in table["by_group"]])
-    yield Table(_table(columns, table["by_group"], notes=[note], groups=ends), title)
-    rows = [
-        {"what": what, "part": score["part"], "from": score["from"], "label": score["label"], **values}
-        for score in content["vtab"]
-        for what, values in score["means"].items()
-    ]
-    scores = (
-        _text("part", "part"),
-        _text("from", "begins with"),
-        _text("what", "score"),
-        Column("mean", "top-1\n(%)", _PERCENT),
-        Column("std", "standard\ndeviation", _PERCENT),
-        Column("n", "runs", str),
+    ends = _groups([row["group"] for row in table.by_group])
+    yield Table(_table(table.by_group, columns, notes=[note], groups=ends), title)
+    rows = [(score, what, spread) for score in scores for what, spread in score.means.items()]
+    of_seeds: tuple[_Column[tuple[VtabScore, str, Spread]], ...] = (
+        _Column("part", lambda row: row[0].part),
+        _Column("begins with", lambda row: row[0].from_),
+        _Column("score", lambda row: row[1]),
+        _Column("top-1\n(%)", lambda row: row[2].mean, _PERCENT),
+        _Column("standard\ndeviation", lambda row: row[2].std, _PERCENT),
+        _Column("runs", lambda row: row[2].n, str),
     )
     if rows:
-        yield Table(_table(scores, rows), "The score over seeds; the paper's is the mean over 19 tasks")
+        yield Table(_table(rows, of_seeds), "The score over seeds; the paper's is the mean over 19 tasks")
 
 
 # ---- What decided ----------------------------------------------------------------------------------------------------
 
 
-def _choices(content: Content) -> Iterator[Part]:
-    choices = content["choices"]
-    if not choices:
-        selecting = [run["name"] for run in content["runs"] if run.get("best_step") is not None]
+def _choices(report: Report) -> Iterator[Part]:
+    if not report.choices:
+        selecting = [run.name for run in report.runs if run.record is not None and run.record.best_step is not None]
         if selecting:
             yield Text(
                 f"Within these runs the best checkpoint was kept, by their recipes' rule: {', '.join(selecting)}."
             )
         yield Text("No hyper-parameter was chosen among these runs: there was no selection.")
         return
-    sha = {one["name"]: one["manifest_sha256"] for one in content["datasets"]}
+    sha = {dataset.name: dataset.manifest_sha256 for dataset in report.datasets}
     yield Text(
         "Choices saw development splits alone: the mean of a metric over a candidate's runs. Marked: the winner."
     )
-    for choice in choices:
-        by = "; ".join(f"{name} (manifest {sha.get(name) or 'not read'})" for name in choice["decided_by"]["datasets"])
-        is_percent = choice["metric"].endswith(_IN_PERCENT)
-        columns = (
-            _text("told", "candidate"),
-            Column("mean", f"{choice['metric']}{' (%)' if is_percent else ''}", _PERCENT if is_percent else number(4)),
-            _text("runs", "runs"),
-        )
-        rows = [
-            {
-                "told": ", ".join(f"{key} {value}" for key, value in one["grid"].items()) or one["label"],
-                "mean": one["mean"],
-                "runs": ", ".join(one["entries"]),
-            }
-            for one in choice["candidates"]
-        ]
-        marked = frozenset(i for i, one in enumerate(choice["candidates"]) if one["label"] == choice["winner"])
-        state = "" if choice["is_decided"] else "; not decided yet"
-        state = "; every candidate has diverged" if choice["is_decided"] and choice["winner"] is None else state
-        rule = "highest" if choice["mode"] == "max" else "lowest"
-        title = f"{choice['name']}: the {rule} {choice['metric']}{state}"
-        yield Table(_table(columns, rows, notes=[f"Decided by {by}"]), title, marked)
+    for choice in report.choices:
+        by = "; ".join(f"{name} (manifest {sha.get(name) or 'not read'})" for name in choice.decided_by.datasets)
+        yield _choice(choice, f"Decided by {by}")
+
+
+def _choice(choice: Decision, note: str) -> Table:
+    is_percent = choice.metric.endswith(_IN_PERCENT)
+    heading, show = f"{choice.metric}{' (%)' if is_percent else ''}", _PERCENT if is_percent else number(4)
+    columns: tuple[_Column[Candidate], ...] = (
+        _Column("candidate", lambda one: ", ".join(f"{key} {value}" for key, value in one.grid.items()) or one.label),
+        _Column(heading, lambda one: one.mean, show),
+        _Column("runs", lambda one: ", ".join(one.entries)),
+    )
+    marked = frozenset(i for i, one in enumerate(choice.candidates) if one.label == choice.winner)
+    state = "" if choice.is_decided else "; not decided yet"
+    state = "; every candidate has diverged" if choice.is_decided and choice.winner is None else state
+    rule = "highest" if choice.mode == "max" else "lowest"
+    table = _table(choice.candidates, columns, notes=[note])
+    return Table(table, f"{choice.name}: the {rule} {choice.metric}{state}", marked)
 
 
 # ---- De-duplication --------------------------------------------------------------------------------------------------
 
+_PAIR: tuple[_Column[Deduplication], ...] = (
+    _Column("test set", lambda pair: pair.test),
+    _Column("training set", lambda pair: pair.train),
+    _Column("role", lambda pair: pair.role),
+    _Column("de-duplication", lambda pair: pair.status),
+    _Column("left out for\nthis test set", lambda pair: pair.left_out_for_it, number(0)),
+    _Column("left out\nin all", lambda pair: pair.left_out_in_all, number(0)),
+    _Column("training\nimages left", lambda pair: pair.samples_left, number(0)),
+    _Column("index (SHA-256)", lambda pair: pair.index_sha256, folds=True),
+)
 
-def _deduplication(content: Content) -> Iterator[Part]:
-    rows = content["deduplication"]
+
+def _deduplication(report: Report) -> Iterator[Part]:
+    rows = report.deduplication
     if not rows:
         yield Text("No run of this report is evaluated on a test set.")
         return
-    columns = (
-        _text("test", "test set"),
-        _text("train", "training set"),
-        _text("role", "role"),
-        _text("status", "de-duplication"),
-        Column("left_out_for_it", "left out for\nthis test set", number(0)),
-        Column("left_out_in_all", "left out\nin all", number(0)),
-        Column("samples_left", "training\nimages left", number(0)),
-        _text("index_sha256", "index (SHA-256)", folds=True),
-    )
-    yield Table(_table(columns, rows, groups=_groups([row["test"] for row in rows])))
-    none = [row for row in rows if row["status"] == "none recorded"]
+    yield Table(_table(rows, _PAIR, groups=_groups([pair.test for pair in rows])))
+    none = [pair for pair in rows if pair.status == "none recorded"]
     if none:
-        pairs = "; ".join(f"{row['train']} against {row['test']}" for row in none)
+        pairs = "; ".join(f"{pair.train} against {pair.test}" for pair in none)
         yield Text(f"Not recorded: {pairs}. Copies of test images may be among these training images.", "warning")
     yield Text(
         "By the training sets' manifests: vitscale dedup apply and vitscale convert --dedup-against record there "
@@ -357,35 +350,35 @@ def _deduplication(content: Content) -> Iterator[Part]:
 
 # ---- Compute ---------------------------------------------------------------------------------------------------------
 
+_SPENT: tuple[_Column[tuple[str, Spent]], ...] = (
+    _Column("", lambda row: row[0]),
+    _Column("runs", lambda row: row[1].runs, number(0)),
+    _Column("images", lambda row: row[1].images, number(0)),
+    _Column("exaFLOPs", lambda row: row[1].exaflops, short),
+    _Column("device-\nhours", lambda row: row[1].device_hours, short),
+    _Column("runs without\ndevice-hours", lambda row: row[1].runs_without_device_hours, number(0)),
+)
+_RUN: tuple[_Column[ReportedRun], ...] = (
+    _Column("run", lambda run: run.name),
+    _Column("model", lambda run: run.record and run.record.model),
+    _Column("state", lambda run: run.state),
+    _Column("step", lambda run: run.record and run.record.step, number(0)),
+    _Column("of", lambda run: run.record and run.record.total_steps, number(0)),
+    _Column("images", lambda run: run.record and run.record.images, number(0)),
+    _Column("exaFLOPs", lambda run: run.record and run.record.exaflops, short),
+    _Column("hours", lambda run: run.record and run.record.hours, short),
+    _Column("device-\nhours", lambda run: run.record and run.record.device_hours, short),
+    _Column("images/s", lambda run: run.record and run.record.images_per_s, short),
+    _Column("MFU\n(%)", lambda run: run.record and run.record.mfu, number(1, 0.01)),
+    _Column("devices", lambda run: ", ".join(map(str, run.record.world_sizes)) if run.record else ""),
+)
 
-def _compute(content: Content) -> Iterator[Part]:
-    names = {"reported": "runs of this report", "begun_with": "runs that these began with", "all": "all"}
-    columns = (
-        _text("what", ""),
-        Column("runs", "runs", number(0)),
-        Column("images", "images", number(0)),
-        Column("exaflops", "exaFLOPs", short),
-        Column("device_hours", "device-\nhours", short),
-        Column("runs_without_device_hours", "runs without\ndevice-hours", number(0)),
-    )
-    rows = [{"what": names[key], **values} for key, values in content["compute"].items()]
-    yield Table(_table(columns, rows))
-    of_runs = (
-        _text("name", "run"),
-        _text("model", "model"),
-        _text("state", "state"),
-        Column("step", "step", number(0)),
-        Column("total_steps", "of", number(0)),
-        Column("images", "images", number(0)),
-        Column("exaflops", "exaFLOPs", short),
-        Column("hours", "hours", short),
-        Column("device_hours", "device-\nhours", short),
-        Column("images_per_s", "images/s", short),
-        Column("mfu", "MFU\n(%)", number(1, 0.01)),
-        _text("worlds", "devices"),
-    )
-    rows = [{**run, "worlds": ", ".join(map(str, run.get("world_sizes", [])))} for run in content["runs"]]
-    yield Folded(f"Run by run ({len(rows)})", [Table(_table(of_runs, rows))])
+
+def _compute(report: Report) -> Iterator[Part]:
+    spent = report.compute
+    rows = [("runs of this report", spent.reported), ("runs that these began with", spent.begun_with)]
+    yield Table(_table([*rows, ("all", spent.all)], _SPENT))
+    yield Folded(f"Run by run ({len(report.runs)})", [Table(_table(report.runs, _RUN))])
     yield Text(
         "ExaFLOPs: model FLOPs of training, without evaluation. Hours: of training steps. Device-hours: the same times "
         "the devices. MFU: where the peak of the device is known.",
@@ -393,8 +386,8 @@ def _compute(content: Content) -> Iterator[Part]:
     )
 
 
-def _curves(content: Content) -> Iterator[Part]:
-    drawn = [*figures.means_over_steps(content), *figures.curves(content)]
+def _curves(report: Report) -> Iterator[Part]:
+    drawn = [*figures.means_over_steps(report), *figures.curves(report)]
     yield from drawn[:_SHOWN_CURVES]
     if drawn[_SHOWN_CURVES:]:
         yield Folded(counted(len(drawn) - _SHOWN_CURVES, "more figure"), drawn[_SHOWN_CURVES:])
@@ -405,35 +398,37 @@ def _curves(content: Content) -> Iterator[Part]:
 # ---- Inside the models -----------------------------------------------------------------------------------------------
 
 
-def _inside(content: Content, inspected: Sequence[Figures]) -> Iterator[Part]:
+def _inside(report: Report) -> Iterator[Part]:
     yield Text(
         "Drawn by vitscale inspect beforehand; that these are the weights of the runs above is not checked. The "
         "numbers of each figure are in results.json.",
         "note",
     )
-    for place, (told, drawn) in enumerate(zip(content["inspections"], inspected, strict=True), start=1):
-        yield Facts([("Inspection", f"{drawn.title} ({told['folder']})"), *drawn.facts])
+    for place, inspection in enumerate(report.inspections, start=1):
+        drawn = inspection.figures
+        yield Facts([("Inspection", f"{drawn.title} ({inspection.folder})"), *drawn.facts])
         yield from (Text(note, "note") for note in drawn.notes)
         yield from (Folded(each.title, [each.under(f"i{place}").drawing]) for each in drawn.figures)
 
 
 # ---- Data and runs ---------------------------------------------------------------------------------------------------
 
+_DATASET: tuple[_Column[DatasetRecord], ...] = (
+    _Column("dataset", lambda dataset: dataset.name),
+    _Column("images", lambda dataset: dataset.samples, number(0)),
+    _Column("classes", lambda dataset: dataset.classes, number(0)),
+    _Column("not\nreadable", lambda dataset: dataset.rejected, number(0)),
+    _Column("left out as\ncopies", lambda dataset: dataset.left_out, number(0)),
+    _Column("manifest (SHA-256)", lambda dataset: dataset.manifest_sha256, folds=True),
+    _Column("where", lambda dataset: dataset.where or dataset.problem, folds=True),
+)
 
-def _data(content: Content) -> Iterator[Part]:
-    columns = (
-        _text("name", "dataset"),
-        Column("samples", "images", number(0)),
-        Column("classes", "classes", number(0)),
-        Column("rejected", "not\nreadable", number(0)),
-        Column("left_out", "left out as\ncopies", number(0)),
-        _text("manifest_sha256", "manifest (SHA-256)", folds=True),
-        _text("where_or_why", "where", folds=True),
-    )
-    rows = [{**one, "where_or_why": one["where"] or one["problem"]} for one in content["datasets"]]
-    yield Table(_table(columns, rows)) if rows else Text("No dataset is named by a run that has begun.")
-    now = {one["manifest_sha256"] for one in content["datasets"]}
-    changed = [run["name"] for run in content["runs"] if run.get("training_manifest_sha256") not in (None, *now)]
+
+def _data(report: Report) -> Iterator[Part]:
+    rows = report.datasets
+    yield Table(_table(rows, _DATASET)) if rows else Text("No dataset is named by a run that has begun.")
+    now = {None, *(dataset.manifest_sha256 for dataset in rows)}
+    changed = [run.name for run in report.runs if run.record and run.record.training_manifest_sha256 not in now]
     if changed:
         yield Text(
             f"Trained on a manifest that is not there any more, or was not read: {', '.join(changed)}.", "warning"
@@ -441,38 +436,36 @@ def _data(content: Content) -> Iterator[Part]:
     yield Text("Manifests as they are now. What a run trained on is in its checkpoints, and listed below.", "note")
 
 
-def _runs(content: Content) -> Iterator[Part]:
-    for run in content["runs"]:
-        yield Folded(f"{run['name']} ({run['state']})", list(_run(run)))
-
-
-def _run(run: Mapping[str, Any]) -> Iterator[Part]:
-    if run["why"]:
-        yield Text(run["why"], "warning")
-    facts = [
-        ("Role", run["role"]),
-        ("Recipe", run.get("recipe") or "in its directory"),
-        ("Settings", "\n".join(run.get("settings") or [])),
-        ("Recipe's SHA-256", run.get("recipe_sha256")),
-        ("Model", run.get("model")),
-        ("Begins with", run.get("begins_with") or ("random weights" if "model" in run else None)),
-        (
-            "Optimizer",
-            f"{run['optimizer']}, learning rate {run['lr']:g}, batch {run['global_batch']}" if "lr" in run else None,
-        ),
-        ("Training crops", f"{run['training_crop']}; flipped by {run['flip']:g}" if "flip" in run else None),
-        ("Seed", str(run["seed"]) if "seed" in run else None),
-        ("Trained on", run.get("train")),
-        ("Its manifest's SHA-256", run.get("training_manifest_sha256")),
-        ("Versions", ", ".join(f"{name} {version}" for name, version in run.get("versions", {}).items())),
-        ("Verified", run.get("verified")),
-        ("Directory", run.get("directory")),
-        ("Notes", "\n".join(run.get("notes", []))),
+def _run(run: ReportedRun) -> Iterator[Part]:
+    if run.why:
+        yield Text(run.why, "warning")
+    record = run.record
+    facts: list[tuple[str, str | None]] = [
+        ("Role", run.role),
+        ("Recipe", run.recipe or "in its directory"),
+        ("Settings", "\n".join(run.settings)),
+        ("Recipe's SHA-256", record.recipe_sha256 if record is not None else run.recipe_sha256),
     ]
+    if record is not None:
+        facts += [
+            ("Model", record.model),
+            ("Begins with", record.begins_with or "random weights"),
+            ("Optimizer", f"{record.optimizer}, learning rate {record.lr:g}, batch {record.global_batch}"),
+            ("Training crops", f"{record.training_crop}; flipped by {record.flip:g}"),
+            ("Seed", str(record.seed)),
+            ("Trained on", record.train),
+            ("Its manifest's SHA-256", record.training_manifest_sha256),
+            ("Versions", ", ".join(f"{name} {version}" for name, version in record.versions.items())),
+            ("Verified", record.verified),
+            ("Directory", record.directory),
+            ("Notes", "\n".join(record.notes)),
+        ]
     yield Facts([(name, value) for name, value in facts if value])
-    metrics = [{"metric": key, "value": value} for key, value in run.get("metrics", {}).items()]
-    if metrics:
-        of = f"at step {run['best_step']}, its best" if run.get("best_step") is not None else "at the end"
-        of = of if run["state"] == "done" else "last known"
-        columns = (_text("metric", "metric"), Column("value", "value", number(4)))
-        yield Table(_table(columns, metrics), f"Metrics, {of}")
+    if record is not None and record.metrics:
+        of = f"at step {record.best_step}, its best" if record.best_step is not None else "at the end"
+        of = of if run.state == "done" else "last known"
+        columns: tuple[_Column[tuple[str, float]], ...] = (
+            _Column("metric", lambda row: row[0]),
+            _Column("value", lambda row: row[1], number(4)),
+        )
+        yield Table(_table([*record.metrics.items()], columns), f"Metrics, {of}")

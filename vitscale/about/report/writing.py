@@ -1,11 +1,9 @@
 """Writes a report: the page and results.json, each complete or absent."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from vitscale.about.report.content import KIND
+from vitscale.about.report.content import KIND, Report
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.durable import make_folder, remove_leftovers, write_text
 from vitscale.runs.names import RECIPE_FILE
@@ -29,13 +27,13 @@ def check_folder(folder: Path) -> None:
         raise RecipeError(f"--out {folder}: contains {there[0]}, which no report wrote; choose another folder")
 
 
-def write_report(folder: Path, content: Mapping[str, Any], page: str) -> None:
+def write_report(folder: Path, report: Report, page: str) -> None:
     """Write both files; an earlier report is replaced. Raises `RecipeError` as `check_folder`, and `DataError`."""
     check_folder(folder)
     try:
         make_folder(folder)
         remove_leftovers(folder)
-        write_text(folder / RESULTS_FILE, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        write_text(folder / RESULTS_FILE, json.dumps(report.plain(), indent=1, allow_nan=False) + "\n")
         write_text(folder / PAGE_FILE, page)
     except OSError as error:
         raise DataError(f"--out {folder}: cannot be written: {error.strerror}") from None

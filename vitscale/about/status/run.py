@@ -14,26 +14,18 @@ from vitscale.flops.accounting import mfu as model_flops_utilisation
 from vitscale.flops.cost import cost_row
 from vitscale.flops.hardware import Device
 from vitscale.flops.work import recipe_work
-from vitscale.ground.errors import RecipeError, VitscaleError
+from vitscale.ground.errors import DataError, RecipeError, VitscaleError
 from vitscale.ground.safe_text import without_secrets
 from vitscale.ground.storage import is_url
 from vitscale.recipe import Recipe, read_recipe
 from vitscale.runs.checkpoint_index import CheckpointIndex
-from vitscale.runs.checkpoints import read_checkpoints
 from vitscale.runs.directory import is_held, last_holder
-from vitscale.runs.done import read_done, verification
-from vitscale.runs.launches import Launches, read_launches
+from vitscale.runs.done import verification
+from vitscale.runs.launches import Launches
 from vitscale.runs.metrics import MetricsLog, Row
-from vitscale.runs.names import (
-    ANOMALIES_DIR,
-    CHECKPOINTS,
-    DONE_FILE,
-    LAUNCH_FILE,
-    METRICS_FILE,
-    RECIPE_FILE,
-    checkpoints_root,
-)
+from vitscale.runs.names import ANOMALIES_DIR, CHECKPOINTS, DONE_FILE, LAUNCH_FILE, METRICS_FILE, RECIPE_FILE
 from vitscale.runs.reading import count, number, read_object
+from vitscale.runs.run import RunFiles
 
 _MANIFEST = "manifest.json"  # the name in shards.manifest, which would import NumPy
 _SIGNS_OF_A_RUN = (RECIPE_FILE, METRICS_FILE, LAUNCH_FILE, DONE_FILE, CHECKPOINTS)
@@ -55,7 +47,7 @@ class RunReader:
     """
 
     def __init__(self, directory: str, device: Device | None = None, price: float | None = None) -> None:
-        self._run, self._device, self._price = directory, device, price
+        self._name, self._device, self._price = directory, device, price
         self._directory = Path(directory)
         self._log = MetricsLog(self._directory / METRICS_FILE)
         self._recipe: Recipe | None = None
@@ -70,29 +62,31 @@ class RunReader:
         """
         self._check_is_run()
         self._read_recipe()
-        self._log.refresh()
-        launches = read_launches(self._directory / LAUNCH_FILE)
+        run = RunFiles(self._directory, self._recipe, self._log)
+        log, rows = run.metrics, list(run.metrics.rows)
         notes = [self._recipe_problem] if self._recipe_problem else []
-        saved, index = self._read_checkpoints(notes)
-        done = self._read_done(notes)
-        num_samples, num_classes = self._data(index)
-        rows = list(self._log.rows)
+        notes += [] if run.checkpoints is None else run.checkpoints.problems
+        saved = _saved(run)
+        done = _done(run, notes)
+        num_samples, num_classes = self._data(run.index)
         last = rows[-1] if rows else {}
         step = count(done.get("step")) if done else None
-        step = self._step(saved) if step is None else step
-        total, pace = self._total_steps(done, num_samples), recent.pace(rows)
-        state, why = self._state(done, launches, pace)
-        notes += self._damage(launches)
+        step = _step(log, saved) if step is None else step
+        total = count(done.get("total_steps")) if done else None
+        total = run.steps_for(num_samples) if total is None else total
+        pace = recent.pace(rows)
+        state, why = _state(run, done, pace)
+        notes += _damage(run)
         self._check_is_run()  # what was removed meanwhile is no run at its beginning
         return RunStatus(
-            run=self._run,
+            run=self._name,
             state=state,
             why=why,
             step=step,
             total_steps=total,
-            precision=None if self._recipe is None else self._recipe.precision,
-            selects=self._recipe is not None and self._recipe.selection is not None,
-            line_age_s=None if self._log.line_at is None else _age(self._log.line_at),
+            precision=None if run.recipe is None else run.recipe.precision,
+            selects=run.recipe is not None and run.recipe.selection is not None,
+            line_age_s=None if log.line_at is None else _age(log.line_at),
             loss=number(last.get("loss")),
             trend=recent.trend(rows),
             lr=number(last.get("lr")),
@@ -100,25 +94,25 @@ class RunReader:
             mfu=self._mfu(last, num_classes),
             step_time_s=number(last.get("step_time_s")),
             world_size=count(last.get("world_size")),
-            world_sizes=self._log.world_sizes,
+            world_sizes=log.world_sizes,
             data_wait=recent.data_wait(rows),
             peak_memory_bytes=number(last.get("peak_memory_bytes")),
             left_s=_left(step, total, pace) if done is None else None,
             exaflops=number(last.get("exaflops")),
-            **self._cost(),
-            is_estimated=self._log.is_sampled,
-            evaluation=self._last_evaluation(done),
-            best=self._best(index, saved),
+            **self._cost(log),
+            is_estimated=log.is_sampled,
+            evaluation=_last_evaluation(log, done or {}),
+            best=_best(run, saved),
             checkpoints=saved,
             verified=verification(self._directory, saved.where) if done is not None else None,
-            restarts=_restarts(launches),
-            anomalies=self._anomalies(last),
+            restarts=_restarts(run.launches),
+            anomalies=_anomalies(run, last),
             slowest_rank=recent.slowest_rank(rows),
             notes=notes,
         )
 
     def _check_is_run(self) -> None:
-        directory = self._run
+        directory = self._name
         if is_url(directory):
             raise RecipeError(f"{directory}: expected a run's directory on this machine, no URL")
         try:
@@ -159,50 +153,6 @@ class RunReader:
         names = manifest.get("class_names")
         return count(manifest.get("num_samples")), len(names) if isinstance(names, list) else None
 
-    def _total_steps(self, done: dict[str, Any] | None, num_samples: int | None) -> int | None:
-        total = count(done.get("total_steps")) if done else None
-        if total is not None or self._recipe is None:
-            return total
-        duration = self._recipe.schedule.duration
-        if duration.epochs is not None and num_samples is None:
-            return None
-        return duration.to_steps(num_samples or 0, self._recipe.batch.global_size)
-
-    # ---- How it is doing ---------------------------------------------------------------------------------------------
-
-    def _read_done(self, notes: list[str]) -> dict[str, Any] | None:
-        """The content of DONE; None without one."""
-        path = self._directory / DONE_FILE
-        content = read_done(self._directory)
-        if content is None and path.exists():
-            notes.append(f"{path} is damaged and ignored")
-        return content
-
-    def _state(self, done: dict[str, Any] | None, launches: Launches, pace: float | None) -> tuple[State, str]:
-        if done is not None:
-            return ("stopped early", "because no evaluation was better") if done.get("stopped_early") else ("done", "")
-        recipe = self._recipe
-        return judge(
-            Signs(
-                is_held=is_held(self._directory),
-                last_event=launches.last,
-                is_only_here={socket.gethostname()} == (launches.unfinished_on or {last_holder(self._directory)}),
-                line_at=self._log.line_at,
-                due_s=_due_s(recipe, pace),
-                timeout_s=_STEP_TIMEOUT_S if recipe is None else recipe.check.step_timeout_s,
-            ),
-            time.time(),
-        )
-
-    def _step(self, saved: Saved) -> int | None:
-        """The highest step in the metrics, or that of a checkpoint that is newer."""
-        log = self._log
-        steps = [row["step"] for row in [*log.rows][-1:]] + [step for step, _ in log.evaluations[-1:]]
-        line_age_s = math.inf if log.line_at is None else _age(log.line_at)
-        if saved.step is not None and saved.age_s is not None and saved.age_s < line_age_s:
-            steps.append(saved.step)
-        return max(steps, default=None)
-
     def _mfu(self, last: Row, num_classes: int | None) -> float | None:
         """The MFU of the last line; if that has none, on the device that the user names."""
         logged = number(last.get("mfu"))
@@ -216,73 +166,107 @@ class RunReader:
         macs = recipe_work(recipe, num_classes).macs
         return model_flops_utilisation(images_per_s, macs, world_size, device.training_peak[0])
 
-    def _cost(self) -> dict[str, Any]:
-        log = self._log
+    def _cost(self, log: MetricsLog) -> dict[str, Any]:
         if not log.rows:
             return dict.fromkeys(("hours", "device_hours", "energy_kwh", "cost"))
         device_hours = None if log.device_seconds is None else log.device_seconds / 3600
         return cost_row(log.seconds / 3600, device_hours, self._device, self._price)
 
-    def _last_evaluation(self, done: dict[str, Any] | None) -> Evaluation | None:
-        if self._log.evaluations:
-            return Evaluation(*self._log.evaluations[-1])
-        values, step = (done or {}).get("evaluation"), count((done or {}).get("step"))
-        if step is None or not isinstance(values, dict) or not values:
-            return None
-        return Evaluation(step, {key: number(value) for key, value in values.items()})
 
-    def _best(self, index: CheckpointIndex | None, saved: Saved) -> Best | None:
-        """The best step that the run itself has selected, or a later one; without a selection, the best evaluation."""
-        rule = self._recipe.selection if self._recipe is not None else None
-        metric, sign = (rule.metric, 1 if rule.mode == "max" else -1) if rule is not None else ("validation/top1", 1)
-        found = [(step, values.get(metric)) for step, values in self._log.evaluations]
-        if rule is not None and index is not None:
-            selected = count(index.selection.get("best_step")), number(index.selection.get("best"))
-            found = [(step, value) for step, value in [selected, *found] if step is not None]
-        known = [(sign * value, -step) for step, value in found if value is not None]
-        if not known:
-            return None
-        value, step = max(known)  # the first of equal ones
-        return Best(-step, metric, sign * value, None if saved.steps is None else -step in saved.steps)
+# ---- How it is doing -------------------------------------------------------------------------------------------------
 
-    def _read_checkpoints(self, notes: list[str]) -> tuple[Saved, CheckpointIndex | None]:
-        recipe, run_dir = self._recipe, self._directory
-        where = str(run_dir / CHECKPOINTS) if recipe is None else checkpoints_root(recipe, run_dir)
-        if is_url(where):
-            return Saved(without_secrets(where), None, None, None, None, None), None
-        found = read_checkpoints(Path(where))
-        notes += found.problems
-        step = found.steps[-1] if found.steps else None
-        at_hand = found.newest if found.newest is not None and found.newest.step == step else None
-        age = None if found.saved_at is None else _age(found.saved_at)
-        size = None if at_hand is None else at_hand.bytes
-        return Saved(where, found.steps, len(found.steps), step, age, size), found.newest
 
-    def _anomalies(self, last: Row) -> Anomalies | None:
-        reports = sorted((self._directory / ANOMALIES_DIR).glob("step-*.json"))
-        left_out = count(last.get("anomalies")) or 0
-        if not reports and not left_out:
-            return None
-        newest = read_object(reports[-1]) if reports else None
-        return Anomalies(
-            left_out=left_out,
-            limit=None if self._recipe is None else self._recipe.anomalies.limit,
-            reports=len(reports),
-            last=None if newest is None else {key: newest.get(key) for key in ("step", "kind", "policy")},
+def _done(run: RunFiles, notes: list[str]) -> dict[str, Any] | None:
+    """The content of DONE; None without one."""
+    try:
+        return run.done
+    except DataError:
+        notes.append(f"{run.directory / DONE_FILE} is damaged and ignored")
+        return None
+
+
+def _state(run: RunFiles, done: dict[str, Any] | None, pace: float | None) -> tuple[State, str]:
+    if done is not None:
+        return ("stopped early", "because no evaluation was better") if done.get("stopped_early") else ("done", "")
+    return judge(
+        Signs(
+            is_held=is_held(run.directory),
+            last_event=run.launches.last,
+            is_only_here={socket.gethostname()} == (run.launches.unfinished_on or {last_holder(run.directory)}),
+            line_at=run.metrics.line_at,
+            due_s=_due_s(run.recipe, pace),
+            timeout_s=_STEP_TIMEOUT_S if run.recipe is None else run.recipe.check.step_timeout_s,
+        ),
+        time.time(),
+    )
+
+
+def _step(log: MetricsLog, saved: Saved) -> int | None:
+    """The highest step in the metrics, or that of a checkpoint that is newer."""
+    steps = [row["step"] for row in [*log.rows][-1:]] + [step for step, _ in log.evaluations[-1:]]
+    line_age_s = math.inf if log.line_at is None else _age(log.line_at)
+    if saved.step is not None and saved.age_s is not None and saved.age_s < line_age_s:
+        steps.append(saved.step)
+    return max(steps, default=None)
+
+
+def _last_evaluation(log: MetricsLog, done: dict[str, Any]) -> Evaluation | None:
+    if log.evaluations:
+        return Evaluation(*log.evaluations[-1])
+    values, step = done.get("evaluation"), count(done.get("step"))
+    if step is None or not isinstance(values, dict) or not values:
+        return None
+    return Evaluation(step, {key: number(value) for key, value in values.items()})
+
+
+def _best(run: RunFiles, saved: Saved) -> Best | None:
+    """The best step that the run itself has selected, or a later one; without a selection, the best evaluation."""
+    rule = run.recipe.selection if run.recipe is not None else None
+    metric, sign = (rule.metric, 1 if rule.mode == "max" else -1) if rule is not None else ("validation/top1", 1)
+    found = [(step, values.get(metric)) for step, values in run.metrics.evaluations]
+    if rule is not None and run.index is not None:
+        selected = count(run.index.selection.get("best_step")), number(run.index.selection.get("best"))
+        found = [(step, value) for step, value in [selected, *found] if step is not None]
+    known = [(sign * value, -step) for step, value in found if value is not None]
+    if not known:
+        return None
+    value, step = max(known)  # the first of equal ones
+    return Best(-step, metric, sign * value, None if saved.steps is None else -step in saved.steps)
+
+
+def _saved(run: RunFiles) -> Saved:
+    found = run.checkpoints
+    if found is None:
+        return Saved(without_secrets(run.checkpoints_root), None, None, None, None, None)
+    step = found.steps[-1] if found.steps else None
+    size = found.newest.bytes if found.newest is not None and found.newest.step == step else None
+    age = None if found.saved_at is None else _age(found.saved_at)
+    return Saved(run.checkpoints_root, found.steps, len(found.steps), step, age, size)
+
+
+def _anomalies(run: RunFiles, last: Row) -> Anomalies | None:
+    reports = sorted((run.directory / ANOMALIES_DIR).glob("step-*.json"))
+    left_out = count(last.get("anomalies")) or 0
+    if not reports and not left_out:
+        return None
+    newest = read_object(reports[-1]) if reports else None
+    return Anomalies(
+        left_out=left_out,
+        limit=None if run.recipe is None else run.recipe.anomalies.limit,
+        reports=len(reports),
+        last=None if newest is None else {key: newest.get(key) for key in ("step", "kind", "policy")},
+    )
+
+
+def _damage(run: RunFiles) -> list[str]:
+    counts = {METRICS_FILE: run.metrics.damaged, LAUNCH_FILE: run.launches.damaged}
+    notes = [f"damaged lines of {file} left out: {damaged:,}" for file, damaged in counts.items() if damaged]
+    if run.metrics.is_sampled:
+        notes.append(
+            f"{METRICS_FILE} is large: hours and cost are estimated from parts of it, evaluations are those at its "
+            f"end (vitscale-flops --run reads the whole)"
         )
-
-    def _damage(self, launches: Launches) -> list[str]:
-        log, notes = self._log, []
-        if log.damaged:
-            notes.append(f"damaged lines of {METRICS_FILE} left out: {log.damaged:,}")
-        if launches.damaged:
-            notes.append(f"damaged lines of {LAUNCH_FILE} left out: {launches.damaged:,}")
-        if log.is_sampled:
-            notes.append(
-                f"{METRICS_FILE} is large: hours and cost are estimated from parts of it, evaluations are those at its "
-                f"end (vitscale-flops --run reads the whole)"
-            )
-        return notes
+    return notes
 
 
 def _read_manifest(recipe: Recipe) -> dict[str, Any]:

@@ -2,14 +2,18 @@
 
 import json
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import pydantic
 
 from vitscale.about.studies.choosing import mean_scores
 from vitscale.about.studies.expansion import Choice, Entry
 from vitscale.ground.errors import DataError
 from vitscale.ground.vtab import TASKS, vtab_means
+from vitscale.ground.wording import describe_mistake
 from vitscale.recipe import recipe_name
 from vitscale.runs.reading import read_object
 
@@ -19,154 +23,269 @@ if TYPE_CHECKING:
 RESULTS_FILE = "results.json"
 _VERSION = 1
 _TOP1 = "validation/top1"
+_Name = Annotated[str, pydantic.StringConstraints(pattern=r"^\w[^/]*$")]  # of a folder in the study's
+_From = Annotated[str | None, pydantic.Field(validation_alias="from")]
 
 
-def results_text(about: dict[str, Any], run: "StudyRun") -> str:
-    """The content of results.json: `about`, then entries, choices and summaries."""
-    entries = run.expansion.entries.values()
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation (n - 1) over runs that differ only in their seed; None for a single one."""
+
+    mean: float
+    std: float | None
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """That of at least one value."""
+        return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
+
+
+@dataclass(frozen=True)
+class About:
+    """A study: its name, its file, what ran it, and its KEY=VALUE settings."""
+
+    study: str
+    file: str
+    engine: str
+    settings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The split that an entry is evaluated on, and that split as recipes name it."""
+
+    split: str
+    dataset: str | None
+
+
+@dataclass(frozen=True)
+class EntryResult:
+    """An entry: what it is, as `Entry` has it, and what has come of it. `recipe` to `grid` are None before a choice."""
+
+    name: _Name
+    part: str
+    state: str
+    exit_code: int | None = None
+    why: str = ""
+    dataset: str | None = None
+    evaluated_on: Split | None = None
+    seed: int | None = None
+    from_: _From = None
+    choice: str | None = None
+    recipe: str | None = None
+    recipe_sha256: str | None = None
+    settings: list[str] | None = None
+    grid: dict[str, Any] | None = None
+    metrics: dict[str, int | float] = field(default_factory=dict)
+    step: int | None = None
+    steps: int | None = None
+    exaflops: int | float | None = None
+
+
+@dataclass(frozen=True)
+class Deciders:
+    """The splits that decided a choice, as recipes name them."""
+
+    split: str
+    datasets: list[str]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A candidate and its mean over its entries; None if one has diverged or is not done."""
+
+    label: str
+    entries: list[str]
+    mean: float | None
+    grid: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A choice. `winner` is None before it is decided, and if every candidate has diverged."""
+
+    name: str
+    decided_by: Deciders
+    metric: str
+    mode: str
+    is_decided: bool
+    winner: str | None
+    candidates: list[Candidate]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Entries that differ only in their seed."""
+
+    part: str
+    from_: _From
+    dataset: str | None
+    split: str | None
+    label: str | None
+    seeds: list[int | None]
+    entries: list[str]
+    metrics: dict[str, Spread]
+
+
+@dataclass(frozen=True)
+class VtabScore:
+    """VTAB-1k's scores of a part that has all 19 tasks: by what they are means of, over seeds."""
+
+    part: str
+    from_: _From
+    label: str | None
+    metric: str
+    means: dict[str, Spread]
+
+
+@dataclass(frozen=True)
+class StudyResults(About):
+    """The content of results.json, but for its version."""
+
+    entries: list[EntryResult] = field(default_factory=list)
+    choices: list[Decision] = field(default_factory=list)
+    summaries: list[Summary] = field(default_factory=list)
+    vtab: list[VtabScore] = field(default_factory=list)
+
+
+_CONTENT = pydantic.TypeAdapter(StudyResults)
+
+
+def plain(results: Any) -> dict[str, Any]:
+    """A dataclass as JSON has it; `from_` is written `from`."""
+    return asdict(results, dict_factory=lambda pairs: {key.removesuffix("_"): value for key, value in pairs})
+
+
+def results_text(about: About, run: "StudyRun") -> str:
+    """The content of results.json."""
+    entries = {entry.name: _entry(entry, run) for entry in run.expansion.entries.values()}
+    choices = [_choice(choice, run) for choice in run.expansion.choices.values()]
     summaries = list(_summaries(entries, run))
-    content = {
-        "version": _VERSION,
-        **about,
-        "entries": [_entry(entry, run) for entry in entries],
-        "choices": [_choice(choice, run) for choice in run.expansion.choices.values()],
-        "summaries": summaries,
-        "vtab": list(_vtab(summaries, run)),
-    }
-    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+    results = StudyResults(
+        **vars(about), entries=[*entries.values()], choices=choices, summaries=summaries, vtab=_vtab(summaries, entries)
+    )
+    return json.dumps({"version": _VERSION, **plain(results)}, indent=1, allow_nan=False) + "\n"
 
 
-def read_results(folder: Path) -> dict[str, Any] | None:
+def read_results(folder: Path) -> StudyResults | None:
     """The content of results.json in a study's folder; None if there is none, or it is not a study's.
 
-    Raises `DataError` for another version.
+    Raises `DataError` for another version, and if it is damaged.
     """
-    content = read_object(folder / RESULTS_FILE)
+    content, path = read_object(folder / RESULTS_FILE), folder / RESULTS_FILE
     if content is None or "entries" not in content:
         return None
     if content.get("version") != _VERSION:
         raise DataError(
-            f"{folder / RESULTS_FILE}: version {content.get('version')!r}; this vitscale reads {_VERSION}: run the "
-            "study's command again, which rewrites it"
+            f"{path}: version {content.get('version')!r}; this vitscale reads {_VERSION}: run the study's command "
+            "again, which rewrites it"
         )
-    return content
+    try:
+        return _CONTENT.validate_python(content)
+    except pydantic.ValidationError as error:
+        raise DataError(f"{path}: damaged: {describe_mistake(error.errors()[0])}") from None
 
 
-def _entry(entry: Entry, run: "StudyRun") -> dict[str, Any]:
-    progress = run.progress[entry.name]
-    option = None if progress.label is None else entry.option(progress.label)
-    outcome = progress.outcome
-    return {
-        "name": entry.name,
-        "part": entry.part,
-        "state": "waiting" if progress.state == "running" else progress.state,  # readers find it so later
-        "exit_code": progress.code,
-        "why": progress.why,
-        "dataset": entry.dataset,
-        "evaluated_on": None if entry.split is None else {"split": entry.split, "dataset": entry.evaluated_on},
-        "seed": entry.seed,
-        "from": entry.parent,
-        "choice": entry.choice,
-        "recipe": None if option is None else recipe_name(option.source),
-        "recipe_sha256": None if option is None else option.recipe_sha256,
-        "settings": None if option is None else list(option.settings),
-        "grid": None if option is None else dict(option.values),
-        "metrics": {} if outcome is None else outcome.metrics,
-        "step": None if outcome is None else outcome.step,
-        "steps": None if outcome is None else outcome.steps,
-        "exaflops": None if outcome is None else outcome.exaflops,
-    }
-
-
-def _choice(choice: Choice, run: "StudyRun") -> dict[str, Any]:
-    scores, winner = run.scores(choice), run.winners.get(choice.name)
-    return {
-        "name": choice.name,
-        "decided_by": {"split": "dev", "datasets": list(choice.decided_by)},
-        "metric": choice.metric,
-        "mode": choice.rule.mode,
-        "is_decided": choice.name in run.winners,
-        "winner": winner,
-        "candidates": [
-            {
-                "label": label,
-                "entries": list(choice.candidates[label]),
-                "mean": mean,
-                "grid": dict(run.expansion.entries[choice.candidates[label][0]].options[0].values),
-            }
-            for label, mean in mean_scores(scores).items()
-        ],
-    }
-
-
-def _summaries(entries: Iterable[Entry], run: "StudyRun") -> Any:
-    """Mean and sample standard deviation (n - 1) over entries that differ only in their seed, once all are done."""
-    groups: dict[tuple[Any, ...], list[Entry]] = {}
-    for entry in entries:
-        groups.setdefault(_but_for_the_seed(entry, run), []).append(entry)
-    for (part, _, dataset, split, label), group in groups.items():
-        outcomes = [run.progress[entry.name].outcome for entry in group]
-        found = [outcome.metrics for outcome in outcomes if outcome is not None]
-        if len(found) < len(group):
-            continue
-        metrics = {}
-        for key in found[0]:
-            values = [each[key] for each in found if key in each]
-            deviation = statistics.stdev(values) if len(values) > 1 else None
-            metrics[key] = {"mean": statistics.fmean(values), "std": deviation, "n": len(values)}
-        yield {
-            "part": part,
-            "from": ", ".join(dict.fromkeys(entry.parent for entry in group if entry.parent is not None)) or None,
-            "dataset": dataset,
-            "split": split,
-            "label": label,
-            "seeds": [entry.seed for entry in group],
-            "entries": [entry.name for entry in group],
-            "metrics": metrics,
-        }
-
-
-def _but_for_the_seed(entry: Entry, run: "StudyRun") -> tuple[Any, ...]:
+def but_for_the_seed(
+    entry: EntryResult, entries: Mapping[str, EntryResult], is_branch: Callable[[str], bool]
+) -> tuple[Any, ...]:
     """What entries that differ only in their seed have in common; branches go with those of the other trunks."""
-    label = None if entry.choice is not None else entry.options[0].label
-    parent: Any = entry.parent
-    if entry.parent is not None and entry.options[0].recipe.first_step:
-        parent = _but_for_the_seed(run.expansion.entries[entry.parent], run)
-    return entry.part, parent, entry.dataset, entry.split, label
+    origin: Any = entry.from_
+    if origin in entries and is_branch(entry.name):
+        origin = but_for_the_seed(entries[origin], entries, is_branch)
+    split = None if entry.evaluated_on is None else entry.evaluated_on.split
+    grid = json.dumps(entry.grid, sort_keys=True)
+    return entry.part, origin, entry.dataset, split, entry.choice, grid, entry.recipe
 
 
-def _vtab(summaries: list[dict[str, Any]], run: "StudyRun") -> Iterator[dict[str, Any]]:
+def _entry(entry: Entry, run: "StudyRun") -> EntryResult:
+    progress, label = run.progress[entry.name], run.label_of(entry)
+    option, outcome = None if label is None else entry.option(label), progress.outcome
+    return EntryResult(
+        name=entry.name,
+        part=entry.part,
+        state="waiting" if progress.state == "running" else progress.state,  # readers find it so later
+        exit_code=progress.code,
+        why=progress.why,
+        dataset=entry.dataset,
+        evaluated_on=None if entry.split is None else Split(entry.split, entry.evaluated_on),
+        seed=entry.seed,
+        from_=entry.parent,
+        choice=entry.choice,
+        recipe=None if option is None else recipe_name(option.source),
+        recipe_sha256=None if option is None else option.recipe_sha256,
+        settings=None if option is None else list(option.settings),
+        grid=None if option is None else dict(option.values),
+        metrics={} if outcome is None else outcome.metrics,
+        step=None if outcome is None else outcome.step,
+        steps=None if outcome is None else outcome.steps,
+        exaflops=None if outcome is None else outcome.exaflops,
+    )
+
+
+def _choice(choice: Choice, run: "StudyRun") -> Decision:
+    candidates = [
+        Candidate(
+            label,
+            list(choice.candidates[label]),
+            mean,
+            dict(run.expansion.entries[choice.candidates[label][0]].options[0].values),
+        )
+        for label, mean in mean_scores(run.scores(choice)).items()
+    ]
+    is_decided, winner = choice.name in run.winners, run.winners.get(choice.name)
+    by = Deciders("dev", list(choice.decided_by))
+    return Decision(choice.name, by, choice.metric, choice.rule.mode, is_decided, winner, candidates)
+
+
+def _summaries(entries: Mapping[str, EntryResult], run: "StudyRun") -> Iterator[Summary]:
+    """Entries that differ only in their seed, once all are done."""
+    known = run.expansion.entries
+    groups: dict[tuple[Any, ...], list[EntryResult]] = {}
+    for entry in entries.values():
+        key = but_for_the_seed(entry, entries, lambda name: bool(known[name].options[0].recipe.first_step))
+        groups.setdefault(key, []).append(entry)
+    for group in groups.values():
+        if any(entry.state != "done" for entry in group):
+            continue
+        first = known[group[0].name]
+        yield Summary(
+            part=first.part,
+            from_=", ".join(dict.fromkeys(entry.from_ for entry in group if entry.from_ is not None)) or None,
+            dataset=first.dataset,
+            split=first.split,
+            label=None if first.choice is not None else first.options[0].label,
+            seeds=[entry.seed for entry in group],
+            entries=[entry.name for entry in group],
+            metrics={
+                key: Spread.of([entry.metrics[key] for entry in group if key in entry.metrics])
+                for key in group[0].metrics
+            },
+        )
+
+
+def _vtab(summaries: Sequence[Summary], entries: Mapping[str, EntryResult]) -> list[VtabScore]:
     """VTAB-1k's scores of every part that has all 19 tasks: the means of each group, over tasks and over groups.
 
     Each is the mean and sample standard deviation over seeds of a mean over tasks, as in the paper's Table 2.
     """
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    groups: dict[tuple[Any, ...], list[Summary]] = {}
     for summary in summaries:
-        if summary["split"] != "dev" and summary["dataset"] in TASKS and _TOP1 in summary["metrics"]:
-            groups.setdefault((summary["part"], summary["from"], summary["label"]), []).append(summary)
-    for (part, parent, label), group in groups.items():
-        seeds = {tuple(summary["seeds"]) for summary in group}
-        if {summary["dataset"] for summary in group} != TASKS.keys() or len(group) != len(TASKS) or len(seeds) > 1:
+        if summary.split != "dev" and summary.dataset in TASKS and _TOP1 in summary.metrics:
+            groups.setdefault((summary.part, summary.from_, summary.label), []).append(summary)
+    scores = []
+    for (part, origin, label), group in groups.items():
+        seeds = {tuple(summary.seeds) for summary in group}
+        if {summary.dataset for summary in group} != TASKS.keys() or len(group) != len(TASKS) or len(seeds) > 1:
             continue
         found: dict[str, list[float]] = {}
-        for names in zip(*(summary["entries"] for summary in group), strict=True):
-            outcomes = [run.progress[name].outcome for name in names]
-            top1 = [None if outcome is None else outcome.metrics.get(_TOP1) for outcome in outcomes]
-            known = {s["dataset"]: value for s, value in zip(group, top1, strict=True) if value is not None}
-            if len(known) == len(TASKS):
-                for what, mean in vtab_means(known).items():
+        for names in zip(*(summary.entries for summary in group), strict=True):
+            known = {entries[name].dataset or "": entries[name].metrics.get(_TOP1) for name in names}
+            top1 = {dataset: value for dataset, value in known.items() if value is not None}
+            if len(top1) == len(TASKS):
+                for what, mean in vtab_means(top1).items():
                     found.setdefault(what, []).append(mean)
-        yield {
-            "part": part,
-            "from": parent,
-            "label": label,
-            "metric": _TOP1,
-            "means": {
-                what: {
-                    "mean": statistics.fmean(values),
-                    "std": statistics.stdev(values) if len(values) > 1 else None,
-                    "n": len(values),
-                }
-                for what, values in found.items()
-            },
-        }
+        means = {what: Spread.of(values) for what, values in found.items()}
+        scores.append(VtabScore(part, origin, label, _TOP1, means))
+    return scores

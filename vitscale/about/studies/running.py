@@ -18,7 +18,7 @@ from vitscale.about.studies.choosing import choose
 from vitscale.about.studies.engine import LOG_FILE, Engine
 from vitscale.about.studies.expansion import Choice, Entry, Expansion
 from vitscale.about.studies.outcomes import Outcome, changed_fields, read_outcome
-from vitscale.about.studies.results import RESULTS_FILE, results_text
+from vitscale.about.studies.results import RESULTS_FILE, About, results_text
 from vitscale.ground.errors import EXIT_DONE, DataError, RecipeError, VitscaleError
 from vitscale.ground.files.durable import make_folder, write_text
 from vitscale.ground.files.locks import LockFile, try_lock
@@ -44,7 +44,6 @@ class Progress:
         code: the exit code of its launch, if that has failed.
         why: why it has failed or is not run.
         outcome: its outcome, once it is done.
-        label: the label of the option that runs, once that is known.
         began: its start by the monotonic clock, if this process has started it.
         seconds: the time that it took in this process.
     """
@@ -53,7 +52,6 @@ class Progress:
     code: int | None = None
     why: str = ""
     outcome: Outcome | None = None
-    label: str | None = None
     began: float | None = None
     seconds: float | None = None
 
@@ -65,7 +63,7 @@ class StudyRun:
         expansion: its entries and choices.
         folder: the study's folder, with a directory for each entry, and results.json.
         engine: starts their launches.
-        about: what results.json says about the study: name, file, engine.
+        about: what results.json says about the study.
         look: called again and again with this object, to show it to people.
     """
 
@@ -74,7 +72,7 @@ class StudyRun:
         expansion: Expansion,
         folder: Path,
         engine: Engine,
-        about: dict[str, Any],
+        about: About,
         look: Callable[["StudyRun"], None] = lambda run: None,
     ) -> None:
         self.expansion, self.folder = expansion, folder
@@ -128,7 +126,7 @@ class StudyRun:
         """Take over what is done already; an entry that waits for a choice, once that is made."""
         for entry in self.expansion.entries.values():  # each after those it depends on
             self._decide_choices()
-            if self._label_of(entry) is not None:
+            if self.label_of(entry) is not None:
                 self._take_if_finished(entry)
         self._decide_choices()
 
@@ -136,28 +134,27 @@ class StudyRun:
         """Take over what an earlier process has started and the engine still runs."""
         for name in self._engine.running:
             if name in self.progress and self.progress[name].state == "waiting":
-                self.progress[name] = Progress("running", label=self._label_of(self.expansion.entries[name]))
+                self.progress[name] = Progress("running")
 
     def _take_if_finished(self, entry: Entry) -> bool:
         outcome = read_outcome(self.folder / entry.name)
         if outcome is None:
             return False
-        progress, label = self.progress[entry.name], self._label_of(entry)
-        if self._is_refused(entry):
-            return True
-        progress.state, progress.outcome, progress.label = "done", outcome, label
+        if not self._is_refused(entry):
+            progress = self.progress[entry.name]
+            progress.state, progress.outcome = "done", outcome
         return True
 
     def _is_refused(self, entry: Entry) -> bool:
         """Whether the entry's directory holds a run of another recipe, such as that of an earlier winner."""
-        option, progress = entry.option(self._label_of(entry)), self.progress[entry.name]
+        option, progress = entry.option(self.label_of(entry)), self.progress[entry.name]
         changed = changed_fields(self.folder / entry.name, option.recipe)
         if changed:
             progress.state, progress.code = "failed", EXIT_RECIPE
             progress.why = f"its directory holds a run of another recipe: {'; '.join(changed)}"
         return bool(changed)
 
-    def _label_of(self, entry: Entry) -> str | None:
+    def label_of(self, entry: Entry) -> str | None:
         """The label of the option that runs; None if that is not known yet."""
         return entry.options[0].label if entry.choice is None else self.winners.get(entry.choice)
 
@@ -206,12 +203,11 @@ class StudyRun:
 
     def _can_start(self, entry: Entry) -> bool:
         waits = any(self.progress[name].state in ("waiting", "running") for name in entry.depends_on)
-        return not waits and self._label_of(entry) is not None
+        return not waits and self.label_of(entry) is not None
 
     def _work(self, name: str) -> Pretraining:
         entry = self.expansion.entries[name]
-        option = entry.option(self._label_of(entry))
-        self.progress[name].label = option.label
+        option = entry.option(self.label_of(entry))
         return Pretraining(option.source, option.settings, self.folder / name)
 
     def _note_end(self, name: str, code: int) -> None:
@@ -246,7 +242,7 @@ class StudyRun:
 
     def _has_changed(self) -> bool:
         """Whether there is anything new since the last call; if so, writes results.json."""
-        known = [(one.state, one.code, one.label) for one in self.progress.values()], {**self.winners}
+        known = [(one.state, one.code) for one in self.progress.values()], {**self.winners}
         if known == self._known:
             return False
         self._known = known

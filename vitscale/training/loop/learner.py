@@ -194,7 +194,7 @@ class Learner:
         Raises `DataError` for a batch that cannot be learned from.
         """
         self.objective.check(batch)
-        plan = self.objective.plan(batch.keys.numpy(), batch.step)
+        plan = self.objective.plan(batch.keys.numpy(), batch.position)
         rates = self._plan.rates(step)
         set_rates(self.engine, rates)
         update = Update(
@@ -248,7 +248,7 @@ class Learner:
         assert update.anomaly is not None
         ranks = [Suspects(*of_rank) for of_rank in gather(update.suspects(batch))]
         mean, norm = self.mean_loss(update), update.gradient_norm
-        return Anomaly(update.anomaly, step + 1, batch.step, mean, update.rate, norm, ranks)
+        return Anomaly(update.anomaly, step + 1, batch.position, mean, update.rate, norm, ranks)
 
     def mean_loss(self, update: Update) -> float:
         """The mean loss over the global batch."""

@@ -42,7 +42,7 @@ class RunState:
 
     def after(self, batch: Batch) -> "RunState":
         """The state after one more batch was trained on."""
-        return replace(self, step=self.step + 1, position=batch.step + 1)
+        return replace(self, step=self.step + 1, position=batch.position + 1)
 
 
 def make_index(state: RunState, recipe: Recipe, plan: RunPlan, learner: Learner, world_size: int) -> CheckpointIndex:

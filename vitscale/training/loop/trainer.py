@@ -2,7 +2,8 @@
 
 It is the loop and reads from top to bottom: set-up, checkpoints, loop, anomalies, evaluation, end. Around it, the
 learner computes (learner.py), the state says where the run is (state.py), saves are written beside training (saves.py),
-and the report prints and records (reporting.py). The step is the only clock: what is due is a function of it (plan.py).
+and the report prints and records (reporting.py). The step is the only clock: what is due is a function of it
+(run_plan.py).
 """
 
 import contextlib
@@ -96,6 +97,7 @@ class Trainer:
     def _load(self, reader: CheckpointReader | None) -> None:
         """Take the state of a checkpoint; without one, that of a branch's trunk, or begin at step 0."""
         self._begin("loading weights")
+        self._compared_step = -1
         self._saved_step = self.saves.newest = 0 if reader is None else reader.index.step
         if reader is None and self.recipe.first_step:
             reader = trunk_checkpoint(self.recipe, self.plan, self.world, self.report.say)
@@ -108,12 +110,18 @@ class Trainer:
         self._begin("saving")
         self.saves.wait()  # whether the best checkpoint was lost decides which ones are kept
         if self.recipe.check.replicas_every is not None:
-            self.learner.compare_replicas(self.state.step)  # what is saved must be right
+            self._compare_replicas()  # what is saved must be right
         index = make_index(self.state, self.recipe, self.plan, self.learner, self.world.size)
         self._renew_run_dir()
         self.saves.begin(index, self.learner.fragments(), best=self.state.selection.best_step)
         self._saved_step = self.state.step
         self._border.saved()
+
+    def _compare_replicas(self) -> None:
+        """Check that all ranks hold the same weights, once a step."""
+        if self._compared_step != self.state.step:
+            self.learner.compare_replicas(self.state.step)
+            self._compared_step = self.state.step
 
     def _renew_run_dir(self) -> None:
         if self.world.is_main and self.claim.renew():
@@ -193,7 +201,7 @@ class Trainer:
                 self._log(batch, update, pace)
         with pace.paused(), part("checks, saving and evaluation"):
             if due.compare_replicas:
-                self.learner.compare_replicas(step)
+                self._compare_replicas()
             if due.compare_computation:
                 self.learner.compare_computation(batch, step)
             if saves:  # before evaluating: whatever is wrong with the test data, the weights are safe
@@ -248,11 +256,11 @@ class Trainer:
             raise anomaly.error(message, self.saves.newest, known.count, settings.limit).on_all_ranks()
         known = known.survived()
         self.report.say(f"WARNING: {message} ({known.count} of anomalies.limit {settings.limit})")
-        self.state = replace(self.state, position=batch.step)
+        self.state = replace(self.state, position=batch.position)
         if policy == "rewind":
             self._rewind()
             known = self.state.anomalies.knowing(known)
-        self.state = replace(self.state, anomalies=known.leaving_out(self.state.position, batch.step + 1))
+        self.state = replace(self.state, anomalies=known.leaving_out(self.state.position, batch.position + 1))
 
     def _rewind(self) -> None:
         """Go back to the newest checkpoint."""
