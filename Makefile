@@ -1,4 +1,5 @@
-# make setup   what the demo and the README's commands need, in .venv; make setup-tests adds what the tests need
+# make setup   what the demo and the README's commands need, in .venv; make setup-tests adds what the tests need, and
+#              make setup-peers timm and transformers, beside the torch that is there
 # make demo    images -> shards -> ZeRO pre-training -> accuracy, on data that needs no download
 # make test    the checks of every change, JOBS files of tests at a time; make test-all adds the full matrices.
 #              TESTS=tests/flops runs these alone
@@ -19,9 +20,12 @@ PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --max-worker-restart 0 -
 READY := .venv/.ready
 READY_FOR_TESTS := .venv/.ready-for-tests
 
-.PHONY: setup setup-tests demo test test-all test-cluster architecture stable-names docs sanitize fuzz hostile chaos lint clean
+.PHONY: setup setup-peers setup-tests demo test test-all test-cluster architecture stable-names docs sanitize fuzz hostile chaos lint clean
 
 setup: $(READY)
+
+setup-peers: $(READY)
+	@PYTHON="$(PYTHON)" bash cluster/setup.sh .venv --peers
 
 setup-tests: $(READY_FOR_TESTS)
 

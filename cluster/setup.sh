@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Sets vitscale up on one machine: system libraries (where it may install them), a virtual environment, packages.
 #   bash cluster/setup.sh [VENV]           what `vitscale demo` and the README's commands need; VENV is .venv
-#   bash cluster/setup.sh VENV --tests     what the tests need besides
+#   bash cluster/setup.sh VENV --peers     timm and transformers besides, without another torch
+#   bash cluster/setup.sh VENV --tests     what the tests need besides, which includes them
 # PYTHON=... chooses the interpreter.
 set -euo pipefail
 venv="${1:-.venv}"
 python="${PYTHON:-python3}"
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
-case "${2:-}" in "" | --tests) ;; *) fail "knows no $2; usage: bash cluster/setup.sh [VENV [--tests]]" ;; esac
+case "${2:-}" in "" | --peers | --tests) ;; *) fail "knows no $2; usage: bash cluster/setup.sh [VENV [--peers | --tests]]" ;; esac
 
 "$python" -c 'import sys; raise SystemExit(sys.version_info < (3, 11))' 2>/dev/null ||
     fail "needs Python 3.11 or newer; $python is $("$python" --version 2>/dev/null || echo not there). Choose one: make setup PYTHON=python3.11"
@@ -29,12 +30,12 @@ pkg-config --exists libturbojpeg 2>/dev/null || [ -e /usr/include/turbojpeg.h ] 
 "$python" -c 'import os, sysconfig; raise SystemExit(not os.path.exists(sysconfig.get_paths()["include"] + "/Python.h"))' ||
     for_ffcv+=("$version-dev")
 no_ffcv=""
-if [ -n "${2:-}" ] || { command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; }; then
+if [ "${2:-}" = --tests ] || { command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; }; then
     missing+=("${for_ffcv[@]}")
 elif [ ${#for_ffcv[@]} -gt 0 ]; then
     no_ffcv="it needs ${for_ffcv[*]}"
 fi
-if [ -n "${2:-}" ]; then  # pages are opened in it
+if [ "${2:-}" = --tests ]; then  # pages are opened in it
     command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null ||
         missing+=(chromium)
     command -v djpeg >/dev/null || missing+=(libjpeg-turbo-progs)  # a peer that decodes
@@ -85,7 +86,9 @@ if [ -z "${2:-}" ]; then
     run "$venv/bin/python" -c 'import data_tools.convert, vitscale.cli.demo, vitscale.training.loop.trainer, sklearn.datasets, torch.utils.tensorboard, accelerate.tracking'
 else
     packages="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-    say "1/3 timm's torchvision"
+    last=3
+    [ "$2" = --tests ] || last=2
+    say "1/$last timm's torchvision"
     install "${builds[@]}" torchvision
     # PyPI's is compiled for CUDA, and beside a CPU build of torch not even imports. timm needs its Python part alone,
     # which asks for two operators to be declared.
@@ -98,11 +101,16 @@ _declared.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor
 _declared.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 DECLARED
     fi
-    say "2/3 the tests' other packages"
-    install --editable '.[demo,dev,docs,ffcv,fp8,plot,ray,s3]'
-    say "3/3 a first import of the peers, and bytecode for all: the tests start many processes"
+    if [ "$2" = --peers ]; then
+        say "2/2 timm and transformers"
+        install timm transformers
+    else
+        say "2/3 the tests' other packages"
+        install --editable '.[demo,dev,docs,ffcv,fp8,plot,ray,s3]'
+        say "3/3 a first import of the peers, and bytecode for all: the tests start many processes"
+        "$venv/bin/python" -m compileall -q -j 0 "$packages" >>"$log" 2>&1 || true  # some hold files of other Pythons
+    fi
     run "$venv/bin/python" -c 'import timm; from transformers import ViTForImageClassification, ViTImageProcessor'
-    "$venv/bin/python" -m compileall -q -j 0 "$packages" >>"$log" 2>&1 || true  # some hold files of other Pythons
 fi
 run pip check
 say "ready: $venv"

@@ -44,7 +44,7 @@ def assert_messages(family: str, messages: Mapping[str, str], places: Mapping[st
 
 @contextmanager
 def refusal(
-    kind: type[Exception], family: str, cause: str, places: Mapping[str | Path, str] = {}
+    kind: type[Exception] | tuple[type[Exception], ...], family: str, cause: str, places: Mapping[str | Path, str] = {}
 ) -> Iterator[pytest.ExceptionInfo[Exception]]:
     """Expect an error of a class, whose message is that of its page; arguments as `assert_messages` takes them.
 

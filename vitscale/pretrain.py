@@ -128,7 +128,7 @@ def pretrain(options: argparse.Namespace) -> None:
             # Imported only once there is something to train, as it takes seconds.
             from vitscale.runs.directory import check_run_dir
             from vitscale.training.beginning.automatic import settle
-            from vitscale.training.beginning.initial_weights import check_initial_weights
+            from vitscale.training.beginning.initial_weights import check_initial_weights, settle_functions
             from vitscale.training.beginning.micro_max import settle_micro_max
             from vitscale.training.beginning.run_plan import plan_run
             from vitscale.training.beginning.teacher import check_teacher
@@ -140,6 +140,7 @@ def pretrain(options: argparse.Namespace) -> None:
             if options.smoke:
                 recipe = override(smoke_form(recipe, smoke_data, world_size).dump(), options.settings, "the smoke form")
             recipe, chosen = settle(recipe, run_dir, local_rank, world_size)
+            recipe, functions = settle_functions(recipe, run_dir)
             done = check_run_dir(recipe, run_dir, may_resume=options.resume == "auto")
             if done is not None:
                 if os.environ.get("RANK", "0") == "0":
@@ -152,8 +153,9 @@ def pretrain(options: argparse.Namespace) -> None:
             check_initial_weights(recipe, list(plan.manifest.class_names), run_dir)
             check_teacher(recipe, list(plan.manifest.class_names))
             check_branch(recipe, plan, run_dir)
-            for words in [*chosen, *([] if chosen_size is None else [chosen_size])] if rank == 0 else []:
-                tell(words)
+            for words in [*chosen, functions, chosen_size] if rank == 0 else []:
+                if words is not None:
+                    tell(words)
         except VitscaleError as error:
             if os.environ.get("LOCAL_RANK", "0") != "0":
                 error.on_all_ranks()  # ranks of one machine see the same recipe and files, so its first one reports

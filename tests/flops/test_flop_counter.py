@@ -34,6 +34,7 @@ MODERN = [
     {"pool": "normed_mean", "sub_norm": "all", "norm": "rms"},
     {"pool": "map", "sub_norm": "mlp", "mlp": "swiglu"},
     {"pool": "normed_mean", "position": {"kind": "1d_rope"}},
+    {"pool": "normed_mean", "class_token": False, "registers": 2, "mlp": "quick_gelu"},
 ]
 # One of each kind, the shallow ones; all of them in `make test-all`.
 IN_EVERY_RUN = {

@@ -46,15 +46,21 @@ def export(
         Literal["linear", "pretrain"] | None, typer.Option(help="Head of a named model; default linear.")
     ] = None,
     drop_head: Annotated[bool, typer.Option("--drop-head", help="Leave out output layer and pre_logits.")] = False,
+    licence: Annotated[
+        str | None,
+        typer.Option("--license", metavar="ID", help="The hub's name of a licence, for a folder's README.md."),
+    ] = None,
 ) -> None:
     """Write weights for timm, transformers or Google's code, or ours.
 
     They are those of a run, of a fresh model or of a file in any of these formats.
     """
+    from vitscale.about.report.card import model_card
     from vitscale.cli.model_block import model_block
     from vitscale.models.weights import HEAD, loading_lines, write_weights
     from vitscale.runs.checkpoint import EMA
     from vitscale.runs.checkpoint.opening import kind_of, open_model
+    from vitscale.runs.run import Run
 
     options = {"step": step, "no_ema": no_ema or None, "model": model, "set": settings or None, "seed": seed}
     options |= {"num_classes": num_classes, "image_size": image_size, "head": head}
@@ -78,7 +84,14 @@ def export(
         report = (lambda note: None) if is_fresh else print  # a fresh head of zeros is no news
         description, _, values = weights.fit(block, image_size, drop_head=drop_head, report=report)
         drop_head = values.keys().isdisjoint(HEAD)
-        count = write_weights(out, form, description, lambda name: values[name](), drop_head)
+        written = replace(description, num_classes=None, class_names=None) if drop_head else description
+
+        def card() -> str:
+            is_as_evaluated = image_size is None and not (no_ema and weights.recipe is not None and weights.recipe.ema)
+            run, lines = None if weights.recipe is None else Run(source), loading_lines(Path("PATH"), form, written)
+            return model_card(written, form, lines, run, is_as_evaluated=is_as_evaluated, licence=licence)
+
+        count = write_weights(out, form, description, lambda name: values[name](), drop_head, readme=card)
     except KeyboardInterrupt:
         if not _written(out):
             print("interrupted: nothing was written", file=sys.stderr)
@@ -89,10 +102,9 @@ def export(
     what += ["without a head"] if drop_head else []
     size = sum(file.stat().st_size for file in _written(out))
     print(f"wrote {out}: {', '.join(what)} as {form}, {count:,} parameters, {size:,} bytes")
-    description = replace(description, num_classes=None if drop_head else description.num_classes)
     if out.is_dir():
         print(description.pictures)
-    if lines := loading_lines(out, form, description):
+    if lines := loading_lines(out, form, written):
         print("In Python:", *lines, sep="\n    ")
 
 

@@ -12,6 +12,7 @@ from vitscale.models.outputs import BlockTokens
 
 if TYPE_CHECKING:
     from vitscale.models.weights.foreign import ForeignWeights
+    from vitscale.models.weights.source import Source
 
 
 class Model(nn.Module):
@@ -54,6 +55,14 @@ class Model(nn.Module):
         from vitscale.models.weights.foreign import ForeignWeights  # it imports models itself
 
         return ForeignWeights()
+
+    @classmethod
+    def recognise(cls, source: "Source") -> tuple[dict[str, Any], int | None] | None:
+        """The `model` block and image size of a model of this family in another library's format, if this is one.
+
+        Raises `CheckpointError` if what the file says contradicts its tensors, or is not computed here.
+        """
+        return None
 
     def block_tokens(self, images: Tensor, count: int) -> BlockTokens:
         """What linear heads read from the last `count` blocks, or from all if there are fewer.

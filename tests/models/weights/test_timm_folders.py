@@ -10,7 +10,7 @@ from models.weights.exported import NAMES, TINY, described, differing, finished_
 from models.weights.test_weights_peers import assert_equal_logits, prepared
 
 from vitscale.cli.export import export
-from vitscale.ground.errors import CheckpointError, RecipeError
+from vitscale.ground.errors import RecipeError
 from vitscale.models import Model
 from vitscale.models.weights import Description, describe, load_weights, open_weights, write_weights
 from vitscale.recipe import EvalCrop, Normalise
@@ -125,27 +125,26 @@ def test_the_printed_line_opens_a_file(tmp_path, monkeypatch, capsys):
     model = valued(described(TINY))
     finished_run(tmp_path / "run", model, TINY | {"head": "linear"})
     export("run", "timm", tmp_path / "it's.safetensors")
-    (line,) = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
-    scope = {"timm": timm}
-    exec(line, scope)
+    scope: dict = {}
+    exec("\n".join(line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("    ")), scope)
     assert_equal_logits(model, scope["model"].eval())
 
 
-def test_other_heads_and_activations_are_told(tmp_path):
+def test_other_heads_and_activations_are_the_folder_s(tmp_path):
     description = described(TINY)
     model = valued(description)
     out = written(model, description, tmp_path / "timm")
     config = json.loads((out / "config.json").read_text())
     config["model_args"] |= {"num_heads": 6}
     (out / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"num_heads\b.*\b6\b.*\b3\b"):
-        load_weights(model, open_weights(out))
+    with pytest.raises(RecipeError, match=r"num_heads 6, not 3"):
+        describe(open_weights(out), TINY)
     del config["model_args"]["act_layer"]
     config["model_args"]["num_heads"] = 3
     (out / "config.json").write_text(json.dumps(config))
-    notes: list[str] = []
-    load_weights(model, open_weights(out), report=notes.append)
-    assert len(notes) == 1 and "act_layer 'gelu'" in notes[0]
+    assert describe(open_weights(out), TINY).model["mlp"] == "exact_gelu"
+    with pytest.raises(RecipeError, match=r"mlp 'exact_gelu', not 'gelu'"):
+        describe(open_weights(out), TINY | {"mlp": "gelu"})
 
 
 def test_folders_are_not_called_as_files_are(tmp_path):

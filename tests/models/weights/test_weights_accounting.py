@@ -279,8 +279,8 @@ def test_folders_that_are_none_of_ours(tmp_path):
     (tmp_path / "readme.md").write_text("nothing")
     with pytest.raises(CheckpointError, match=r"config\.json.*recipe\.yaml.*readme\.md"):
         open_weights(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "deit"}')
-    with pytest.raises(CheckpointError, match="'deit'"):
+    (tmp_path / "config.json").write_text('{"model_type": "swin"}')
+    with pytest.raises(CheckpointError, match="'swin'"):
         open_weights(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
@@ -292,7 +292,7 @@ def test_folders_that_are_none_of_ours(tmp_path):
 
 def test_a_wrong_or_missing_name(tmp_path):
     description = described({"name": "ViT-Ti/16"})
-    source = open_weights(write(valued(description), description, "timm", tmp_path))
+    source = open_weights(write(valued(description), description, "npz", tmp_path))
     with pytest.raises(RecipeError, match="--model"):
         describe(source)
     with pytest.raises(RecipeError, match="'ViT-Ti"):

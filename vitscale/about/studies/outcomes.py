@@ -61,6 +61,8 @@ def changed_fields(run_dir: Path, recipe: Recipe) -> list[str]:
     old, new = read_recipe(saved).dump(), recipe.dump()
     if new["precision"] == "auto":  # the run has settled it
         new["precision"] = old["precision"]
+    if new.get("init") is not None:  # whose functions the run may have taken
+        new["model"] = {key: old["model"][key] for key in ("mlp", "norm_eps") if key in old["model"]} | new["model"]
     evaluation = changes(old["evaluation"], new["evaluation"], "evaluation.")
     return differences(old, new) + [f"{key}: {before!r} -> {after!r}" for key, before, after in evaluation]
 

@@ -8,7 +8,7 @@ Shape legend: B batch, H W image height and width, C channels, h w rows and colu
 """
 
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from vitscale.models.layers import CHANNELS, OutputLayer, check_size, drop_path,
 from vitscale.models.model import Model
 from vitscale.models.outputs import Outputs
 from vitscale.models.resnet.axial import AxialAttention2d
-from vitscale.models.resnet.weights import ResNetWeights
+from vitscale.models.resnet.weights import ResNetWeights, recognise
+from vitscale.models.weights.source import Source
 from vitscale.recipe import families
 from vitscale.recipe.families.resnet import GROUPS, ResNetShape
 
@@ -268,6 +269,11 @@ class ResNet(Model):
     def filters(self) -> Tensor:
         """As `Model.filters`: those of the root."""
         return self.features.filters()
+
+    @classmethod
+    def recognise(cls, source: Source) -> tuple[dict[str, Any], int | None] | None:
+        """As `Model.recognise`."""
+        return recognise(source)
 
     def foreign(self) -> ResNetWeights:
         """As `Model.foreign`."""

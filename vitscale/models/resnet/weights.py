@@ -1,19 +1,23 @@
 """The conversion rules of the ResNets (BiT), and of the stems of hybrids."""
 
+import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from vitscale.ground.weight_formats import Format
 from vitscale.models.weights.foreign import ForeignWeights, TimmModel
 from vitscale.models.weights.rules import Rule, as_conv, as_flax_conv, flax_conv, flax_norm, renamed, same
+from vitscale.models.weights.source import Source
+from vitscale.models.weights.timm_hub import model_arguments
 from vitscale.recipe.families import ResNetShape
 
 if TYPE_CHECKING:
     from vitscale.models.resnet.model import ResNet
 
 
+_CONVOLUTION = re.compile(r"stages\.(\d{1,4})\.blocks\.(\d{1,4})\.conv3\.weight")
 _TIMM_NAMES = {
     ResNetShape((3, 4, 6, 3), 1): "resnetv2_50x1_bit",
     ResNetShape((3, 4, 6, 3), 3): "resnetv2_50x3_bit",
@@ -59,6 +63,18 @@ class ResNetWeights(ForeignWeights):
             return None
         about = {"num_features": self._shape.channels, "global_pool": "avg"}
         return TimmModel(name, {}, about, {"first_conv": "stem.conv", "classifier": "head.fc"}, fixed_size=False)
+
+
+def recognise(source: Source) -> tuple[dict[str, Any], int | None] | None:
+    """As `Model.recognise`: BiT, by the units in its stages and the width of its root."""
+    name, root = model_arguments(source.config)[0], source.entries.get("stem.conv.weight")
+    units = {(int(found[1]), int(found[2])) for key in source.entries if (found := _CONVOLUTION.match(key))}
+    is_other = bool(name) and not (name.startswith("resnetv2_") and name.endswith("_bit"))
+    if source.form != "timm" or is_other or not units or root is None or root.shape[1:] != (3, 7, 7):
+        return None
+    blocks = [sum(at == stage for at, _ in units) for stage in sorted({stage for stage, _ in units})]
+    variant = "v2" if "norm.weight" in source.entries else "v1"
+    return {"blocks": blocks, "width_factor": max(root.shape[0] // 64, 1), "variant": variant}, source.image_size
 
 
 def timm_features(features: nn.Module, ours: str, theirs: str) -> Iterator[Rule]:

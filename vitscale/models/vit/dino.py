@@ -1,6 +1,6 @@
-"""DINOv2 with registers and DINOv3 in transformers' format: which models they are, their configurations and names.
+"""DINOv2, with and without registers, and DINOv3 in transformers' format: their configurations and names.
 
-Both end with the tokens: there is no place for a head. Their mask token belongs to an objective, which is no part of a
+All end with the tokens: there is no place for a head. Their mask token belongs to an objective, which is no part of a
 model here: it is not read, and written as zeros.
 """
 
@@ -17,37 +17,39 @@ if TYPE_CHECKING:
     from vitscale.models.vit.model import ViT
     from vitscale.recipe.families import ViTShape
 
-DINOV2, DINOV3 = "dinov2_with_registers", "dinov3_vit"
-ARCHITECTURES = {DINOV2: "Dinov2WithRegistersModel", DINOV3: "DINOv3ViTModel"}
+DINOV2, DINOV3 = ("dinov2", "dinov2_with_registers"), "dinov3_vit"
+ARCHITECTURES = dict(zip((*DINOV2, DINOV3), ("Dinov2Model", "Dinov2WithRegistersModel", "DINOv3ViTModel"), strict=True))
 _LARGEST_RATIO = 64
 
 
 def model_type(model: "ViT") -> str | None:
-    """The model_type in transformers of a model with these parts; None if it is neither of the two."""
+    """The model_type in transformers of a model with these parts; None if it is none of the three."""
     shape = model.shape
-    is_either = (
+    is_one = (
         (shape.attention, shape.stem, shape.norm, shape.qk_norm, model.pool) == ("full", None, "layer", False, "cls")
         and shape.sub_norm == "none"
         and shape.layer_scale is not None
-        and shape.registers > 0
+        and not shape.distilled
     )
-    if not is_either:
+    if not is_one:
         return None
     if model.position == "rope":
         return DINOV3
     has_positions = (model.position, model.position_at, shape.class_position) == ("1d", "stem", True)
-    return DINOV2 if has_positions and shape.qkv_bias != "no_key" and _mlp_ratio(shape) is not None else None
+    if not has_positions or shape.qkv_bias == "no_key" or _mlp_ratio(shape) is None:
+        return None
+    return DINOV2[shape.registers > 0]
 
 
 def _mlp_ratio(shape: "ViTShape") -> int | None:
     """The whole number that gives the hidden layer's size in DINOv2's configuration; None if there is none."""
-    for ratio in range(1, _LARGEST_RATIO + 1):
-        hidden = shape.width * ratio
-        if shape.mlp == "swiglu":
-            hidden = (int(hidden * 2 / 3) + 7) // 8 * 8
-        if hidden == shape.mlp_dim:
-            return ratio
-    return None
+    ratios = range(1, _LARGEST_RATIO + 1)
+    return next((ratio for ratio in ratios if mlp_dim(shape.width, ratio, shape.mlp) == shape.mlp_dim), None)
+
+
+def mlp_dim(width: int, ratio: int, mlp: str) -> int:
+    """The hidden layer's size in DINOv2."""
+    return (int(width * ratio * 2 / 3) + 7) // 8 * 8 if mlp == "swiglu" else width * ratio
 
 
 def configuration(model: "ViT") -> dict[str, Any]:
@@ -60,11 +62,12 @@ def configuration(model: "ViT") -> dict[str, Any]:
         "num_hidden_layers": shape.depth,
         "num_attention_heads": shape.num_heads,
         "patch_size": shape.patch_size,
-        "num_register_tokens": shape.registers,
         "layer_norm_eps": shape.norm_eps,
         "num_channels": CHANNELS,
     }
-    if kind == DINOV2:
+    if kind != DINOV2[0]:
+        config["num_register_tokens"] = shape.registers
+    if kind in DINOV2:
         config |= {"mlp_ratio": _mlp_ratio(shape), "use_swiglu_ffn": is_gated, "qkv_bias": shape.qkv_bias == "all"}
         return config if is_gated else config | {"hidden_act": ACTIVATIONS[shape.mlp]}
     return config | {
@@ -82,7 +85,7 @@ def configuration(model: "ViT") -> dict[str, Any]:
 
 def rules(model: "ViT") -> Iterator[Rule]:
     """Every parameter except the head's, by the names in transformers' files."""
-    shape, is_v2 = model.shape, model_type(model) == DINOV2
+    shape, is_v2 = model.shape, model_type(model) in DINOV2
     patches = "embeddings.patch_embeddings.projection" if is_v2 else "embeddings.patch_embeddings"
     yield Rule(
         "cls",
@@ -90,7 +93,8 @@ def rules(model: "ViT") -> Iterator[Rule]:
         lambda value: (value, torch.zeros_like(value[0] if is_v2 else value)),
         lambda values: values[0],
     )
-    yield same("registers", "embeddings.register_tokens")
+    if shape.registers:
+        yield same("registers", "embeddings.register_tokens")
     if is_v2:
         yield same("pos_embedding", "embeddings.position_embeddings")
     yield from torch_patches("embedding", patches, shape.patch_size)

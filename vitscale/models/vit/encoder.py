@@ -66,7 +66,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two dense layers with GELU between them, dropout after each (as the authors' code has it).
+    """Two dense layers with a form of GELU between them, dropout after each (as the authors' code has it).
 
     With SwiGLU the first half of the first layer's outputs gates the second half. With `sub_norm` the second layer
     begins with a norm.
@@ -88,6 +88,8 @@ class MLP(nn.Module):
         if self.kind == "swiglu":
             gate, value = x.chunk(2, dim=-1)
             return F.silu(gate) * value
+        if self.kind == "quick_gelu":
+            return x * torch.sigmoid(1.702 * x)
         return F.gelu(x, approximate="tanh" if self.kind == "gelu" else "none")
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, cat
 
 from vitscale.models.weights.foreign import TimmModel
 from vitscale.models.weights.rules import Rule, renamed, same, stacked, torch_patches
+from vitscale.models.weights.source import Source, contradicted
 from vitscale.models.weights.timm_hub import mlp_ratio
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _POOLS = {"normed_mean": "avg", "cls": "token"}
 # What timm has no argument for, or none here.
 _FIXED: dict[str, Any] = {
     **{"attention": "full", "stem": None, "norm": "layer", "norm_eps": 1e-6, "mlp": "swiglu", "qkv_bias": "no_key"},
-    **{"qk_norm": False, "layer_scale": None, "registers": 0, "class_position": True},
+    **{"qk_norm": False, "layer_scale": None, "registers": 0, "class_position": True, "class_token": True},
 }
 
 
@@ -129,16 +130,13 @@ def timm(model: "ViT") -> TimmModel:
     )
 
 
-def facts(name: str, arguments: dict[str, Any]) -> dict[str, Any] | None:
-    """What no tensor shows of timm's model of this name and these arguments; None for other models than EVA-02."""
-    if (named := _MODELS.get(name.rpartition("_")[0])) is None:
-        return None
-    return {
-        key: arguments.get(key, value)
-        for key, value in (("num_heads", named[1][-1]), ("rope_temperature", _BASE), ("ref_feat_shape", _GRID))
-    }
+def is_one(name: str) -> bool:
+    """Whether timm's model of this name is one of these."""
+    return name.rpartition("_")[0] in _MODELS
 
 
-def own_facts(model: "ViT") -> dict[str, Any]:
-    """The same facts about our model."""
-    return {"num_heads": model.shape.num_heads, "rope_temperature": model.position_base, "ref_feat_shape": _GRID}
+def position(source: Source, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Our block of positions for timm's arguments. Raises `CheckpointError` for rotations not computed here."""
+    if (grid := arguments.get("ref_feat_shape", _GRID)) != _GRID:
+        raise contradicted(source, "ref_feat_shape", grid, str(_GRID))
+    return {"kind": POSITION, "base": arguments.get("rope_temperature", _BASE)}

@@ -85,7 +85,7 @@ class _FusedMLP(MLP):
 
 def fuse_gelu(model: nn.Module) -> None:
     """Have all MLPs with GELU use the kernel; parameters and names stay. Raises `RecipeError` if there are none."""
-    found = [module for module in model.modules() if isinstance(module, MLP) and module.kind != "swiglu"]
+    found = [module for module in model.modules() if isinstance(module, MLP) and module.kind in ("gelu", "exact_gelu")]
     if not found:
         raise RecipeError("parallelism.fused_gelu is for MLPs with GELU, and this model has none: leave it false")
     for module in found:

@@ -36,7 +36,9 @@ from vitscale.models.vit.positions import (
     position_values,
     sincos_positions,
 )
+from vitscale.models.vit.recognise import recognise
 from vitscale.models.vit.weights import ViTWeights
+from vitscale.models.weights.source import Source
 from vitscale.recipe import families
 from vitscale.recipe.families import Pool, ViTShape
 
@@ -50,8 +52,8 @@ class ViT(Model):
             below the last whole patch is not seen (the original's VALID convolution).
         num_classes: K; None for a backbone without a head, whatever `head` says.
         pool: `cls` reads the class token; `mean` averages the patches and `map` attends to all tokens, and neither has
-            a class token; `normed_mean` has one, averages the patches, and applies its final norm to their mean. Axial
-            models have a grid of tokens, hence neither `cls` nor `normed_mean`.
+            a class token; `normed_mean` has one unless the shape says otherwise, averages the patches, and applies its
+            final norm to their mean. Axial models have a grid of tokens, hence neither `cls` nor `normed_mean`.
         head: `pretrain` has a dense layer of width D with tanh before the output layer (section 3.1), `linear` has the
             output layer alone (fine-tuning).
         dropout: rate after position embedding, attention output and both MLP layers (appendix B.1).
@@ -85,7 +87,8 @@ class ViT(Model):
         checkpoint_every: int = 0,
     ) -> None:
         super().__init__()
-        D, grid, class_token = shape.width, shape.grid(image_size), families.has_class_token(pool)
+        D, grid = shape.width, shape.grid(image_size)
+        class_token = families.has_class_token(pool) and shape.class_token
         self.shape = shape
         self.image_size = image_size
         self.pool = pool
@@ -143,6 +146,11 @@ class ViT(Model):
             registers_base=block.position.registers_base,
             checkpoint_every=checkpoint_every,
         )
+
+    @classmethod
+    def recognise(cls, source: Source) -> tuple[dict[str, Any], int | None] | None:
+        """As `Model.recognise`."""
+        return recognise(source)
 
     def patchify(self, x_BHWC: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, N, P*P*C), patches in row-major order, each flattened as height, width, channel."""

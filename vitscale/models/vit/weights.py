@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields
-from pathlib import Path
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import cat
 
 from vitscale.ground.weight_formats import Format
 from vitscale.models.layers import CHANNELS
@@ -26,9 +28,7 @@ from vitscale.models.weights.rules import (
     stacked,
     torch_patches,
 )
-from vitscale.models.weights.source import differing
 from vitscale.models.weights.timm_hub import mlp_ratio
-from vitscale.models.weights.torch_files import CONFIG
 from vitscale.recipe import families
 from vitscale.recipe.families import ResNetShape, ViTShape
 
@@ -42,7 +42,7 @@ _POOLS: dict[str, dict[str, Any]] = {
     "normed_mean": {"global_pool": "avg", "fc_norm": True},
     "map": {"global_pool": "map", "class_token": False},
 }
-_TIMM_GELU = {"gelu": "gelu_tanh", "exact_gelu": "gelu"}
+_TIMM_GELU = {"gelu": "gelu_tanh", "exact_gelu": "gelu", "quick_gelu": "quick_gelu"}
 _TIMM_GATED = ("vit_giant_patch14_reg4_dinov2", (14, 1536, 40, 24))
 # timm's name -> blocks of the stem, and the arguments that the name stands for. Any others can be given besides.
 _TIMM_ARGUMENTS = ("patch_size", "embed_dim", "depth", "num_heads")
@@ -130,48 +130,6 @@ class ViTWeights(ForeignWeights):
         of_timm = eva.rules if self._model.position == eva.POSITION else _timm
         return list({"npz": _flax, "timm": of_timm, "hf": of_transformers}[form](self._model))
 
-    def contradictions(self, form: Format, config: dict[str, Any]) -> list[tuple[str, str]]:
-        """As `ForeignWeights.contradictions`: all that transformers' says, and what no tensor shows of timm's."""
-        shape = self._model.shape
-        given = config.get("model_args")
-        arguments: dict[str, Any] = given if isinstance(given, dict) else {}
-        if form == "hf":
-            ours = self._facts_for_transformers()
-            found: dict[str, Any] = {key: config.get(key) for key in ours}
-        elif (name := config["architecture"].partition(".")[0]) in _TIMM_NAMED:
-            ours, found = {"num_heads": shape.num_heads}, {"num_heads": _TIMM_NAMED[name][1][-1]} | arguments
-        elif (of_eva := eva.facts(name, arguments)) is not None:
-            ours, found = eva.own_facts(self._model), of_eva
-        else:
-            return []
-        return [
-            (key if form == "hf" else "", f"{CONFIG}: {key} is {found[key]!r}, the model's is {value!r}")
-            for key, value in ours.items()
-            if found[key] != value
-        ]
-
-    def differences(self, form: Format, config: dict[str, Any]) -> list[str]:
-        """As `ForeignWeights.differences`: another form of GELU, another epsilon."""
-        so = "logits will differ a little"
-        if form == "hf" and dino.model_type(self._model) is None:
-            return differing(Path(CONFIG), config, self._functions_for_transformers(), so)
-        if form == "timm" and self._model.shape.mlp != "swiglu":
-            arguments = config.get("model_args")
-            given = {"act_layer": "gelu"} | (arguments if isinstance(arguments, dict) else {})
-            return differing(Path(CONFIG), given, {"act_layer": _TIMM_GELU[self._model.shape.mlp]}, so)
-        return []
-
-    def _functions_for_transformers(self) -> dict[str, Any]:
-        shape = self._model.shape
-        return {"hidden_act": ACTIVATIONS[shape.mlp], "layer_norm_eps": shape.norm_eps}
-
-    def _facts_for_transformers(self) -> dict[str, Any]:
-        """What config.json must say for the tensors to be this model's."""
-        if dino.model_type(self._model) is not None:
-            return dino.configuration(self._model)
-        dimensions = {key: getattr(self._model.shape, name) for key, name in _HF_DIMENSIONS.items()}
-        return {"model_type": "vit", **dimensions, "qkv_bias": True}
-
     def resampling(self, name: str, shape: tuple[int, ...]) -> Resampling | None:
         """As `ForeignWeights.resampling`: of position embeddings (section 3.2)."""
         model, last = self._model, name.rpartition(".")[2]
@@ -186,8 +144,11 @@ class ViTWeights(ForeignWeights):
         class_token = ((model.cls is not None) + model.shape.distilled) * model.shape.class_position
         if len(shape) != 3 or (shape[0], shape[2]) != (1, width) or shape[1] <= class_token:
             return None
-        side = math.isqrt(shape[1] - class_token)
-        if side**2 != shape[1] - class_token or side == grid:
+        count = shape[1] - class_token
+        if self._deit_register and math.isqrt(count) ** 2 != count:
+            count -= 1  # the row of the distillation token, in transformers' files alone
+        side = math.isqrt(count)
+        if side**2 != count or side == grid:
             return None
         old, new = (side, side), (grid, grid)
         return Resampling(old, new, lambda value: resample_positions(value, old, new, class_token))
@@ -243,6 +204,8 @@ class ViTWeights(ForeignWeights):
             arguments["init_values"] = shape.layer_scale
         if shape.mlp != "swiglu":
             arguments["act_layer"] = _TIMM_GELU[shape.mlp]
+        if not shape.class_token:
+            arguments["class_token"] = False
         if shape.norm == "rms":
             arguments["norm_layer"] = "rmsnorm"
         if shape.qk_norm:
@@ -253,6 +216,12 @@ class ViTWeights(ForeignWeights):
             arguments |= {"scale_mlp_norm": True, "scale_attn_norm": shape.sub_norm == "all"}
         return arguments
 
+    @property
+    def _deit_register(self) -> bool:
+        """Whether it is transformers' DeiT whose distillation token has no head."""
+        model, shape = self._model, self._model.shape
+        return shape.registers == 1 and shape.class_position and shape.layer_scale is None and model.pool == "cls"
+
     def transformers_config(self) -> dict[str, Any]:
         """As `ForeignWeights.transformers_config`; the image size is the part that whole patches cover."""
         shape = self._model.shape
@@ -260,11 +229,15 @@ class ViTWeights(ForeignWeights):
         if (kind := dino.model_type(self._model)) is not None:
             of_kind = {"architectures": [dino.ARCHITECTURES[kind]], "layerscale_value": shape.layer_scale}
             return of_kind | dino.configuration(self._model) | {"image_size": image_size}
+        architecture = "ViTForImageClassification"
+        if shape.distilled or self._deit_register:
+            architecture = f"DeiTForImageClassification{'WithTeacher' if shape.distilled else ''}"
         return {
-            "architectures": ["ViTForImageClassification"],
-            "model_type": "vit",
+            "architectures": [architecture],
+            "model_type": "vit" if architecture.startswith("ViT") else "deit",
             **{key: getattr(shape, ours) for key, ours in _HF_DIMENSIONS.items()},
-            **self._functions_for_transformers(),
+            "hidden_act": ACTIVATIONS[shape.mlp],
+            "layer_norm_eps": shape.norm_eps,
             "hidden_dropout_prob": 0.0,
             "attention_probs_dropout_prob": 0.0,
             "image_size": image_size,
@@ -293,7 +266,8 @@ def _parts_without_place(model: "ViT", form: Format) -> list[str]:
     if model.pool in ("map", "normed_mean"):
         found.append(f"pool: {model.pool}")
     if form == "hf":
-        return [key for key in found if not (key == "norm_eps" or (key == "mlp" and shape.mlp == "exact_gelu"))]
+        held = {"norm_eps": True, "mlp": shape.mlp != "swiglu", "distilled": True, "registers": shape.registers == 1}
+        return [key for key in found if not held.get(key, False)]
     if form == "npz":
         return [key for key in found if key != "pool: map"]
     refused = {
@@ -367,11 +341,23 @@ def _timm(model: "ViT") -> Iterator[Rule]:
 
 def _transformers(model: "ViT") -> Iterator[Rule]:
     """The rules, by the names that transformers 4 and 5 both read and write."""
-    yield same("cls", "vit.embeddings.cls_token")
-    yield same("pos_embedding", "vit.embeddings.position_embeddings")
-    yield from torch_patches("embedding", "vit.embeddings.patch_embeddings.projection", model.shape.patch_size)
-    for i in range(model.shape.depth):
-        ours, theirs = f"blocks.{i}", f"vit.encoder.layer.{i}"
+    shape = model.shape
+    name = "deit" if shape.distilled or shape.registers else "vit"
+    yield same("cls", f"{name}.embeddings.cls_token")
+    if name == "deit":
+        yield same("dist" if shape.distilled else "registers", "deit.embeddings.distillation_token")
+    positions = same("pos_embedding", f"{name}.embeddings.position_embeddings")
+    if shape.registers:  # which have no position
+        positions = replace(
+            positions,
+            split=lambda value: (cat([value[:, :1], torch.zeros_like(value[:, :1]), value[:, 1:]], 1),),
+            join=lambda values: cat([values[0][:, :1], values[0][:, 2:]], 1),
+            renames=False,
+        )
+    yield positions
+    yield from torch_patches("embedding", f"{name}.embeddings.patch_embeddings.projection", shape.patch_size)
+    for i in range(shape.depth):
+        ours, theirs = f"blocks.{i}", f"{name}.encoder.layer.{i}"
         attention = f"{theirs}.attention.attention"
         yield from renamed(f"{ours}.norm1", f"{theirs}.layernorm_before")
         yield from stacked(f"{ours}.attention.qkv", [f"{attention}.{part}" for part in ("query", "key", "value")])
@@ -379,5 +365,7 @@ def _transformers(model: "ViT") -> Iterator[Rule]:
         yield from renamed(f"{ours}.norm2", f"{theirs}.layernorm_after")
         yield from renamed(f"{ours}.mlp.fc1", f"{theirs}.intermediate.dense")
         yield from renamed(f"{ours}.mlp.fc2", f"{theirs}.output.dense")
-    yield from renamed("norm", "vit.layernorm")
-    yield from renamed("head", "classifier")
+    yield from renamed("norm", f"{name}.layernorm")
+    yield from renamed("head", "cls_classifier" if shape.distilled else "classifier")
+    if shape.distilled:
+        yield from renamed("head_dist", "distillation_classifier")

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 import pydantic
@@ -10,18 +10,18 @@ import torch
 from pydantic import Field
 
 from vitscale.ground.errors import CheckpointError, RecipeError
-from vitscale.ground.wording import describe_mistake
+from vitscale.ground.extensions import implementation
+from vitscale.ground.wording import describe_mistake, shortened
 from vitscale.models.build import build_of_block
 from vitscale.models.model import Model
 from vitscale.models.weights.preprocessing import WHOLE_PICTURE
-from vitscale.models.weights.source import Source
+from vitscale.models.weights.source import MOST_PIXELS, Source
 from vitscale.models.weights.table import table
 from vitscale.recipe import EvalCrop, Normalise, validate_model
-from vitscale.recipe.families import DIMENSIONS, Shape
+from vitscale.recipe.families import DIMENSIONS, FAMILIES, REGISTRY, Shape, architecture
 
 METADATA_KEY = "vitscale"
 _VERSION = 1
-_MAX_IMAGE_SIZE = 8192
 _MAX_CLASSES = 10**9
 
 
@@ -40,7 +40,7 @@ class Description:
     """
 
     model: dict[str, Any]
-    image_size: Annotated[int, Field(ge=1, le=_MAX_IMAGE_SIZE)]
+    image_size: Annotated[int, Field(ge=1, le=MOST_PIXELS)]
     num_classes: Annotated[int, Field(ge=1, le=_MAX_CLASSES)] | None
     class_names: list[str] | None = None
     step: Annotated[int, Field(ge=0)] | None = None
@@ -57,7 +57,7 @@ class Description:
 
     def build(self, *, with_head: bool = True) -> Model:
         """The model on the meta device, with one class if their number is not known. Raises `RecipeError`."""
-        sizes = (("image size", self.image_size, _MAX_IMAGE_SIZE), ("num_classes", self.num_classes or 1, _MAX_CLASSES))
+        sizes = (("image size", self.image_size, MOST_PIXELS), ("num_classes", self.num_classes or 1, _MAX_CLASSES))
         for what, value, largest in sizes:
             if not 1 <= value <= largest:
                 raise RecipeError(f"{self.title}: {what} {value:,}: expected 1 to {largest:,}")
@@ -112,30 +112,43 @@ def describe(
 
     Args:
         source: the weights, of any format.
-        model: the `model` block of a recipe, a name at least; our own files contain it. Head and pooling are the
-            file's.
+        model: the `model` block of a recipe, a name at least; needed where the file does not describe its model. Head
+            and pooling are the file's, and so are the form of GELU and epsilon where the block leaves them open.
         image_size: the size to give the model; by default that of the source, or 224 if it does not tell (ResNets).
         own: what is known of the model already; by default `own_description`.
 
     Raises `RecipeError` if a model is missing, or is not the one that the file says it is of.
     """
-    own = own or own_description(source)
+    own = own or own_description(source) or (_recognised(source) if model is None else None)
     if own is not None:
-        if model is not None and _shape(model) != _shape(own.model):
-            asked = replace(own, model=model).title
-            raise RecipeError(f"{source.path} says that it is {own.title}, not {asked}")
+        if model is not None:
+            theirs = _facts(own.model)
+            asked = _facts(
+                {key: theirs[key] for key in ("mlp", "norm_eps") if key in theirs}
+                | {key: value for key, value in model.items() if value is not None}
+            )
+            if keys := [key for key, value in theirs.items() if asked.get(key) != value]:
+                listed = "; ".join(f"{key} {theirs[key]!r}, not {asked.get(key)!r}" for key in keys)
+                raise RecipeError(f"{source.path} says that it is {own.title}: {listed}")
         return replace(own, image_size=image_size or own.image_size)
     if model is None:
+        named = source.config.get("architecture")
+        what = "its model" if named is None else f"a model that is known here (it is {shortened(repr(named))})"
         raise RecipeError(
-            f"{source.path} ({source.form}) does not name its model; give it: --model NAME or --model RECIPE"
+            f"{source.path} ({source.form}) does not name {what}; give it: --model NAME or --model RECIPE"
         )
+    return _completed(source, model, image_size)
+
+
+def _completed(source: Source, model: dict[str, Any], image_size: int | None) -> Description:
+    """The description of the model of a block, its head, pooling and image size as the source has them."""
     pixels = _shape(model).stride
     # A model of these dimensions, whatever its head and classes, tells what its parameters are called in the format.
     is_distilled = bool(model.get("distilled"))
     block = model | {"head": "linear" if is_distilled else "pretrain", "num_classes": None}
     keys = {rule.ours: rule.theirs[0] for rule in table(Description(block, pixels, 1).build(), source.form)}
     found = {ours: source.entries[key].shape for ours, key in keys.items() if key in source.entries}
-    if "cls" in keys and "cls" not in found:
+    if "cls" in keys and "cls" not in found and block.get("pool") in (None, "cls"):
         block["pool"] = "mean"
     if "pre_logits.weight" not in found:
         block["head"] = "linear"
@@ -155,14 +168,54 @@ def describe(
 
 
 def _shape(model: dict[str, Any]) -> Shape:
-    return validate_model(model, _MAX_IMAGE_SIZE, str(model.get("name") or "the model")).shape()
+    return validate_model(model, MOST_PIXELS, str(model.get("name") or "the model")).shape()
+
+
+def _facts(model: dict[str, Any]) -> dict[str, Any]:
+    """What decides what a model computes from its weights, without pooling and initial values."""
+    facts = validate_model(model, MOST_PIXELS, str(model.get("name") or "the model")).facts()
+    scale = facts.get("layer_scale")
+    return {key: value for key, value in facts.items() if key != "pool"} | {"layer_scale": scale and 1.0}
+
+
+def _recognised(source: Source) -> Description | None:
+    """What can be told of the model of another library's file. Raises `CheckpointError` if that contradicts itself."""
+    for family in FAMILIES:
+        found = implementation(family.implementation, Model).recognise(source)
+        if found is None:
+            continue
+        try:
+            return _completed(source, _named(found[0]), found[1])
+        except RecipeError as error:
+            raise CheckpointError(f"{source.path} ({source.form}): {error}") from None
+    return None
+
+
+def _named(block: dict[str, Any]) -> dict[str, Any]:
+    """The block by the name of the most similar known model of the same width, without what goes without saying."""
+    shape = _shape(block)
+    usual = {field.name: field.default for field in fields(shape)}
+    size = {"patch_size", "width", "mlp_dim", "num_heads", "stem", "blocks", "width_factor"}
+    told: dict[str, set[str]] = {}
+    for name in REGISTRY:
+        if type(theirs := architecture(name)) is type(shape):
+            told[name] = {key for key in usual if getattr(theirs, key) != getattr(shape, key)}
+    alike = [name for name, keys in told.items() if not keys & size]
+    if not alike:
+        return {key: value for key, value in block.items() if key not in usual or value != usual[key]}
+    name = min(alike, key=lambda each: len(told[each]))
+    beside = block.keys() - usual.keys() - {"blocks"}
+    return {"name": name} | {key: value for key, value in block.items() if key in told[name] | beside}
 
 
 def own_description(source: Source) -> Description | None:
-    """What a file of ours says about its model; None for other files. Raises `CheckpointError` if it is damaged."""
+    """What a file of ours, or a folder's config.json, says about its model; None for other files.
+
+    Raises `CheckpointError` if that is damaged, or contradicts the tensors.
+    """
     text = source.metadata.get(METADATA_KEY)
     if text is None:
-        return None
+        return _recognised(source) if source.config else None
     try:
         version = json.loads(text)["version"]
         if version != _VERSION:

@@ -54,14 +54,6 @@ class ForeignWeights:
         """A rule for every parameter, if the format can hold the model, except `pre_logits` if it has none."""
         raise NotImplementedError
 
-    def contradictions(self, form: Format, config: dict[str, Any]) -> list[tuple[str, str]]:
-        """(key, what is wrong) for all in a folder's config.json that is of another model, where no tensor shows it."""
-        return []
-
-    def differences(self, form: Format, config: dict[str, Any]) -> list[str]:
-        """One note on what the model computes a little otherwise than a folder's config.json asks for, or none."""
-        return []
-
     def resampling(self, name: str, shape: tuple[int, ...]) -> Resampling | None:
         """How our parameter is made of one of this shape, if the two differ by nothing but the resolution."""
         return None

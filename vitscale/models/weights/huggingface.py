@@ -1,4 +1,4 @@
-"""A folder of transformers' ViT, DINOv2 or DINOv3: config.json, preprocessor_config.json, model.safetensors."""
+"""A folder of transformers' ViT, DeiT, DINOv2 or DINOv3: config.json, preprocessor_config.json, model.safetensors."""
 
 import math
 import re
@@ -7,26 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.ground.errors import CheckpointError
+from vitscale.ground.wording import shortened
 from vitscale.models.layers import CHANNELS
 from vitscale.models.model import Model
 from vitscale.models.weights.preprocessing import crop_of, filter_of, normalise_of, resize_of, resized_edge
-from vitscale.models.weights.source import Entry, Source, read_json, rename
+from vitscale.models.weights.source import MOST_PIXELS, Entry, Source, names_of, read_json, rename
 from vitscale.models.weights.torch_files import CONFIG, read_beside_config
 from vitscale.recipe import EvalCrop, Normalise
 
 PREPROCESSOR = "preprocessor_config.json"
-ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "exact_gelu": "gelu", "swiglu": "silu"}
+ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "exact_gelu": "gelu", "quick_gelu": "quick_gelu", "swiglu": "silu"}
 """What transformers calls the functions of our `mlp`."""
+_VIT: dict[str, Any] = {
+    **{"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+    **{"patch_size": 16, "qkv_bias": True, "hidden_act": "gelu", "layer_norm_eps": 1e-12},
+}
+_DINOV2: dict[str, Any] = {
+    **{"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "mlp_ratio": 4},
+    **{"qkv_bias": True, "hidden_act": "gelu", "layer_norm_eps": 1e-6, "num_channels": CHANNELS},
+    "use_swiglu_ffn": False,
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {  # model_type -> what transformers takes for what a config.json leaves out
-    "vit": {
-        **{"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
-        **{"patch_size": 16, "qkv_bias": True, "hidden_act": "gelu", "layer_norm_eps": 1e-12},
-    },
-    "dinov2_with_registers": {
-        **{"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "mlp_ratio": 4},
-        **{"patch_size": 16, "qkv_bias": True, "hidden_act": "gelu", "layer_norm_eps": 1e-6},
-        **{"num_channels": CHANNELS, "num_register_tokens": 4, "use_swiglu_ffn": False},
-    },
+    "vit": _VIT,
+    "deit": _VIT,
+    "dinov2": _DINOV2 | {"patch_size": 14},
+    "dinov2_with_registers": _DINOV2 | {"patch_size": 16, "num_register_tokens": 4},
     "dinov3_vit": {
         **{"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536},
         **{"patch_size": 16, "hidden_act": "gelu", "layer_norm_eps": 1e-5, "rope_theta": 100.0},
@@ -35,10 +40,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # model_type -> what transformers take
     },
 }
 _LANDMARKS = ("embeddings.patch_embeddings.projection.weight", "embeddings.patch_embeddings.weight")
-_MASK = "embeddings.mask_token"
+_MASK, _DISTILLATION = "embeddings.mask_token", "embeddings.distillation_token"
 _FILTERS = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers, which files of transformers name them by
 _RENAMES = (  # the modules of transformers 5 -> the names in its files and version 4's
-    (r"^vit\.layers\.(\d+)\.", r"vit.encoder.layer.\1."),
+    (r"^(vit|deit)\.layers\.(\d+)\.", r"\1.encoder.layer.\2."),
     (r"\.attention\.q_proj\.", ".attention.attention.query."),
     (r"\.attention\.k_proj\.", ".attention.attention.key."),
     (r"\.attention\.v_proj\.", ".attention.attention.value."),
@@ -55,20 +60,28 @@ def is_key(key: str) -> bool:
 
 def renamed(path: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
     """The entries by the names in files of transformers. Raises `CheckpointError`."""
-    if any(key.endswith("embeddings.register_tokens") for key in entries):
-        return rename(path, entries, _dino_name)
-    return rename(path, entries, file_name)
+    if any(".layer_scale1." in key for key in entries):
+        found = rename(path, entries, _dino_name)
+        return {key: entry for key, entry in found.items() if 0 not in entry.shape}  # as many registers may be there
+    model = "deit" if any(key.endswith("embeddings.distillation_token") for key in entries) else "vit"
+    named = rename(path, entries, lambda name: file_name(name, model))
+    token, positions = (named.get(f"deit.embeddings.{part}") for part in ("distillation_token", "position_embeddings"))
+    if token is not None and positions is not None and "cls_classifier.weight" not in named:
+        # Without a head of its own the token is a register here, which has no position: that is added to it.
+        own = positions
+        named[f"deit.{_DISTILLATION}"] = token.changed(token.shape, lambda value: value + own.read()[:, 1:2])
+    return named
 
 
 def _dino_name(name: str) -> str:
     """The name in DINO's files for a module's name in some version; without a head there is no prefix."""
-    return re.sub(r"^(dinov2_with_registers\.|model\.(?=layer\.))", "", name)
+    return re.sub(r"^(dinov2(_with_registers)?\.|model\.(?=layer\.))", "", name)
 
 
-def file_name(name: str) -> str:
-    """The name in files for a module's name in some version; `ViTModel` has no `vit.` before its names."""
-    if not name.startswith(("vit.", "classifier.")):
-        name = f"vit.{name}"
+def file_name(name: str, model: str = "vit") -> str:
+    """The name in files for a module's name in some version; a model without a head has no `vit.` before its names."""
+    if not name.startswith((f"{model}.", "classifier.", "cls_classifier.", "distillation_classifier.")):
+        name = f"{model}.{name}"
     for pattern, replacement in _RENAMES:
         name = re.sub(pattern, replacement, name)
     return name
@@ -83,12 +96,16 @@ def read_folder(folder: Path, config: dict[str, Any]) -> Source:
     if not isinstance(kind, str) or kind not in _DEFAULTS:
         known = ", ".join(map(repr, _DEFAULTS))
         raise CheckpointError(
-            f"{folder / CONFIG}: expected a Vision Transformer's model_type, one of {known}; found {kind!r}"
+            f"{folder / CONFIG}: expected a Vision Transformer's model_type, one of {known}; found "
+            f"{shortened(repr(kind))}"
         )
     config = _DEFAULTS[kind] | config
     preprocessor = read_json(folder / PREPROCESSOR) if (folder / PREPROCESSOR).is_file() else {}
     entries = renamed(folder, read_beside_config(folder))
     notes = [f"{_MASK} is not read: a mask is part of an objective here"] if _MASK in entries else []
+    if "classifier.weight" not in entries and (unread := [key for key in entries if ".pooler." in key]):
+        notes.append("its pooler is not read: it is part of no classifier")
+        entries = {key: entry for key, entry in entries.items() if key not in unread}
     return Source(
         folder,
         "hf",
@@ -96,6 +113,7 @@ def read_folder(folder: Path, config: dict[str, Any]) -> Source:
         config=config,
         class_names=_class_names(config),
         eval_crop=_crop(preprocessor),
+        image_size=_image_size(preprocessor),
         normalise=_normalise(preprocessor),
         notes=tuple(notes),
     )
@@ -103,13 +121,8 @@ def read_folder(folder: Path, config: dict[str, Any]) -> Source:
 
 def _class_names(config: dict[str, Any]) -> list[str] | None:
     """The classes that a config.json names, unless they are the placeholders of transformers."""
-    named = config.get("id2label")
-    if not isinstance(named, dict):
-        return None
-    names = [named.get(str(i)) for i in range(len(named))]
-    if any(name is None for name in names) or all(name == f"LABEL_{i}" for i, name in enumerate(names)):
-        return None
-    return [str(name) for name in names]
+    names = names_of(config.get("id2label"))
+    return None if names is None or names == [f"LABEL_{i}" for i in range(len(names))] else names
 
 
 def _crop(preprocessor: dict[str, Any]) -> EvalCrop | None:
@@ -121,6 +134,12 @@ def _crop(preprocessor: dict[str, Any]) -> EvalCrop | None:
         return None
     named = next((name for name, number in _FILTERS.items() if preprocessor.get("resample") == number), None)
     return crop_of(size[0], crop[0], is_square=len(size) == 2, resize=resize_of(named))
+
+
+def _image_size(preprocessor: dict[str, Any]) -> int | None:
+    """The side of the pictures that a preprocessor_config.json makes; None if they are no squares."""
+    sides = _sides(preprocessor.get("crop_size" if preprocessor.get("do_center_crop", False) else "size"))
+    return sides[0] if len(sides) == 2 and sides[0] == sides[1] and 0 < sides[0] <= MOST_PIXELS else None
 
 
 def _normalise(preprocessor: dict[str, Any]) -> Normalise | None:

@@ -50,10 +50,10 @@ def _open(path: Path) -> Source:
         raise CheckpointError(
             f"{path}: weights are in files that end in {known}, or in a folder of transformers' or timm's"
         )
+    if _TIMM & entries.keys():
+        return Source(path, "timm", entries, metadata)
     if METADATA_KEY in metadata or _OURS & entries.keys():
         return Source(path, "safetensors", entries, metadata)
-    if _TIMM & entries.keys():
-        return Source(path, "timm", entries)
     if any(map(huggingface.is_key, entries)):
         return Source(path, "hf", huggingface.renamed(path, entries))
     raise CheckpointError(

@@ -20,7 +20,7 @@ _HEAD_KEYS = {
     "safetensors": ("head.", "pre_logits.", "head_dist."),
     "npz": ("head/", "pre_logits/", "resnet/head/"),
     "timm": ("head.", "pre_logits.", "head_dist."),
-    "hf": ("classifier.", "vit.pooler."),
+    "hf": ("classifier.", "vit.pooler.", "deit.pooler.", "cls_classifier.", "distillation_classifier."),
 }
 
 
@@ -82,15 +82,9 @@ def parameters(
         raise CheckpointError(
             f"{source.path} ({source.form}) is of another model:\n{listed}" + (f"\n{advice}" if of_head else "")
         )
-    for note in notes(model, source):
+    for note in source.notes:
         report(f"{source.path}: {note}")
     return {name: _reader(source, rules[name], resampled.get(name), report) for name in names}
-
-
-def notes(model: Model, source: Source) -> list[str]:
-    """What people should know about a source whose values a model takes."""
-    differences = model.foreign().differences(source.form, source.config) if source.config else []
-    return [*differences, *source.notes]
 
 
 def load_weights(model: Model, source: Source, drop: Collection[str] = (), report: Report = print) -> None:
@@ -117,8 +111,6 @@ def _problems(
     expected = their_shapes(model, list(rules.values()))
     resizable = {rules[name].theirs[0] for name in resampled}
     problems = [(name, f"missing {name}: this format has no place for it") for name in names if name not in rules]
-    if source.config:
-        problems += model.foreign().contradictions(source.form, source.config)
     for key, shape in expected.items():
         entry = source.entries.get(key)
         if entry is None:

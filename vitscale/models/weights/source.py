@@ -9,9 +9,17 @@ from typing import Any
 from torch import Tensor
 
 from vitscale.ground.errors import CheckpointError
+from vitscale.ground.safe_text import printable
 from vitscale.ground.storage import read_bytes
 from vitscale.ground.weight_formats import Format
+from vitscale.ground.wording import shortened
 from vitscale.recipe import EvalCrop, Normalise
+
+Shapes = dict[str, tuple[int, ...]]
+_MOST_JSON = 64 << 20
+_LONGEST_NAME = 1000
+MOST_PIXELS = 8192
+"""The largest side of an image."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,7 @@ class Source:
         config: config.json of a folder of transformers', with its defaults, or of timm's; empty in other formats.
         class_names: the names of the outputs, if a folder has them.
         eval_crop: how a folder's images are cropped, if it says so and we can do the same.
+        image_size: the side of a folder's images in pixels, if it says so.
         normalise: how the images that the weights are for are normalised, if the format or a folder says so.
         notes: what people should know: what was left unread, and what the file says that we compute otherwise.
     """
@@ -54,6 +63,7 @@ class Source:
     config: dict[str, Any] = field(default_factory=dict)
     class_names: list[str] | None = None
     eval_crop: EvalCrop | None = None
+    image_size: int | None = None
     normalise: Normalise | None = None
     notes: tuple[str, ...] = ()
 
@@ -69,8 +79,10 @@ def rename(path: Path, entries: dict[str, Entry], new_name: Callable[[str], str]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `CheckpointError`."""
+    """The object in a JSON file of at most 64 MiB. Raises `CheckpointError`."""
     try:
+        if path.stat().st_size > _MOST_JSON:
+            raise ValueError(f"longer than {_MOST_JSON >> 20} MiB")
         content = json.loads(read_bytes(path))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
@@ -79,10 +91,18 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def differing(path: Path, content: dict[str, Any], ours: dict[str, Any], so: str) -> list[str]:
-    """One note on the keys of a folder's file that ask for something else than we compute, or none."""
-    found = [f"{key} {content[key]!r} (here {ours[key]!r})" for key in ours if content.get(key, ours[key]) != ours[key]]
-    return [f"{path.name} asks for {' and '.join(found)}: {so}"] if found else []
+def contradicted(source: Source, key: str, value: Any, expected: str) -> CheckpointError:
+    """The error for a value in a folder's config.json with which its tensors are no model of ours."""
+    return CheckpointError(f"{source.path / 'config.json'}: {key} is {shortened(repr(value))}; expected {expected}")
+
+
+def names_of(listed: Any) -> list[str] | None:
+    """The class names that a folder lists, in their order or by their number, made printable; None if it does not."""
+    if isinstance(listed, dict):
+        listed = [listed.get(str(i)) for i in range(len(listed))]
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        return None
+    return [printable(name)[:_LONGEST_NAME] for name in listed]
 
 
 def some(keys: list[str], limit: int = 8) -> str:

@@ -11,7 +11,7 @@ from vitscale.ground.errors import RecipeError
 from vitscale.models.layers import CHANNELS
 from vitscale.models.model import Model
 from vitscale.models.weights.preprocessing import crop_of, filter_of, normalise_of, resize_of, resized_edge
-from vitscale.models.weights.source import Source
+from vitscale.models.weights.source import MOST_PIXELS, Source, names_of
 from vitscale.models.weights.torch_files import SAFETENSORS, read_beside_config
 from vitscale.recipe import EvalCrop, Normalise
 
@@ -68,6 +68,11 @@ def loading_lines(path: Path, model: Model, num_classes: int | None) -> list[str
     return [f"model = timm.create_model({found.name!r}, {listed})"]
 
 
+def model_arguments(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """timm's name for a folder's model, and the arguments besides; empty for a state dict alone."""
+    return str(config.get("architecture", "")).partition(".")[0], _object(config, "model_args")
+
+
 def read_folder(folder: Path, config: dict[str, Any]) -> Source:
     """Read a folder in timm's format with this config.json. Raises `CheckpointError`."""
     data = _object(config, "pretrained_cfg") or config  # the older form has all in one
@@ -76,8 +81,9 @@ def read_folder(folder: Path, config: dict[str, Any]) -> Source:
         "timm",
         read_beside_config(folder),
         config=config,
-        class_names=_class_names(config.get("label_names") or data.get("label_names")),
+        class_names=names_of(config.get("label_names") or data.get("label_names")),
         eval_crop=_crop(data),
+        image_size=_image_size(data),
         normalise=normalise_of(data.get("mean", _MEAN), data.get("std", _STD)),
     )
 
@@ -92,8 +98,10 @@ def _object(config: dict[str, Any], key: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _class_names(names: Any) -> list[str] | None:
-    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
+def _image_size(data: dict[str, Any]) -> int | None:
+    size = data.get("input_size")
+    is_square = isinstance(size, list) and len(size) == 3 and type(size[1]) is int and size[1] == size[2]
+    return size[1] if is_square and 0 < size[1] <= MOST_PIXELS else None  # type: ignore[index]
 
 
 def _crop(data: dict[str, Any]) -> EvalCrop | None:

@@ -39,6 +39,7 @@ def write_weights(
     parameter: Callable[[str], Tensor],
     drop_head: bool = False,
     report: Report = print,
+    readme: Callable[[], str] | None = None,
 ) -> int:
     """Write the weights of a model. Returns the number of values written.
 
@@ -50,6 +51,7 @@ def write_weights(
         parameter: our parameter's name -> its whole tensor, fp32 on the CPU; asked once for each.
         drop_head: leave the output layer and `pre_logits` out.
         report: called with what is worth knowing: values that are not finite, classes of one name.
+        readme: gives the text of a folder's README.md; asked once it is certain that the format holds the model.
 
     Raises `RecipeError` if the format cannot hold the model, if `out` does not end as the format does, or if it exists
     (for a folder, an empty one may exist), and `CheckpointError` if there is no room.
@@ -72,13 +74,13 @@ def write_weights(
     try:
         _prepare(out, form, 4 * count)
         if configurations:
-            _write_folder(out, configurations, shapes, tensors)
+            _write_folder(out, configurations, shapes, tensors, None if readme is None else readme())
         else:
             with durable_file(out, overwrite=False) as file:
                 if form == "npz":
                     write_npz(file, tensors)
                 else:
-                    metadata = {METADATA_KEY: description.to_json()} if form == "safetensors" else {"format": "pt"}
+                    metadata = {METADATA_KEY: description.to_json()} | ({"format": "pt"} if form == "timm" else {})
                     write_safetensors(file, shapes, tensors, metadata)
     except OSError as error:
         if error.errno in _TAKEN and os.path.lexists(out):
@@ -100,11 +102,14 @@ def _stream(rules: list[Rule], parameter: Callable[[str], Tensor], report: Repor
 def loading_lines(out: Path, form: Format, description: Description) -> list[str]:
     """Python that opens what was written in its own library; empty for formats without one, and where timm has no name.
 
+    It can be copied into an interpreter as it is.
+
     `description` is that of what was written: without classes where the head was left out.
     """
     if form == "hf":
-        return huggingface.loading_lines(out, description.build())
-    return timm_hub.loading_lines(out, description.build(), description.num_classes) if form == "timm" else []
+        return ["import transformers", *huggingface.loading_lines(out, description.build())]
+    lines = timm_hub.loading_lines(out, description.build(), description.num_classes) if form == "timm" else []
+    return ["import timm", *lines] if lines else []
 
 
 def _is_folder(out: Path, form: Format) -> bool:
@@ -157,8 +162,11 @@ def _write_folder(
     configurations: dict[str, dict[str, Any]],
     shapes: dict[str, tuple[int, ...]],
     tensors: Iterator[tuple[str, Tensor]],
+    readme: str | None,
 ) -> None:
     with durable_folder(out) as folder:  # over nothing, or an empty folder: anything else is refused by the system
+        if readme is not None:
+            write_text(folder / "README.md", readme)
         for name, block in configurations.items():
             write_text(folder / name, json.dumps(block, indent=2, ensure_ascii=False) + "\n")
         with (folder / WEIGHTS).open("wb") as file:

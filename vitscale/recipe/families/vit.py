@@ -19,7 +19,7 @@ from vitscale.recipe.families.vit_shape import BESIDE, DropPathRule, ViTShape, s
 
 _OF_PARTS = (
     *("norm", "norm_eps", "sub_norm", "mlp", "qkv_bias", "qk_norm", "layer_scale", "registers", "class_position"),
-    "distilled",
+    *("distilled", "class_token"),
 )
 _OF_EMBEDDINGS = re.compile(r"(stem|embedding|cls|dist|registers|pos_embedding)(\.|$)")
 _OF_BLOCK = re.compile(r"blocks\.(\d+)\.")
@@ -73,11 +73,11 @@ class ViT(Model):
         description="an extra norm before the second layer of each MLP (mlp, as in EVA-02 B and L), or also before "
         "the output layer of attention (all, as in EVA-02 of CLIP); default none",
     )
-    mlp: Literal["gelu", "exact_gelu", "swiglu"] | None = Field(
+    mlp: Literal["gelu", "exact_gelu", "quick_gelu", "swiglu"] | None = Field(
         None,
-        description="activation of an MLP's hidden layer; default gelu, in its tanh form; swiglu: mlp_dim gates and "
-        "as many values. Two thirds of gelu's mlp_dim give as many parameters; DINOv2 g rounds this number up to a "
-        "multiple of 8, EVA-02 rounds it down",
+        description="activation of an MLP's hidden layer; default gelu, in its tanh form; quick_gelu: x sigmoid(1.702 "
+        "x), as in the first CLIP; swiglu: mlp_dim gates and as many values. Two thirds of gelu's mlp_dim give as many "
+        "parameters; DINOv2 g rounds this number up to a multiple of 8, EVA-02 rounds it down",
     )
     qkv_bias: Literal["all", "no_key", "none"] | None = Field(
         None,
@@ -97,6 +97,9 @@ class ViT(Model):
         None,
         description="a distillation token beside the class token, and a head for each, as in DeiT; the model's output "
         "is the mean of both; default false",
+    )
+    class_token: bool | None = Field(
+        None, description="false: no class token with pool: normed_mean, as in timm's vit_*_gap models; default true"
     )
     pool: Pool | None = Field(
         None,
@@ -162,6 +165,10 @@ class ViT(Model):
             )
         if shape.distilled:
             self._possible_with_distillation(shape)
+        if not shape.class_token and self.pool_or_default() != "normed_mean":
+            raise ValueError(
+                "class_token: false belongs to pool: normed_mean; cls needs one, and mean and map have none"
+            )
         return self
 
     def _possible_with_distillation(self, shape: ViTShape) -> None:
@@ -239,7 +246,7 @@ class ViT(Model):
     @property
     def has_class_token(self) -> bool:
         """Whether there is a class token among the tokens."""
-        return has_class_token(self.pool_or_default())
+        return has_class_token(self.pool_or_default()) and self.shape().class_token
 
     # ---- On images of a size -----------------------------------------------------------------------------------------
 

@@ -76,12 +76,13 @@ class ViTShape:
 
     `norm` and `norm_eps` apply to every norm. `sub_norm` adds a norm before the second layer of each MLP (mlp), and
     also one before the output layer of attention (all). `mlp` is the activation of the hidden layer: GELU in its tanh
-    form or exact, or SwiGLU, whose first layer computes `mlp_dim` gates and as many values. `qkv_bias` says which of
-    queries, keys and values have a bias. `qk_norm` normalises the queries and keys of each head. `layer_scale` is the
-    initial value of a learned factor per channel after attention and after the MLP; None means no such factor.
-    `registers` is the number of learned tokens between the class token and the patches; no position is added to them,
-    nor, without `class_position`, to the class token. A `distilled` model has a distillation token beside the class
-    token, and a head for each; its output is the mean of both (DeiT).
+    form, exact, or as x sigmoid(1.702 x) (quick), or SwiGLU, whose first layer computes `mlp_dim` gates and as many
+    values. `qkv_bias` says which of queries, keys and values have a bias. `qk_norm` normalises the queries and keys of
+    each head. `layer_scale` is the initial value of a learned factor per channel after attention and after the MLP;
+    None means no such factor. `registers` is the number of learned tokens between the class token and the patches; no
+    position is added to them, nor, without `class_position`, to the class token. A `distilled` model has a distillation
+    token beside the class token, and a head for each; its output is the mean of both (DeiT). Without `class_token` a
+    model that pools by `normed_mean` has none.
     """
 
     patch_size: int
@@ -94,13 +95,14 @@ class ViTShape:
     norm: Literal["layer", "rms"] = "layer"
     norm_eps: float = 1e-6
     sub_norm: Literal["none", "mlp", "all"] = "none"
-    mlp: Literal["gelu", "exact_gelu", "swiglu"] = "gelu"
+    mlp: Literal["gelu", "exact_gelu", "quick_gelu", "swiglu"] = "gelu"
     qkv_bias: Literal["all", "no_key", "none"] = "all"
     qk_norm: bool = False
     layer_scale: float | None = None
     registers: int = 0
     class_position: bool = True
     distilled: bool = False
+    class_token: bool = True
 
     def cut_size(self, image_size: int) -> int:
         """The side of what is cut into patches: the image, or the stem's feature map."""

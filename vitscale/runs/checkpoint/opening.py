@@ -102,6 +102,15 @@ class OpenWeights:
         Raises as `describe` and `parameters` do.
         """
         own = describe(self.source, model, image_size, self.description)
+        if model is None and self.description is None:
+            report(
+                f"{self.source.path} names no model: taken for {own.title}, as its tensors are; --model tells better"
+            )
+        if self.source.image_size not in (None, own.image_size) and image_size is None:
+            report(
+                f"{self.source.path}: its preprocessing makes images of {self.source.image_size} pixels; used with "
+                f"{own.image_size}, which its positions are for"
+            )
         is_headless = own.num_classes is None and (self.recipe is not None or not has_head(self.source))
         built = own.build(with_head=not is_headless)
         return own, built, parameters(built, self.source, HEAD if drop_head or is_headless else (), report)

@@ -163,6 +163,8 @@ def check_model(named: Named, found: OpenWeights, ours: Model, whose: str) -> No
     if found.model is None:
         return
     theirs, own = found.model.facts(), ours.facts()
+    if {theirs.get("layer_scale"), own.get("layer_scale")}.isdisjoint({None}):
+        theirs["layer_scale"] = own["layer_scale"]  # only where it begins
     if differing := [key for key in own if theirs.get(key) != own[key]]:
         listed = "; ".join(f"model.{key} {theirs.get(key)!r}, {whose} is {own[key]!r}" for key in differing)
         raise RecipeError(f"{named.key}.from: {found.title} is of another model: it has {listed}")

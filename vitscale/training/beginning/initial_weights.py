@@ -7,6 +7,7 @@ Anything else that the weights hold is an error, except a head that the recipe d
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from torch import Tensor
 
 from vitscale.ground.errors import VitscaleError
 from vitscale.ground.wording import counted
-from vitscale.models.weights import HEAD, Reader, Source, notes, parameters
+from vitscale.models.weights import HEAD, Reader, Source, parameters
 from vitscale.objectives import build_objective
-from vitscale.recipe import Recipe
+from vitscale.recipe import Recipe, read_recipe, validate_recipe
+from vitscale.recipe.families import ViT
 from vitscale.runs.checkpoint import checkpoint_directory
 from vitscale.runs.checkpoint.opening import OpenWeights
 from vitscale.runs.directory import read_newest
+from vitscale.runs.names import RECIPE_FILE
 from vitscale.training.beginning.found_weights import (
     Named,
     check_classes,
@@ -32,8 +35,32 @@ from vitscale.training.beginning.found_weights import (
 )
 from vitscale.training.deepspeed import distributed, fragments
 
+_FUNCTIONS = ("mlp", "norm_eps")  # keys of a model that no tensor shows
 _OUTPUT_LAYERS = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
 _ADVICE = "leave the whole head out, as for fine-tuning: model.head: linear and init.head: zero"
+
+
+def settle_functions(recipe: Recipe, run_dir: Path) -> tuple[Recipe, str | None]:
+    """The recipe with the form of GELU and the epsilon of the weights that it begins with, where it leaves them open,
+    and what was taken, in words. A run keeps what it began with.
+
+    Raises `RecipeError` and `CheckpointError` as `check_initial_weights`.
+    """
+    left = [key for key in _FUNCTIONS if isinstance(recipe.model, ViT) and getattr(recipe.model, key) is None]
+    if recipe.init is None or recipe.init.continues or not left:
+        return recipe, None
+    saved = run_dir / RECIPE_FILE
+    source = read_recipe(saved).model if saved.exists() else find_weights(Named.by_init(recipe.init)).model
+    if not isinstance(source, ViT):
+        return recipe, None
+    own, theirs = asdict(recipe.model.shape()), asdict(source.shape())
+    taken = {key: theirs[key] for key in left if own[key] != theirs[key] and "swiglu" not in (own[key], theirs[key])}
+    if not taken:
+        return recipe, None
+    content = recipe.dump()
+    content["model"] |= taken
+    words = f"model {', '.join(f'{key} {value}' for key, value in taken.items())}, as the weights of init.from have it"
+    return validate_recipe(content, f"with {words}, the recipe"), None if saved.exists() else words
 
 
 def check_initial_weights(recipe: Recipe, class_names: list[str], run_dir: Path) -> None:
@@ -118,7 +145,7 @@ class _Assignment:
         drop = [] if recipe.init.head == "keep" else [name for name in names if name in _OUTPUT_LAYERS]
         if recipe.init.head == "initial" and not _has_pre_logits(found.source):
             drop = [name for name in names if name in HEAD]
-        self.notes = notes(model, found.source)
+        self.notes = list(found.source.notes)
         self.readers: dict[str, Reader] = parameters(
             model,
             found.source,

@@ -8,7 +8,7 @@ import torch
 from vitscale import recipe as recipes
 from vitscale.ground.errors import CheckpointError, RecipeError, VitscaleError
 from vitscale.models import Model, initialise, weight_dtype
-from vitscale.models.weights import load_weights, notes, parameters
+from vitscale.models.weights import load_weights, parameters
 from vitscale.objectives import build_teacher
 from vitscale.recipe import Recipe
 from vitscale.runs.checkpoint.opening import OpenWeights
@@ -82,7 +82,7 @@ def load_teacher(
             load_weights(teacher, found.source, report=lambda note: None)
         except VitscaleError as error:
             raise error.on_all_ranks() from None
-        for note in notes(teacher, found.source):
+        for note in found.source.notes:
             say(f"{found.source.path}: {note}")
         say(f"teacher: {found.title}")
         identity = found.identity

@@ -1,0 +1,276 @@
+"""Folders of timm's and transformers' with nothing said: the peer's logits from its own random weights on photos."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from models.weights.exported import TINY, described, finished_run, valued, write
+from PIL import Image
+
+from vitscale.cli.export import export
+from vitscale.ground.errors import CheckpointError, RecipeError, VitscaleError
+from vitscale.models import Model
+from vitscale.models.weights import Description, Entry, Source, describe, open_weights, own_description, parameters
+from vitscale.recipe import override, read_recipe
+from vitscale.recipe.families import model_of
+from vitscale.runs.checkpoint.opening import open_model
+from vitscale.runs.metrics import OF_EVALUATIONS
+from vitscale.training.beginning.initial_weights import settle_functions
+
+timm = pytest.importorskip("timm")
+transformers = pytest.importorskip("transformers")
+SMALL = {"img_size": 64, "depth": 2}
+TIMM = {
+    **{"vit_tiny_patch16_224": SMALL, "vit_base_patch32_siglip_256": SMALL, "vit_base_patch16_gap_224": SMALL},
+    **{"deit_tiny_patch16_224": SMALL, "deit_tiny_distilled_patch16_224": SMALL, "deit3_small_patch16_224": SMALL},
+    **{"vit_wee_patch16_reg1_gap_256": SMALL, "vit_small_patch14_reg4_dinov2": {"img_size": 56, "depth": 2}},
+    **{"eva02_tiny_patch14_224": {"img_size": 56, "depth": 2}, "eva02_base_patch16_clip_224": SMALL},
+    **{"vit_small_r26_s32_224": SMALL, "resnetv2_50x1_bit": {}},
+}
+OF_ALL = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 64, "patch_size": 8}
+SIZED = OF_ALL | {"intermediate_size": 96}
+NAMES = [f"class {i}" for i in range(7)]
+CLASSES = {"id2label": dict(enumerate(NAMES)), "label2id": {name: i for i, name in enumerate(NAMES)}}
+TRANSFORMERS = {
+    "ViTForImageClassification": ("ViTConfig", SIZED | CLASSES),
+    "ViTForImageClassification, quick GELU": ("ViTConfig", SIZED | CLASSES | {"hidden_act": "quick_gelu"}),
+    "ViTModel": ("ViTConfig", SIZED | {"hidden_act": "gelu_new", "layer_norm_eps": 1e-3}),
+    "DeiTForImageClassificationWithTeacher": ("DeiTConfig", SIZED | CLASSES),
+    "DeiTForImageClassification": ("DeiTConfig", SIZED | CLASSES),
+    "DeiTModel": ("DeiTConfig", SIZED),
+    "Dinov2Model": ("Dinov2Config", OF_ALL),
+    "Dinov2WithRegistersModel": ("Dinov2WithRegistersConfig", OF_ALL | {"use_swiglu_ffn": True}),
+    "DINOv3ViTModel": ("DINOv3ViTConfig", SIZED | {"num_register_tokens": 4}),
+    "DINOv3ViTModel, no registers": ("DINOv3ViTConfig", SIZED | {"use_gated_mlp": True, "hidden_act": "silu"}),
+}
+
+
+@pytest.fixture(scope="module")
+def photos(data_root: Path) -> list[Image.Image]:
+    with tarfile.open(data_root / "clothing" / "validation.tar") as archive:
+        found = [member for member in archive if member.name.endswith(".jpg")][:3]
+        return [Image.open(archive.extractfile(member)).convert("RGB") for member in found]  # type: ignore[arg-type]
+
+
+def randomised(peer: torch.nn.Module) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.05, generator=generator)
+            else:
+                parameter.uniform_(0.2, 0.8, generator=generator)
+    return peer.eval()
+
+
+def opened(source: Path) -> tuple[Description, Model, list[str]]:
+    """The model of a source with nothing said, its values loaded, and what was reported."""
+    notes: list[str] = []
+    description, model, readers = open_model(str(source)).fit(report=notes.append)
+    model = model.to_empty(device="cpu").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(readers[name]())
+    return description, model, notes
+
+
+def saved_by_timm(name: str, folder: Path, **changes) -> torch.nn.Module:
+    peer = randomised(timm.create_model(name, num_classes=7, **TIMM[name] | changes))
+    timm.models.save_for_hf(peer, folder, safe_serialization=True, model_config={"label_names": NAMES})
+    return peer
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_a_folder_of_timm_s(name, photos, tmp_path):
+    saved_by_timm(name, tmp_path / "folder")
+    peer = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True).eval()
+    config = timm.data.resolve_model_data_config(peer)
+    pixels = torch.stack([timm.data.create_transform(**config)(photo) for photo in photos])
+    description, model, notes = opened(tmp_path / "folder")
+    with torch.no_grad():
+        ours, theirs = model(pixels.permute(0, 2, 3, 1)).logits, peer(pixels)
+    assert ours.std() > 0.05 and (ours - theirs).abs().max() < 1e-5
+    assert notes == [] and description.class_names == NAMES
+    assert description.normalise.model_dump() == {"mean": list(config["mean"]), "std": list(config["std"])}
+    assert description.eval_crop.fraction == pytest.approx(config["crop_pct"])
+    assert description.image_size == config["input_size"][1]
+    if name.startswith("vit_wee"):
+        export(str(tmp_path / "folder"), "timm", tmp_path / "again")
+        again = timm.create_model(f"local-dir:{tmp_path / 'again'}", pretrained=True).eval()
+        with torch.no_grad():
+            assert (again(pixels) - theirs).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("case", TRANSFORMERS)
+def test_a_folder_of_transformers(case, photos, tmp_path):
+    name, (kind, settings) = case.partition(",")[0], TRANSFORMERS[case]
+    peer = randomised(getattr(transformers, name)(getattr(transformers, kind)(**settings)))
+    peer.save_pretrained(tmp_path)
+    side = {"height": 64, "width": 64}
+    processor = transformers.BitImageProcessor(size=side, crop_size=side, image_mean=[0.4, 0.5, 0.6])
+    processor.save_pretrained(tmp_path)
+    pixels = processor(photos, return_tensors="pt")["pixel_values"]
+    description, model, _ = opened(tmp_path)
+    with torch.no_grad():
+        ours, theirs = model(pixels.permute(0, 2, 3, 1)), peer(pixels)
+    if "logits" in theirs:
+        assert ours.logits.std() > 0.05 and (ours.logits - theirs.logits).abs().max() < 1e-5
+    else:
+        assert ours.tokens.std() > 0.05 and (ours.tokens - theirs.last_hidden_state).abs().max() < 1e-5
+        assert description.num_classes is None
+    assert description.normalise.mean == [0.4, 0.5, 0.6]
+    assert description.class_names == (NAMES if settings.items() >= CLASSES.items() else None)
+
+
+def test_deit_goes_back_to_transformers(tmp_path):
+    """Both classifiers: transformers computes the same with what we read and wrote again."""
+    for name in ("DeiTForImageClassificationWithTeacher", "DeiTForImageClassification"):
+        peer = randomised(getattr(transformers, name)(transformers.DeiTConfig(**SIZED | CLASSES)))
+        peer.save_pretrained(tmp_path / name)
+        export(str(tmp_path / name), "hf", tmp_path / f"{name}-again")
+        again = getattr(transformers, name).from_pretrained(tmp_path / f"{name}-again").eval()
+        pixels = torch.randn(2, 3, 64, 64)
+        with torch.no_grad():
+            assert (peer(pixels).logits - again(pixels).logits).abs().max() < 1e-5
+        larger, _, _ = open_model(str(tmp_path / name)).fit(image_size=96, report=lambda note: None)
+        assert larger.image_size == 96
+
+
+def test_a_state_dict_alone(tmp_path):
+    """Of timm's it is told by its tensors, and said so; one that we wrote says what it is."""
+    peer = randomised(timm.create_model("vit_tiny_patch16_224", num_classes=7, **SMALL))
+    torch.save(peer.state_dict(), tmp_path / "theirs.pth")
+    _, model, notes = opened(tmp_path / "theirs.pth")
+    pixels = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert (model(pixels.permute(0, 2, 3, 1)).logits - peer(pixels)).abs().max() < 1e-5
+    assert len(notes) == 1 and "ViT-Ti/16 with depth 2, mlp exact_gelu" in notes[0] and "--model" in notes[0]
+    assert describe(open_weights(tmp_path / "theirs.pth"), {"name": "ViT-Ti/16", "depth": 2}).model.get("mlp") is None
+    own = described(TINY, class_names=[f"kind {i}" for i in range(7)])
+    ours = write(valued(own), own, "timm", tmp_path)
+    assert open_model(str(ours)).class_names == own.class_names
+
+
+@pytest.mark.slow
+def test_what_no_tensor_shows_of_timm_s_models():
+    """Of every name that timm has: heads, activation and epsilon as timm builds it, or no such model here."""
+    known = 0
+    for name in timm.list_models(["vit_*", "deit*", "eva02_*", "eva_large*", "flexivit_*"]):
+        with torch.device("meta"):
+            try:
+                peer = timm.create_model(name, num_classes=7, depth=1)
+            except (AssertionError, TypeError):  # another kind of model, which has no such argument
+                continue
+        entries = {key: Entry(key, tuple(value.shape), lambda: None) for key, value in peer.state_dict().items()}
+        source = Source(Path(name), "timm", entries, config={"architecture": f"{name}.tag", "model_args": {"depth": 1}})
+        try:
+            found = own_description(source)
+            if found is None:
+                continue
+            model = found.build()
+            parameters(model, source, report=lambda note: None)
+        except VitscaleError:
+            continue
+        known += 1
+        block, shape = peer.blocks[0], model.shape
+        act = {"GELU": "exact_gelu", "GELUTanh": "gelu", "QuickGELU": "quick_gelu", "SiLU": "swiglu"}
+        theirs = block.attn.num_heads, block.norm1.eps, act[type(block.mlp.act).__name__]
+        assert (name, shape.num_heads, shape.norm_eps, shape.mlp) == (name, *theirs)
+    assert known > 100
+
+
+# ---- Strangers' folders ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_args": {"depth": 12, "img_size": 64}}, "depth.*12.*2"),
+        ({"model_args": {"embed_dim": 384}}, "embed_dim.*384.*192"),
+        ({"model_args": {"num_heads": -3}}, "num_heads.*-3"),
+        ({"model_args": {"num_heads": 10**400}}, "num_heads"),
+        ({"model_args": {"act_layer": "relu"}}, "act_layer.*relu"),
+        ({"model_args": {"norm_layer": ["a"]}}, "norm_layer"),
+        ({"model_args": {"global_pool": "max"}}, "global_pool.*max"),
+        ({"architecture": "swin_tiny\x1b[2J"}, r"swin_tiny\\x1b.*--model"),
+        ({"architecture": "x" * 10**5}, "--model"),
+    ],
+)
+def test_a_config_that_lies(changes, words, tmp_path):
+    saved_by_timm("vit_tiny_patch16_224", tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises((CheckpointError, RecipeError), match=words) as caught:
+        open_model(str(tmp_path)).fit(report=lambda note: None)
+    assert len(str(caught.value)) < 1000 and str(caught.value).isprintable()
+
+
+def test_what_a_folder_says_of_pictures_and_classes_is_bounded(tmp_path):
+    saved_by_timm("vit_tiny_patch16_224", tmp_path)
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    content["label_names"] = {
+        str(i): name for i, name in enumerate(["\x1b[31mred\n", "\u202eabc", "a" * 10**5, *"defg"])
+    }
+    content["pretrained_cfg"] |= {"mean": [0.5], "std": [0.5, float("nan"), 0.5], "input_size": [3, 10**9, 10**9]}
+    path.write_text(json.dumps(content))
+    found = open_model(str(tmp_path))
+    assert all(name.isprintable() and len(name) <= 1000 for name in found.class_names or ["\n"])
+    assert found.normalise is None and found.description is not None and found.description.image_size == 64
+    content["label_names"] = NAMES[:3]  # of seven
+    path.write_text(json.dumps(content))
+    assert open_model(str(tmp_path)).class_names is None
+    path.write_text(json.dumps(content) + " " * (65 << 20))
+    with pytest.raises(CheckpointError, match="64 MiB"):
+        open_model(str(tmp_path))
+
+
+def test_a_folder_with_both_formats(tmp_path):
+    """Safetensors are read, and a pickle beside them is not opened."""
+    saved_by_timm("vit_tiny_patch16_224", tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"no pickle")
+    (tmp_path / "preprocessor_config.json").write_text("no JSON")  # transformers', in a folder of timm's
+    assert open_model(str(tmp_path)).source.form == "timm"
+
+
+# ---- A run that begins with a folder, and what an export says --------------------------------------------------------
+
+
+def test_a_run_takes_gelu_and_epsilon(tmp_path):
+    peer = transformers.ViTForImageClassification(transformers.ViTConfig(**SIZED))
+    peer.save_pretrained(tmp_path / "folder")
+    block = TINY | {"head": "linear"}
+    settings = {"init": {"from": str(tmp_path / "folder")}}
+    run = finished_run(tmp_path / "run", valued(described(block)), block, **settings)
+    recipe = read_recipe(run / "recipe.yaml")
+    settled, words = settle_functions(recipe, tmp_path / "new")
+    assert (settled.model.mlp, settled.model.norm_eps) == ("exact_gelu", 1e-12)
+    assert words is not None and "exact_gelu" in words
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "recipe.yaml").write_text(yaml.safe_dump(settled.dump()))
+    (tmp_path / "folder").rename(tmp_path / "gone")
+    assert settle_functions(recipe, tmp_path / "new") == (settled, None)
+    explicit = override(recipe.dump(), ["model.mlp=gelu", "model.norm_eps=1e-6"], "test")
+    assert settle_functions(explicit, tmp_path / "newer") == (explicit, None)
+    assert model_of(**settled.dump()["model"]).shape().norm_eps == 1e-12
+
+
+def test_the_model_card(tmp_path):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    block, evil = TINY | {"head": "linear"}, "photos<script>|x](http://evil)\n---\nlicense: mit"
+    run = finished_run(tmp_path / "run", valued(described(block)), block, data={"train": evil})
+    values = {"validation/top1": 0.75, "a|b\n# c": 0.5}
+    line = {"step": 3} | {f"{OF_EVALUATIONS}{key}": value for key, value in values.items()}
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    export(str(run), "timm", tmp_path / "out", licence="apache-2.0")
+    text = (tmp_path / "out" / "README.md").read_text()
+    card = huggingface_hub.ModelCard.load(tmp_path / "out" / "README.md")
+    assert (card.data.license, card.data.library_name, card.data.datasets) == ("apache-2.0", "timm", None)
+    assert card.data.pipeline_tag == "image-classification"
+    assert "<script>" not in text and "](http" not in text and "\n---\nlicense: mit" not in text and "\n# c" not in text
+    assert "| 3 of 3 |" in text and "| validation/top1 | 0.75 |" in text
+    export("ViT-Ti/16", "hf", tmp_path / "fresh", num_classes=3, image_size=32)
+    assert huggingface_hub.ModelCard.load(tmp_path / "fresh" / "README.md").data.license == "unknown"
