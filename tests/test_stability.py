@@ -23,6 +23,7 @@ import pyarrow as pa
 import pytest
 import typer
 
+import vitscale
 from data_tools.convert import app as convert_app
 from vitscale import pretrain
 from vitscale.about.checks.verifying import Asked, verify_run
@@ -41,6 +42,7 @@ COMMANDS = {"vitscale": vitscale_app, "vitscale-convert": convert_app, "vitscale
 SAME_AS_OTHERS = ("convert", "flops", "train")  # of `vitscale`: as vitscale-convert, vitscale-flops and launch
 # What the pages tell people to import, and what a package with a part of its own uses (docs/architecture.md).
 NAMES = {
+    "vitscale": vitscale.__all__,
     "vitscale.data": ["ImageOperation", "Loader", "Reading", "TrainOrder", "TrainTransform"],
     "vitscale.data.draws": ["between", "between_ratios", "normal", "stratum", "uniform"],
     "vitscale.ground.errors": [name for name, value in vars(errors).items() if inspect.isclass(value)],
@@ -55,8 +57,12 @@ NAMES = {
     "vitscale.data.shards": ["Manifest"],
     "vitscale.about.status": ["RunReader"],
 }
-# Of these, what a subclass in another package overrides or calls.
+# Of these, what a subclass in another package overrides or calls, and what a person holds.
 CONTRACTS = {
+    "vitscale.Dataset",
+    "vitscale.Model",
+    "vitscale.Run",
+    "vitscale.Training",
     "vitscale.data.image_operations.ImageOperation",
     "vitscale.evaluation.Evaluator",
     "vitscale.recipe.families.Model",

@@ -9,15 +9,13 @@ from typing import Literal
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vitscale.data.shards import MANIFEST_NAME
 from vitscale.evaluation.finished import FinishedModel
 from vitscale.evaluation.inspection.figures import inspection_figures
-from vitscale.evaluation.inspection.finished import Pictures, first_of, inspect_model
+from vitscale.evaluation.inspection.finished import inspect_model, pictures_from
 from vitscale.evaluation.inspection.looking import PARTS, Findings, Part
 from vitscale.evaluation.inspection.output import PAGE, write
 from vitscale.evaluation.inspection.speed import Throughput, speed_figure, throughputs
 from vitscale.evaluation.placing import join
-from vitscale.evaluation.prediction import image_files, pictures_of
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.files.durable import new_folder
 from vitscale.ground.page import check_drawing
@@ -45,7 +43,7 @@ def run_inspect(
         facts, notes = [], []
         for source, name in zip(sources, names, strict=True):
             with open_model(source) as model:
-                seen, progress = _pictures(model, images, count), partial(_progress, name)
+                seen, progress = pictures_from(model, images, count), partial(_progress, name)
                 found = inspect_model(model, seen, wanted, pictures=pictures, neighbours=neighbours, progress=progress)
                 step = "" if model.step is None else f", step {model.step:,}"
             findings[name] = found
@@ -81,16 +79,6 @@ def _names(sources: Sequence[Path]) -> list[str]:
             if len(set(names)) == len(names):
                 return names
     raise AssertionError("different paths have different names")
-
-
-def _pictures(model: FinishedModel, where: str, count: int) -> Pictures:
-    """`count` images: spread evenly over a folder, or the first ones of a dataset."""
-    path = Path(where)
-    if not path.is_file() and (not path.is_dir() or (path / MANIFEST_NAME).exists()):
-        return first_of(model, where, count)
-    files = image_files([path])
-    files = [files[at * len(files) // count] for at in range(count)] if len(files) > count else files
-    return Pictures(pictures_of(model, files), torch.full((len(files),), -1), None)
 
 
 @contextmanager
