@@ -23,6 +23,7 @@ import pyarrow as pa
 import pytest
 import typer
 
+import vitscale
 from vitscale import pretrain
 from vitscale.about.checks.verifying import Asked, verify_run
 from vitscale.about.studies.reading import study_schema
@@ -41,6 +42,7 @@ COMMANDS = {"vitscale": vitscale_app, "vitscale-convert": convert_app, "vitscale
 SAME_AS_OTHERS = ("convert", "flops", "train")  # of `vitscale`: as vitscale-convert, vitscale-flops and launch
 # What the pages tell people to import, and what a package with a part of its own uses (docs/architecture.md).
 NAMES = {
+    "vitscale": vitscale.__all__,
     "vitscale.data.augmentation": ["TrainTransform"],
     "vitscale.data.draws": ["between", "between_ratios", "normal", "stratum", "uniform"],
     "vitscale.data.image_operations": ["ImageOperation"],
@@ -59,8 +61,12 @@ NAMES = {
     "vitscale.data.shards": ["Manifest"],
     "vitscale.about.status": ["RunReader"],
 }
-# Of these, what a subclass in another package overrides or calls.
+# Of these, what a subclass in another package overrides or calls, and what a person holds.
 CONTRACTS = {
+    "vitscale.Dataset",
+    "vitscale.Model",
+    "vitscale.Run",
+    "vitscale.Training",
     "vitscale.data.image_operations.ImageOperation",
     "vitscale.evaluation.Evaluator",
     "vitscale.recipe.families.Model",

@@ -8,6 +8,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -134,10 +135,22 @@ def _start(context: Any) -> _Worker:
     ours, theirs = context.Pipe()
     counts = context.RawArray("q", 3)
     process = context.Process(target=_work, args=(theirs, counts, os.getpid()), daemon=True)
-    with _interrupt_held_back():
+    with _interrupt_held_back(), _without_callers_script():
         process.start()
     theirs.close()
     return _Worker(process, ours, counts)
+
+
+@contextmanager
+def _without_callers_script() -> Iterator[None]:
+    """Keeps a worker from running the script that calls `convert` once more, from its first line."""
+    main = vars(sys.modules["__main__"])
+    hidden = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    main["__spec__"] = None
+    try:
+        yield
+    finally:
+        main.update({"__spec__": None} | hidden)
 
 
 @contextmanager

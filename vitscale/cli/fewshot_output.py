@@ -2,17 +2,14 @@
 
 from typing import Any
 
-from vitscale.evaluation.representation import Method, Strength
+from vitscale.evaluation.representation import PAPERS_L2, Method, Strength, default_counts
 from vitscale.ground.errors import RecipeError
-
-_PAPERS_SHOTS = [1, 5, 10, 25]
-_PAPERS_L2 = 2.0**10
 
 
 def counts_of(shots: str | None, method: Method) -> list[int | None]:
     """The numbers of samples per class that `--shots` asks for, with None for all samples. Raises `RecipeError`."""
     if shots is None:
-        return [*_PAPERS_SHOTS] if method == "ridge" else [None]
+        return default_counts(method)
     found: list[int | None] = []
     for word in shots.split(","):
         if word != "all" and not (word.isascii() and word.isdecimal() and 0 < int(word) < 2**31):
@@ -26,7 +23,7 @@ def counts_of(shots: str | None, method: Method) -> list[int | None]:
 def strength_of(l2: str | None, tasks: int) -> Strength:
     """The L2 strength, or the way to choose it, that `--l2` asks for. Raises `RecipeError`."""
     if l2 is None:
-        return _PAPERS_L2
+        return PAPERS_L2
     if l2 in ("shared", "others"):
         if l2 == "others" and tasks < 2:
             raise RecipeError("--l2 others: chosen on the other tasks, and there is one; give more --train and --test")

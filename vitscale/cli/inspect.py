@@ -10,15 +10,12 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vitscale.cli.looking import ImageSize, MaxMemory, ModelName, NoEma, Precision, Settings, Step, opened
-from vitscale.data.shards import MANIFEST_NAME
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.files.durable import new_folder
 from vitscale.ground.page import check_drawing
 from vitscale.ground.table import Console
 
 if TYPE_CHECKING:
-    from vitscale.evaluation.finished import FinishedModel
-    from vitscale.evaluation.inspection.finished import Pictures
     from vitscale.evaluation.inspection.looking import Findings, Part
 
 
@@ -55,7 +52,7 @@ def inspect(
     Each figure is a PNG, an SVG and a CSV of its numbers; index.html has them all.
     """
     from vitscale.evaluation.inspection.figures import inspection_figures
-    from vitscale.evaluation.inspection.finished import inspect_model
+    from vitscale.evaluation.inspection.finished import inspect_model, pictures_from
     from vitscale.evaluation.inspection.looking import PARTS
     from vitscale.evaluation.inspection.output import PAGE, write
 
@@ -77,7 +74,7 @@ def inspect(
         facts, notes = [], []
         for source, name in zip(sources, names, strict=True):
             with options(source) as finished:
-                seen, progress = _pictures(finished, images, count), partial(_progress, name)
+                seen, progress = pictures_from(finished, images, count), partial(_progress, name)
                 found = inspect_model(
                     finished, seen, wanted, pictures=pictures, neighbours=neighbours, progress=progress
                 )
@@ -117,21 +114,6 @@ def _names(sources: Sequence[Path]) -> list[str]:
             if len(set(names)) == len(names):
                 return names
     raise AssertionError("different paths have different names")
-
-
-def _pictures(model: "FinishedModel", where: str, count: int) -> "Pictures":
-    """`count` images: spread evenly over a folder, or the first ones of a dataset."""
-    import torch
-
-    from vitscale.evaluation.inspection.finished import Pictures, first_of
-    from vitscale.evaluation.prediction import image_files, pictures_of
-
-    path = Path(where)
-    if not path.is_file() and (not path.is_dir() or (path / MANIFEST_NAME).exists()):
-        return first_of(model, where, count)
-    files = image_files([path])
-    files = [files[at * len(files) // count] for at in range(count)] if len(files) > count else files
-    return Pictures(pictures_of(model, files), torch.full((len(files),), -1), None)
 
 
 @contextmanager

@@ -16,9 +16,7 @@ from vitscale.ground.table import Console
 from vitscale.ground.wording import counted
 
 if TYPE_CHECKING:
-    from vitscale.data.shards import Manifest
     from vitscale.evaluation.finished import FinishedModel
-    from vitscale.evaluation.metrics import ReaL
 
 NoEma = Annotated[bool, typer.Option("--no-ema", help="For a run: use its last weights, not their average.")]
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's field.")]
@@ -84,6 +82,7 @@ def evaluate(
     Under `accelerate launch -m vitscale` several processes share the images.
     """
     from vitscale.evaluation.finished import evaluate_finished
+    from vitscale.evaluation.scoring import scores
     from vitscale.runs.intervals import accuracy_intervals
 
     if data is None:
@@ -97,7 +96,10 @@ def evaluate(
             if data is None:
                 values = evaluate_finished(finished)
             else:
-                values, about = _scores(finished, data, metrics, real, objectnet, out)
+                if objectnet is not None:
+                    _refuse("--objectnet has metrics of its own", {"--metrics": metrics, "--real": real, "--out": out})
+                asked = None if metrics is None else metrics.split(",")
+                values, about = scores(finished, data, asked, real, objectnet, out)
                 policy |= about
         if not finished.accelerator.is_main_process:
             return
@@ -115,60 +117,6 @@ def evaluate(
             text = f"{int(value):,}" if metric.endswith("samples") else f"{value:.4f}"
             within = "  ({:.4f} to {:.4f})".format(*intervals[metric]) if metric in intervals else ""
             print(f"  {metric:<24} {text}{within}")
-
-
-def _scores(
-    finished: "FinishedModel",
-    data: str,
-    metrics: str | None,
-    real: str | None,
-    objectnet: Path | None,
-    out: Path | None,
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics on a dataset, and facts about how they were measured."""
-    from vitscale.evaluation import metrics as m
-    from vitscale.evaluation.answers import write_evaluation
-    from vitscale.evaluation.build import samples_expected
-    from vitscale.evaluation.finished import tell_common_samples
-
-    known = ["top1", "top5", "mean_per_class", "calibration"]
-    asked = known if metrics is None else metrics.split(",")
-    if unknown := [name for name in asked if name not in known]:
-        raise RecipeError(f"--metrics: {unknown[0]!r} is none; expected some of {','.join(known)}")
-    if finished.num_classes is None:
-        raise RecipeError(f"{finished.source} has no classes to be evaluated; fewshot and features are for such models")
-    manifest = finished.dataset(data)
-    tell_common_samples(finished, manifest)
-    loader = finished.loader(manifest, border=0 if objectnet is None else m.OBJECTNET_BORDER)
-    chosen: list[m.Metric] = []
-    columns, border = None, 0
-    if objectnet is not None:
-        _refuse("--objectnet has metrics of its own", {"--metrics": metrics, "--real": real, "--out": out})
-        chosen.append(m.ObjectNet.of(objectnet, manifest, finished.class_names, finished.num_classes))
-        classes, border = "by --objectnet", m.OBJECTNET_BORDER
-    else:
-        columns, classes = m.columns_of(manifest, finished.class_names, finished.num_classes)
-        num_classes = len(manifest.class_names)
-        ready: dict[str, m.Metric] = {"top1": m.TopK(1), "top5": m.TopK(5)}
-        ready |= {"mean_per_class": m.MeanPerClass(num_classes), "calibration": m.Calibration()}
-        chosen += [ready[name] for name in asked if name != "top5" or num_classes > 5]
-        if real is not None:
-            chosen.append(_real_labels(real, manifest, finished, columns is None))
-    expected = samples_expected(finished.recipe, manifest)
-    scores = m.Scores("data", loader, chosen, len(manifest.class_names), expected, columns)
-    about = {"dataset": manifest.sha256, "classes": classes, "border": border}
-    if out is None:
-        return dict(scores.run(finished.predict)), about
-    policy = finished.policy() | about
-    return write_evaluation(out, scores, finished.predict, manifest, finished.loss, policy), about
-
-
-def _real_labels(real: str, manifest: "Manifest", finished: "FinishedModel", is_whole: bool) -> "ReaL":
-    from vitscale.evaluation.metrics import ReaL, real_labels_of_timm
-
-    if finished.num_classes != 1000 or not is_whole:
-        raise RecipeError("--real: the labels are for the 1,000 classes of ImageNet in their order")
-    return ReaL.of(real_labels_of_timm() if real == "timm" else Path(real), manifest)
 
 
 def features(

@@ -4,7 +4,7 @@ Under `accelerate launch` every process has the model, spread over several devic
 images.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,9 +31,10 @@ from vitscale.objectives import Objective, build_objective
 from vitscale.recipe import Classification, Data, EvalCrop, Normalise, Recipe, override
 from vitscale.recipe.datasets import find_dataset
 from vitscale.runs.checkpoint import MASTER, CheckpointReader
-from vitscale.runs.checkpoint.opening import describe_run, is_weights, of_file, open_run, trained_recipe
+from vitscale.runs.checkpoint.opening import describe_run, is_weights, open_model, open_run, trained_recipe
 from vitscale.runs.checkpoint_index import data_root
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _BICUBIC, _ANTIALIASED = "resampled, bicubic with edges in one place", "resampled, bicubic and antialiased"
 
 
@@ -60,17 +61,21 @@ class FinishedModel:
     """A trained model on this process's device, with all that is needed to run it on images.
 
     Args:
-        source: a run's directory, or weights in any format that `vitscale export` reads.
+        source: a run's directory, or weights in any format that `vitscale export` reads; with `weights`, also a model's
+            name, for fresh ones.
         settings: for a run, `a.b=c` overrides of its recipe, for example another `evaluation.validation`.
         step: for a run, the step of the checkpoint; by default the newest one that verifies.
         use_average: for a run, whether to use the average of the weights if it keeps one.
         weights: for weights, what their file does not say.
+        precision: for a run, the precision of the weights instead of its own.
         max_memory_gb: as in `placing.place`.
         on_cpu: compute on the CPU even if there is a GPU.
+        report: called with what is worth knowing.
 
     Attributes:
         accelerator: Accelerate's view of this process among the others.
         recipe: the run's recipe; None for weights.
+        description: the model, without its values.
         title: the model's name.
         step: the checkpoint's step; None if unknown.
         class_names: the names of the K outputs; None if unknown, and for a model without classes.
@@ -94,18 +99,23 @@ class FinishedModel:
         *,
         use_average: bool = True,
         weights: "OfWeights | None" = None,
+        precision: Literal["fp32", "bf16"] | None = None,
         max_memory_gb: float | None = None,
         on_cpu: bool = False,
+        report: Callable[[str], None] = tell,
     ) -> None:
-        self.source, self.accelerator = source, join(on_cpu)
+        self.source, self.accelerator, self._report = source, join(on_cpu), report
         self.recipe: Recipe | None = None
         self.positions: str | None = None
         self.positions_of_origin: str | None = None
         description, model, values, self._dtype = (
             self._open_weights(weights or OfWeights())
-            if is_weights(source)
+            if weights is not None or is_weights(source)
             else self._open(settings, step, use_average)
         )
+        if precision is not None:
+            self._dtype = _DTYPES[precision]
+        self.description = description
         self.title, self.step, self.image_size = description.title, description.step, description.image_size
         self.class_names, self.num_classes = description.class_names, description.num_classes
         self.eval_crop, self.normalise = description.eval_crop or WHOLE_PICTURE, description.normalise or Normalise()
@@ -113,7 +123,7 @@ class FinishedModel:
         self._model = place(model, values, self._dtype, self.accelerator, max_memory_gb)
 
     def _open(self, settings: Sequence[str], step: int | None, use_average: bool) -> _Opened:
-        recipe, reader = open_run(self.source, step, tell)
+        recipe, reader = open_run(self.source, step, self._report)
         trained = trained_recipe(reader).dump()
         as_trained = recipe.dump() | {"model": trained["model"]}
         as_trained["data"] |= {"root": data_root(recipe, reader.index), "normalise": trained["data"]["normalise"]}
@@ -125,16 +135,22 @@ class FinishedModel:
         return description, objective, stored_values(objective, reader, use_average), weight_dtype(recipe)
 
     def _open_weights(self, weights: "OfWeights") -> _Opened:
-        found = of_file(self.source)
-        own, model, values = found.fit(weights.model, weights.image_size, report=tell)
+        found = open_model(
+            str(self.source),
+            image_size=weights.image_size,
+            num_classes=weights.num_classes,
+            seed=weights.seed,
+            report=self._report,
+        )
+        own, model, values = found.fit(weights.model, weights.image_size, report=self._report)
         if any(read.is_resampled for read in values.values()):
             self.positions, self.positions_of_origin = POSITIONS_RULE, rule_of_origin(found.source)
         own = replace(own, class_names=_names(self.source, own.class_names, weights.class_names, own.num_classes))
-        if own.normalise is None:
-            tell(f"{self.source} does not say how pixels are normalised: assuming [-1, 1], as in the paper")
+        if own.normalise is None and found.source.path.exists():
+            self._report(f"{self.source} does not say how pixels are normalised: assuming [-1, 1], as in the paper")
         self.loss = "softmax"
         self._batch, self._data = weights.batch, Data(train="")
-        return own, model, values, torch.float32 if weights.precision == "fp32" else torch.bfloat16
+        return own, model, values, _DTYPES[weights.precision]
 
     @property
     def backbone(self) -> Model:
@@ -142,6 +158,14 @@ class FinishedModel:
         found = self._model.backbone if isinstance(self._model, Objective) else self._model
         assert isinstance(found, Model)
         return found
+
+    @property
+    def computes_in(self) -> tuple[torch.device, torch.dtype]:
+        """The device and dtype of its input: where its weights are, which may have been moved meanwhile."""
+        if hasattr(self._model, "hf_device_map"):  # it is spread
+            return self.accelerator.device, self._dtype
+        weight = next(self._model.parameters())
+        return weight.device, weight.dtype
 
     @contextmanager
     def reading(self, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -154,12 +178,12 @@ class FinishedModel:
     @torch.no_grad()
     def predict(self, images: torch.Tensor) -> Outputs:
         """The model's outputs for images, uint8 (B, S, S, 3)."""
-        return self._model(to_model_input(images, self.accelerator.device, self._dtype, self.normalise))
+        return self._model(to_model_input(images, *self.computes_in, self.normalise))
 
     @torch.no_grad()
     def block_tokens(self, images: torch.Tensor, count: int) -> BlockTokens:
         """The tokens of the last `count` blocks for images, uint8 (B, S, S, 3)."""
-        pixels = to_model_input(images, self.accelerator.device, self._dtype, self.normalise)
+        pixels = to_model_input(images, *self.computes_in, self.normalise)
         return self.backbone.block_tokens(pixels, count)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -224,6 +248,7 @@ class OfWeights:
         class_names: the names of the outputs.
         batch: the number of images that a process forwards at once.
         precision: the precision of the weights, in which the model computes.
+        num_classes, seed: of a named model's fresh weights; without classes it has no head.
     """
 
     model: dict[str, Any] | None = None
@@ -231,6 +256,8 @@ class OfWeights:
     class_names: Sequence[str] | None = None
     batch: int = 64
     precision: Literal["fp32", "bf16"] = "fp32"
+    num_classes: int | None = None
+    seed: int = 0
 
 
 def rule_of_origin(source: Source) -> str:

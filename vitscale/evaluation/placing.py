@@ -49,10 +49,10 @@ ReadTensor = Callable[[], Tensor]
 
 def fill(model: Module, values: Mapping[str, ReadTensor], device: torch.device) -> Module:
     """Move a model from the meta device to one device, reading its values one parameter at a time."""
-    model = model.to_empty(device=device)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(values[name]())
+    for name, parameter in [*model.named_parameters()]:  # not by `to_empty`, which imports sympy for half a second
+        value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).copy_(values[name]())
+        owner, _, key = name.rpartition(".")
+        setattr(model.get_submodule(owner), key, nn.Parameter(value, parameter.requires_grad))
     return model
 
 

@@ -1,27 +1,40 @@
-"""Predictions for image files: classes and their probabilities."""
+"""Predictions for pictures of any kind: classes and their probabilities."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from PIL import Image
 from torch import Tensor
 
 from vitscale.data.augmentation import EvalTransform
-from vitscale.data.preview import views_of
+from vitscale.data.preview import view_of_pixels, views_of
 from vitscale.data.shards import MANIFEST_NAME
-from vitscale.data.shards.images import IMAGE_SUFFIXES, ImageOptions, Reject, store_image
+from vitscale.data.shards.images import IMAGE_SUFFIXES, ImageOptions, Reject, pixels_of, store_image
 from vitscale.evaluation.finished import FinishedModel
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.ranks import gather
+from vitscale.recipe import EvalCrop
 
-_AT_ONCE = 64  # images per process
+Picture = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
+"""A file, or its bytes, seen as if it had been converted; or pixels, seen as they are: an image of Pillow, or an array,
+uint8 (height, width), (height, width, 3) or (height, width, 4)."""
+AT_ONCE = 64
+"""The number of images that a process forwards at once."""
+_PIXELS = "uint8 from 0 to 255 of shape (height, width, 3), (height, width, 4) or (height, width)"
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A model's prediction for a file: (class, probability), most probable first, or why the file is not an image."""
+    """A model's prediction for a picture: (class, probability), most probable first, or why it is not an image.
+
+    `file` is its path; of pictures that have none, their number.
+    """
 
     file: str
     classes: Sequence[tuple[str, float]] = ()
@@ -61,58 +74,85 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def predict_files(model: FinishedModel, files: Sequence[Path], top: int) -> Iterator[Prediction]:
-    """Predictions in the order of the files, on every process; the processes share the work.
+def predict_files(model: FinishedModel, pictures: Sequence[Picture], top: int) -> Iterator[Prediction]:
+    """Predictions in the order of the pictures, on every process; the processes share the work.
 
     Raises `RecipeError` for a model without classes.
     """
     if model.num_classes is None:
         raise RecipeError(f"{model.source} has no classes to be predicted")
     processes, own = model.accelerator.num_processes, model.accelerator.process_index
-    for first in range(0, len(files), _AT_ONCE * processes):
-        group = files[first : first + _AT_ONCE * processes]
-        part = [asdict(prediction) for prediction in _predicted(model, group[own::processes], top)]
+    for first in range(0, len(pictures), AT_ONCE * processes):
+        group = range(first, min(first + AT_ONCE * processes, len(pictures)))
+        named = [(name_of(pictures[at], at), pictures[at]) for at in group[own::processes]]
+        part = [asdict(prediction) for prediction in _predicted(model, named, top)]
         parts = gather(part) if dist.is_initialized() else [part]
         yield from (Prediction(**parts[at % processes][at // processes]) for at in range(len(group)))
 
 
-def pictures_of(model: FinishedModel, files: Sequence[Path]) -> Tensor:
-    """Image files as the model sees them, uint8 (n, S, S, 3). Raises `DataError` for a file that is not an image."""
-    stored = {file: _stored(file) for file in files}
-    if bad := [(file, why) for file, why in stored.items() if isinstance(why, str)]:
+def pictures_of(model: FinishedModel, pictures: Sequence[Picture], first: int = 0) -> Tensor:
+    """Pictures, numbered from `first`, as the model sees them, uint8 (n, S, S, 3).
+
+    Raises `DataError` for what is not an image.
+    """
+    seen = [view_of(picture, model.eval_crop, model.image_size) for picture in pictures]
+    if bad := [(at, view) for at, view in enumerate(seen) if isinstance(view, Reject)]:
         others = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-        raise DataError(f"{bad[0][0]}: {bad[0][1]}{others}; take it out, or name another folder")
-    jpegs = [found for found in stored.values() if not isinstance(found, str)]
-    return views_of(jpegs, EvalTransform.of(model.eval_crop), model.image_size)
+        at, rejected = bad[0]
+        raise DataError(
+            f"{name_of(pictures[at], first + at)}: {rejected.reason}{others}; take it out, or name another folder"
+        )
+    return torch.stack([view for view in seen if not isinstance(view, Reject)])
 
 
-def _predicted(model: FinishedModel, files: Sequence[Path], top: int) -> list[Prediction]:
-    found: dict[int, Prediction] = {}
-    jpegs = {}
-    for at, file in enumerate(files):
-        stored = _stored(file)
-        if isinstance(stored, str):
-            found[at] = Prediction(str(file), problem=stored)
-        else:
-            jpegs[at] = stored
-    if jpegs:
-        views = views_of(list(jpegs.values()), EvalTransform.of(model.eval_crop), model.image_size)
-        logits = model.predict(views).logits
-        assert logits is not None, "a model with classes has logits"
-        logits = logits.float()
-        probabilities = (logits.softmax(dim=1) if model.loss == "softmax" else logits.sigmoid()).cpu()
-        values, indices = probabilities.topk(min(top, probabilities.shape[1]), dim=1)
-        for at, row, places in zip(jpegs, values.tolist(), indices.tolist(), strict=True):
-            names = [model.class_names[place] if model.class_names else f"class {place}" for place in places]
-            found[at] = Prediction(str(files[at]), list(zip(names, row, strict=True)))
-    return [found[at] for at in range(len(files))]
+def view_of(picture: Picture, crop: EvalCrop, image_size: int) -> Tensor | Reject:
+    """What a model sees of a picture, uint8 (S, S, 3), or why it cannot be seen."""
+    transform = EvalTransform.of(crop)
+    if isinstance(picture, np.ndarray):
+        if picture.dtype != np.uint8 or not (picture.ndim == 2 or (picture.ndim == 3 and picture.shape[2] in (3, 4))):
+            return Reject(f"an array {picture.dtype} {picture.shape}; expected pixels, {_PIXELS}")
+        if 0 in picture.shape:
+            return Reject(f"an array {picture.shape} without pixels")
+        picture = Image.fromarray(picture)
+    if isinstance(picture, Image.Image):
+        pixels = pixels_of(picture)
+        return pixels if isinstance(pixels, Reject) else view_of_pixels(pixels, transform, image_size)[0]
+    if not isinstance(picture, bytes):
+        try:
+            picture = Path(picture).read_bytes()
+        except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
+            return Reject(f"cannot be read: {getattr(error, 'strerror', None) or error}")
+    stored = store_image(picture, ImageOptions())
+    if isinstance(stored, Reject):
+        return stored
+    return views_of([(stored.jpeg, stored.height, stored.width)], transform, image_size)[0]
 
 
-def _stored(file: Path) -> tuple[bytes, int, int] | str:
-    """(JPEG, height, width) as conversion would store the file, or why it cannot be read."""
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
-    stored = store_image(content, ImageOptions())
-    return stored.reason if isinstance(stored, Reject) else (stored.jpeg, stored.height, stored.width)
+def name_of(picture: Picture, at: int) -> str:
+    """How messages call a picture: by its path, or by its number from 0."""
+    return str(picture) if isinstance(picture, str | os.PathLike) else f"picture {at}"
+
+
+def named_classes(model: FinishedModel, logits: Tensor, top: int) -> list[list[tuple[str, float]]]:
+    """(class, probability) of logits (n, K), for each row the `top` most probable, the most probable first."""
+    logits = logits.float()
+    probabilities = (logits.softmax(dim=1) if model.loss == "softmax" else logits.sigmoid()).cpu()
+    num_classes = probabilities.shape[1]
+    names = model.class_names or [f"class {place}" for place in range(num_classes)]
+    values, indices = probabilities.topk(min(top, num_classes), dim=1)
+    return [
+        [(names[place], value) for place, value in zip(places, row, strict=True)]
+        for places, row in zip(indices.tolist(), values.tolist(), strict=True)
+    ]
+
+
+def _predicted(model: FinishedModel, named: Sequence[tuple[str, Picture]], top: int) -> list[Prediction]:
+    seen = [view_of(picture, model.eval_crop, model.image_size) for _, picture in named]
+    views = [view for view in seen if not isinstance(view, Reject)]
+    logits = model.predict(torch.stack(views)).logits if views else torch.zeros(0, 1)
+    assert logits is not None, "a model with classes has logits"
+    rows = iter(named_classes(model, logits, top))
+    return [
+        Prediction(name, problem=view.reason) if isinstance(view, Reject) else Prediction(name, next(rows))
+        for (name, _), view in zip(named, seen, strict=True)
+    ]

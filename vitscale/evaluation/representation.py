@@ -28,10 +28,16 @@ Method = Literal["ridge", "knn", "logistic", "heads"]
 Strength = float | Literal["shared", "others"]
 FEWSHOT_CROP = EvalCrop(kind="square")
 """The crop of the paper's few-shot evaluation: the central 224 / 256 of each side."""
+PAPERS_L2 = 2.0**10
 _Split = tuple[str, Sequence[str], Features | None, Features | None]
 """A task's name, class names, training features and test features."""
 _Folder = tuple[str, Features, dict[str, Any]]
 """A folder of features: its name, its content, and its meta.json."""
+
+
+def default_counts(method: Method) -> list[int | None]:
+    """The numbers of samples per class of a method: the paper's for ridge; for the others None, which means all."""
+    return [1, 5, 10, 25] if method == "ridge" else [None]
 
 
 def measure(

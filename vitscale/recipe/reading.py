@@ -8,6 +8,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,8 +43,12 @@ _MOST_FILES = 50  # that extend each other
 _MOST_LINES = 50
 # Blocks -> the key that somebody means who gives them a single value. `model` alone is read so.
 _ALONE = {"optimizer": "name", "objective": "kind", "data": "train", "schedule": "decay", "batch": "global"}
-_KINDS_OF = {key: [block.variant for block in blocks() if block.key == key] for key in _TAGS}
-_KINDS = {kind for kinds in _KINDS_OF.values() for kind in kinds}
+
+
+@cache
+def _kinds_of(key: str) -> list[str]:
+    """The kinds that a block of `_TAGS` can be, without other packages'. For messages only: it takes a while."""
+    return [block.variant for block in blocks() if block.key == key and "." not in block.variant]
 
 
 def recipes_dir() -> Path:
@@ -280,7 +285,8 @@ def _describe(details: Any, inside: str) -> Sequence[str]:
 
 
 def _line(details: Any, inside: str) -> str:
-    parts = [part for part in details["loc"] if part not in _KINDS]
+    kinds = {kind for key in _TAGS for kind in _kinds_of(key)}
+    parts = [part for part in details["loc"] if part not in kinds]
     kind, value, facts = details["type"], details["input"], details.get("ctx", {})
     if kind != "extra_forbidden":
         while parts and not _is_key(inside + ".".join(map(str, parts))):
@@ -294,7 +300,7 @@ def _line(details: Any, inside: str) -> str:
         return f"{key}: missing; set it in the recipe or with --set {key}=..."
     if kind == "union_tag_not_found":
         place = without_indices(key)
-        return f"{key}.{_TAGS[place][0]}: missing; expected {_any_of(sorted(_KINDS_OF[place]))}"
+        return f"{key}.{_TAGS[place][0]}: missing; expected {_any_of(sorted(_kinds_of(place)))}"
     if kind == "union_tag_invalid":
         key, value = f"{key}.{_TAGS[without_indices(key)][0]}", facts["tag"]
         kind, facts = "literal_error", {"expected": facts["expected_tags"]}

@@ -20,12 +20,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from vitscale.ground.errors import DataError
+from vitscale.ground.errors import DataError, MachineError
 from vitscale.ground.files.durable import durable_file
 from vitscale.ground.storage import regular
 from vitscale.runs.reading import count, number, parse_object
+
+if TYPE_CHECKING:
+    import numpy as np
 
 RECENT_LINES = 50
 
@@ -154,6 +157,32 @@ class MetricsLog:
         self.damaged = 0
         self.is_torn = False
         self.line_at: float | None = None
+
+    def keys(self) -> list[str]:
+        """The names of the columns of `rows`."""
+        return list(dict.fromkeys(key for row in self.rows for key in row))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __getitem__(self, key: str) -> "np.ndarray":
+        """A column of `rows`: integers, or floats with NaN where a line has none, or objects. Raises `DataError`."""
+        import numpy as np  # whoever only watches runs does without
+
+        values = [row.get(key) for row in self.rows]
+        if values and key not in self.keys():
+            raise DataError(f"{self._path}: no column {key!r}; it has {', '.join(self.keys())}")
+        if all(isinstance(value, int | float | None) for value in values):
+            return np.array([math.nan if value is None else value for value in values])
+        return np.array(values, object)
+
+    def pandas(self) -> Any:
+        """`rows` as a DataFrame by step. Raises `MachineError` without pandas."""
+        try:
+            import pandas  # type: ignore[import-untyped]
+        except ImportError:
+            raise MachineError("this needs pandas: pip install pandas") from None
+        return pandas.DataFrame({key: self[key] for key in self}).set_index("step")
 
     def refresh(self) -> None:
         """Read what was appended since the last call. Raises `DataError` if the file cannot be read."""

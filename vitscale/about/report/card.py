@@ -92,7 +92,7 @@ def _of_copies(run: Run) -> Iterable[tuple[str, str, str, str]]:
         for name in tests:
             train = open_dataset(each, each.recipe.data.train)
             found = deduplication(train, open_dataset(run, name), "training")
-            yield train.name, name, found["status"], str(found["left_out_for_it"] or found["left_out_in_all"] or "")
+            yield train.name, name, found.status, str(found.left_out_for_it or found.left_out_in_all or "")
 
 
 # ---- Text of others --------------------------------------------------------------------------------------------------

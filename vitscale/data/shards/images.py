@@ -173,6 +173,23 @@ def store_image(data: bytes, options: ImageOptions = _DEFAULTS) -> StoredImage |
         return Reject(f"cannot be decoded: {type(error).__name__}: {error}")
 
 
+def pixels_of(image: Image.Image) -> np.ndarray | Reject:
+    """The pixels of an open image as they would be stored, uint8 (height, width, 3), or why they cannot be.
+
+    Raises MemoryError.
+    """
+    width, height = image.size
+    if not 0 < width * height <= MAX_PIXELS:
+        return Reject(f"{width} x {height} pixels; 1 to {MAX_PIXELS:,} are accepted")
+    try:
+        rgb, turn = _to_rgb(image), _turn(image)
+        return np.asarray(rgb if turn is None else rgb.transpose(turn))
+    except MemoryError:
+        raise
+    except Exception as error:  # as in `store_image`: an image is decoded when its pixels are asked for
+        return Reject(f"cannot be decoded: {type(error).__name__}: {error}")
+
+
 def _passed(data: bytes, height: int, width: int, options: ImageOptions) -> StoredImage | None:
     """An upright JPEG of this size, unchanged; None if it cannot be stored unchanged."""
     if (

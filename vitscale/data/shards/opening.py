@@ -12,7 +12,6 @@ import numpy as np
 from vitscale.data.shards.beton import NO_LABEL, ShardFile
 from vitscale.data.shards.foreign import ForeignShard
 from vitscale.data.shards.manifest import Manifest
-from vitscale.data.shards.provenance import provenance_path, read_provenance
 from vitscale.ground.errors import DataError
 from vitscale.ground.images import crc32c
 from vitscale.ground.storage import base_name, get, is_url, size_of
@@ -134,17 +133,24 @@ def open_shard(manifest: Manifest, index: int, with_keys: bool = True) -> Iterat
         DataError: anything of it is missing, damaged, or not what the manifest says.
         StorageError: a URL does not answer.
     """
-    entry = manifest.shards[index]
-    where = manifest.location(entry.path)
-    slots = manifest.slots(index)
-    keys = None
-    if with_keys and size_of(provenance_path(where)) is not None:
-        with local_copy(provenance_path(where)) as path:
-            keys = read_provenance(path, ["key"])["key"].to_pylist()
+    keys = keys_of(manifest, index) if with_keys else None
+    where, slots = manifest.location(manifest.shards[index].path), manifest.slots(index)
     with local_copy(where) as path, open_shard_file(manifest, index, path) as file:
-        if keys is not None and len(keys) != file.samples:
-            raise DataError(f"{where}: {file.samples:,} samples; its table of provenance has {len(keys):,}")
         yield OpenShard(index, file, slots, keys)
+
+
+def keys_of(manifest: Manifest, index: int) -> list[str] | None:
+    """The source's names of the images in all slots of a shard, if they are known. Raises as `open_shard` does."""
+    from vitscale.data.shards.provenance import provenance_path, read_provenance  # loads pyarrow
+
+    where, samples = manifest.location(manifest.shards[index].path), manifest.shards[index].samples
+    if size_of(provenance_path(where)) is None:
+        return None
+    with local_copy(provenance_path(where)) as path:
+        keys: list[str] = read_provenance(path, ["key"])["key"].to_pylist()
+    if len(keys) != samples:
+        raise DataError(f"{where}: {samples:,} samples; its table of provenance has {len(keys):,}")
+    return keys
 
 
 def sample_names(manifest: Manifest) -> Iterator[tuple[int, str]]:

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vitscale.data.shards import Manifest
+from vitscale.data.shards import MANIFEST_NAME, Manifest
 from vitscale.evaluation.finished import FinishedModel
 from vitscale.evaluation.inspection.looking import Findings, Part, look, parts_of
 from vitscale.evaluation.inspection.representation import nearest
+from vitscale.evaluation.prediction import image_files, pictures_of
 from vitscale.ground.errors import DataError, RecipeError
 
 _NEIGHBOURS = 6
@@ -25,6 +27,21 @@ class Pictures(NamedTuple):
     images: Tensor
     uids: Tensor
     dataset: Manifest | None
+
+
+def pictures_from(model: FinishedModel, where: str, count: int) -> Pictures:
+    """`count` images: spread evenly over a folder, or the first ones of a dataset. Raises as `first_of`."""
+    path = Path(where)
+    if not path.is_file() and (not path.is_dir() or (path / MANIFEST_NAME).exists()):
+        return first_of(model, where, count)
+    files = image_files([path])
+    files = [files[at * len(files) // count] for at in range(count)] if len(files) > count else files
+    return without_dataset(pictures_of(model, files))
+
+
+def without_dataset(images: Tensor) -> Pictures:
+    """Pictures of no dataset."""
+    return Pictures(images, torch.full((len(images),), -1), None)
 
 
 def first_of(model: FinishedModel, dataset: str, count: int) -> Pictures:

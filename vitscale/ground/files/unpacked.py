@@ -2,12 +2,13 @@
 
 import io
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from vitscale.ground.errors import DataError
+
+if TYPE_CHECKING:  # it takes a while to import, and only files of its own need it
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
 _ROOM, _MOST_GROWTH = 32 << 20, 50
 _MOST_ROWS = 1 << 17  # and one for each byte of the file
@@ -39,12 +40,12 @@ def most_pixels(packed: int) -> int:
 
 def read_batches(
     raw: BinaryIO,
-    file: pq.ParquetFile,
+    file: "pq.ParquetFile",
     where: str,
     rows: int,
     columns: Sequence[str] | None = None,
     row_groups: Sequence[int] | None = None,
-) -> Iterator[pa.RecordBatch]:
+) -> "Iterator[pa.RecordBatch]":
     """Batches of at most so many rows of a parquet file, fewer if pages are large. Raises DataError, and as pyarrow.
 
     Of a small file all page headers are read first: the footer's sizes are only claims.

@@ -10,7 +10,7 @@ from vitscale.ground.page.figures_file import (
     write_figures,
 )
 from vitscale.ground.page.parts import Facts, Folded, Part, Picture, Section, Table, Text, Tone
-from vitscale.ground.page.rendering import page_text
+from vitscale.ground.page.rendering import fragment, page_text
 
 __all__ = [
     "FAINT",
@@ -30,6 +30,7 @@ __all__ = [
     "check_drawing",
     "draw",
     "finite_rows",
+    "fragment",
     "page_text",
     "read_figures",
     "standalone",

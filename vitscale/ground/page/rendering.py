@@ -9,8 +9,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 import vitscale
-from vitscale.ground.page.drawing import SERIES
-from vitscale.ground.page.parts import Section
+from vitscale.ground.page.drawing import FAINT, SERIES
+from vitscale.ground.page.parts import Part, Section
 from vitscale.ground.safe_text import without_secrets
 
 
@@ -24,6 +24,15 @@ def page_text(title: str, subtitle: str, sections: Sequence[Section]) -> str:
         version=vitscale.__version__,
     )
     return without_secrets(page)
+
+
+def fragment(parts: Sequence[Part]) -> str:
+    """The parts as HTML within another page, such as a notebook, with what they need of this page's style."""
+    nothing: dict[str, Any] = {"title": "", "subtitle": "", "sections": [], "series": SERIES, "version": ""}
+    show = _template().make_module(nothing).show  # type: ignore[attr-defined]
+    colours = "".join(f"--series-{index}: {colour}; " for index, colour in enumerate(SERIES, start=1))
+    style = f"{colours}--faint: {FAINT}; --sans: sans-serif"
+    return without_secrets(f'<div style="{style}">{"".join(map(show, parts))}</div>')
 
 
 @cache

@@ -192,7 +192,7 @@ def open_model(
         source: a run's directory; weights in any format; or a model's name, for fresh weights.
         step: for a run, the step of the checkpoint; by default the newest one that verifies.
         use_average: for a run, whether to take the average of the weights if it keeps one.
-        image_size, num_classes, head, seed: of fresh weights; by default for 224 pixels.
+        image_size, num_classes, head, seed: of fresh weights; by default for 224 pixels, and without a head.
         report: called with what is worth knowing: damaged checkpoints, a recipe.yaml that names another model now.
 
     Raises `RecipeError`, `CheckpointError` and, for checkpoints at a URL that does not answer, `StorageError`.
@@ -212,7 +212,7 @@ def open_model(
 
 
 def _fresh(description: Description, seed: int) -> OpenWeights:
-    model, title = description.build(), description.title
+    model, title = description.build(with_head=description.num_classes is not None), description.title
 
     def entry(name: str, shape: torch.Size) -> Entry:
         return Entry(name, tuple(shape), lambda: initial_value(model, name, shape, seed))

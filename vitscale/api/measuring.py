@@ -1,0 +1,152 @@
+"""What is measured and seen of a finished model, as the commands of these names do it."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from vitscale.api.dataset import Dataset
+from vitscale.api.model import Images, Model, opened
+from vitscale.api.shown import Plot, Results
+from vitscale.evaluation.build import samples_expected
+from vitscale.evaluation.features import Features, extract_features
+from vitscale.evaluation.finished import evaluate_finished
+from vitscale.evaluation.inspection.figures import inspection_figures
+from vitscale.evaluation.inspection.finished import inspect_model, pictures_from, without_dataset
+from vitscale.evaluation.inspection.looking import Findings, Part
+from vitscale.evaluation.representation import PAPERS_L2, Method, default_counts, measure
+from vitscale.evaluation.scoring import scores
+from vitscale.evaluation.splits import Overlap
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.page import fragment
+from vitscale.runs.run import Run
+
+Source = Model | Run | str | os.PathLike[str]
+"""A model, or what `load` opens."""
+Data = Dataset | str | os.PathLike[str]
+"""A dataset, or what `Dataset` opens."""
+
+
+def evaluate(model: Source, data: Data | None = None, metrics: Sequence[str] | None = None) -> Results:
+    """The metrics of a model, as `vitscale evaluate` has them.
+
+    Args:
+        model: the model.
+        data: a labelled dataset of its classes; by default, what a run's recipe says.
+        metrics: with `data`, some of top1, top5, mean_per_class and calibration; by default all.
+
+    Raises `DataError` if the dataset's classes are not the model's, `RecipeError` if there is nothing to evaluate on.
+    """
+    if data is None and metrics is not None:
+        raise RecipeError("metrics: no effect without data")
+    with opened(model).evaluating() as finished:
+        if data is None:
+            return Results(evaluate_finished(finished))
+        return Results(scores(finished, _place(data), metrics)[0])
+
+
+def features(model: Source, data: Data) -> Features:
+    """The representations (N, D) of a dataset's samples, labels and uids, sorted by uid, in host memory."""
+    with opened(model).evaluating() as finished:
+        manifest = finished.dataset(_place(data))
+        found = extract_features(
+            finished.loader(manifest), finished.predict, samples_expected(finished.recipe, manifest)
+        )
+    assert found is not None, "a dataset without samples has no loader"
+    return found
+
+
+def fewshot(
+    model: Source,
+    train: Data,
+    test: Data,
+    *,
+    method: Method = "ridge",
+    shots: Sequence[int | None] | None = None,
+    seeds: int = 3,
+    l2: float = PAPERS_L2,
+    overlap: Overlap | None = None,
+) -> Results:
+    """The accuracy of a simple classifier on a model's representation, as `vitscale fewshot` has it.
+
+    Args:
+        model: the model.
+        train, test: datasets of the same classes.
+        method: the paper's "ridge" regression, "knn", "logistic" or linear "heads".
+        shots: numbers of training samples per class, None for all; by default 1, 5, 10 and 25 for ridge, else all.
+        seeds: the number of draws of training samples.
+        l2: the strength of ridge regression.
+        overlap: "allow" test samples that are among the training samples; by default a run's `evaluation.overlap`.
+
+    Raises `DataError` if the classes differ, or test samples are among the training samples.
+    """
+    if method not in ("ridge", "knn", "logistic", "heads"):
+        raise RecipeError(f"method={method!r}: expected 'ridge', 'knn', 'logistic' or 'heads'")
+    counts = default_counts(method) if shots is None else list(shots)
+    if seeds < 1 or not l2 > 0 or not counts or any(count is not None and count < 1 for count in counts):
+        raise RecipeError(f"shots={shots}, seeds={seeds}, l2={l2}: expected numbers above 0")
+    with opened(model).evaluating() as finished:
+        found = measure(finished, [(_place(train), _place(test))], method, counts, seeds, l2, overlap)
+    (task,) = found["tasks"].values()
+    return Results(task)
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a model does while it sees pictures.
+
+    Attributes:
+        findings: the numbers.
+    """
+
+    findings: Findings
+
+    @cached_property
+    def figures(self) -> dict[str, Plot]:
+        """All figures by name: "attention_maps", ... They need matplotlib."""
+        made = inspection_figures({"model": self.findings})
+        return {
+            each.key: Plot(each.key.replace("_", "-"), each.title, each.put, each.width, each.height, each.caption)
+            for each in made
+        }
+
+    def _repr_html_(self) -> str:
+        return fragment([figure.drawing for figure in self.figures.values()])
+
+
+def inspect(
+    model: Source,
+    images: Dataset | Images,
+    *,
+    show: Sequence[Part] | None = None,
+    count: int = 32,
+    pictures: int = 6,
+    neighbours: Data | None = None,
+) -> Inspection:
+    """Look inside a model, as `vitscale inspect` does.
+
+    Args:
+        model: the model.
+        images: a dataset, a folder, or pictures as `Model.predict` takes them.
+        show: some of filters, positions, attention, rollout, alignment, norms and colours; by default what it has.
+        count: the most pictures taken of a dataset or folder.
+        pictures: the number of pictures for which maps and neighbours are made.
+        neighbours: a dataset in which to find the most similar pictures.
+
+    Raises `RecipeError` for parts that the model does not have, `DataError` for what is not an image.
+    """
+    module = opened(model)
+    with module.evaluating() as finished:
+        if isinstance(images, Dataset):
+            seen = pictures_from(finished, images.where, count)
+        elif isinstance(images, str | os.PathLike) and Path(images).is_dir():
+            seen = pictures_from(finished, os.fspath(images), count)
+        else:
+            seen = without_dataset(module.views(images))
+        near = None if neighbours is None else _place(neighbours)
+        return Inspection(inspect_model(finished, seen, show, pictures=pictures, neighbours=near))
+
+
+def _place(data: Data) -> str:
+    return (data if isinstance(data, Dataset) else Dataset(data)).where

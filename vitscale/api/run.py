@@ -1,0 +1,168 @@
+"""Runs and recipes as a person holds them: what was asked for, what came of it, what it costs."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from vitscale import recipe as recipes
+from vitscale.about.status import RunReader
+from vitscale.api.shown import Plot, facts
+from vitscale.flops.estimate import Estimate, estimate
+from vitscale.flops.hardware import find_device
+from vitscale.flops.reports import check_known
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.page import SERIES, Text, fragment
+from vitscale.ground.wording import counted
+from vitscale.runs import run as runs
+from vitscale.runs.reading import number
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from vitscale.about.planning.plan import ClusterPlan
+    from vitscale.api.model import Model
+
+
+class Recipe(recipes.Recipe):
+    """A recipe, by the fields of its YAML file."""
+
+    _name: str = "recipe"
+
+    @classmethod
+    def load(cls, recipe: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> Self:
+        """Read a recipe.
+
+        Args:
+            recipe: a file, or the name of a recipe that comes with vitscale.
+            overrides: dotted key -> value: {"optimizer.lr": 1e-3}.
+
+        Raises `RecipeError` with everything that is wrong.
+        """
+        try:
+            settings = [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in (overrides or {}).items()]
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"overrides: {error}; expected values as a YAML file has them") from None
+        return cls.of(recipes.load_recipe(os.fspath(recipe), settings), Path(recipe).stem)
+
+    @classmethod
+    def of(cls, recipe: recipes.Recipe, name: str) -> Self:
+        """The same recipe, under a name for messages and run directories."""
+        made = cls.model_validate(recipe.dump())
+        made._name = name
+        return made
+
+    @property
+    def name(self) -> str:
+        """The stem of its file, or the name of its run."""
+        return self._name
+
+    def flops(self, samples: int | None = None) -> Estimate:
+        """What the whole run computes: `exaflops`, `images`, `work` per image and more.
+
+        `samples` is the number of training samples, if the dataset is not here. What cannot be known is None, and
+        `problem` says why.
+        """
+        return estimate(self._name, self, samples)
+
+    def plan(
+        self,
+        devices: int,
+        hardware: str,
+        *,
+        nodes: int | None = None,
+        samples: int | None = None,
+        price: float | None = None,
+    ) -> "ClusterPlan":
+        """What it needs on a cluster by ZeRO stage and micro-batch, as `vitscale plan` has it; on paper.
+
+        Args:
+            devices: the number of devices on all nodes.
+            hardware: their name: "h100".
+            nodes: the number of nodes.
+            samples: the number of training samples, if the dataset is not here.
+            price: the price of one device for one hour.
+
+        Raises `RecipeError` for what cannot be planned.
+        """
+        from vitscale.about.planning.cluster import make_cluster
+        from vitscale.about.planning.plan import make_plan
+
+        estimated = self.flops(samples)
+        if estimated.work is None:
+            check_known(estimated)
+        self.split(devices)
+        return make_plan(estimated, make_cluster(find_device(hardware), devices, nodes=nodes), price=price)
+
+    def _repr_html_(self) -> str:
+        data, schedule = self.data, self.schedule
+        rows = {"recipe": self._name, "model": f"{self.model.describe()}, {data.image_size} pixels"}
+        rows |= {"data": data.train, "optimizer": f"{self.optimizer.name}, batch {self.batch.global_size:,}"}
+        return fragment([facts(rows | {"duration": str(schedule.duration), "precision": self.precision})])
+
+
+class Run(runs.Run):
+    """A run, finished or under way, by its directory. Each file is read when it is asked for, and once.
+
+    `metrics["loss"]` is a column; `cost`, `checkpoints`, `evaluation` and `parent` are None or empty before there are
+    any. Raises `RecipeError` if there is no run; properties raise `DataError` for files that are broken.
+    """
+
+    recipe: Recipe
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        super().__init__(os.fspath(directory))
+        self.recipe = Recipe.of(self.recipe, self.name)
+
+    @property
+    def state(self) -> str:
+        """How it is doing, as `vitscale status` says: "training", "done", ..."""
+        return RunReader(str(self.directory)).read().state
+
+    @property
+    def evaluations(self) -> list[tuple[int, dict[str, float | None]]]:
+        """(step, values by evaluator/metric) of all evaluations, oldest first."""
+        return self.metrics.evaluations
+
+    def model(self, step: int | None = None, *, precision: Literal["fp32", "bf16"] = "fp32") -> "Model":
+        """Its model after `step`, by default as the newest checkpoint has it. Raises `CheckpointError` without one."""
+        from vitscale.api.model import load
+
+        return load(self, step, precision=precision)
+
+    def plot(self, *keys: str) -> Plot:
+        """Columns of the metrics and evaluations over steps: by default the loss, and top-1 accuracies.
+
+        Raises `RecipeError` for a key that there is not.
+        """
+        lines = {key: (self.metrics["step"], self.metrics[key]) for key in self.metrics if key != "step"}
+        for key in dict.fromkeys(key for _, values in self.evaluations for key in values):
+            found = [(step, values[key]) for step, values in self.evaluations if number(values.get(key)) is not None]
+            lines |= {key: tuple(zip(*found, strict=True))} if found else {}  # type: ignore[dict-item]
+        shown = keys or [key for key in lines if key == "loss" or key.endswith("/top1")]
+        if unknown := [key for key in shown if key not in lines]:
+            raise RecipeError(
+                f"{unknown[0]!r}: {self.directory} has no such column; it has {', '.join(lines) or 'none'}"
+            )
+
+        def put(figure: "Figure") -> None:
+            panels = figure.subplots(1, max(len(shown), 1), squeeze=False)[0]
+            for panel, key in zip(panels, shown, strict=False):
+                panel.plot(*lines[key], color=SERIES[0], marker="." if "/" in key else "")
+                panel.set(title=key, xlabel="step")
+
+        return Plot("run", f"{', '.join(shown) or 'nothing'} of {self.name}", put, 340 * max(len(shown), 1), 260)
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.directory)!r})"
+
+    def _repr_html_(self) -> str:
+        cost, total = self.cost, self.total_steps
+        steps = "none yet" if cost is None else f"{cost.step:,}" + ("" if total is None else f" of {total:,}")
+        rows: dict[str, object] = {"run": self.directory, "state": self.state, "model": self.recipe.model.describe()}
+        rows |= {"steps": steps, "checkpoints": None if self.checkpoints is None else self.checkpoints.steps}
+        if cost is not None:
+            rows |= {"exaFLOPs": cost.exaflops, "images/s": cost.images_per_s, "hours": cost.seconds / 3600}
+            rows |= {"devices": None if cost.world_size is None else counted(cost.world_size, "device")}
+        return fragment([facts(rows | self.evaluation), *(Text(note, "note") for note in self.notes)])
