@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vitscale.api.model import Model, Preprocess, list_models, load, predict
     from vitscale.api.run import Recipe, Run
     from vitscale.api.training import Training, convert, train
+    from vitscale.ground import errors
 
 _HOMES = {
     "dataset": ("Dataset", "Sample"),
@@ -38,6 +39,7 @@ __all__ = [
     "Sample",
     "Training",
     "convert",
+    "errors",
     "evaluate",
     "features",
     "fewshot",
@@ -50,6 +52,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module("vitscale.ground.errors")
     for home, names in _HOMES.items():
         if name in names:
             found = globals()[name] = getattr(import_module(f"vitscale.api.{home}"), name)
