@@ -130,7 +130,7 @@ def test_a_loader_may_be_collected_by_a_thread_of_its_own(manifest, crew, monkey
     next(loader)
     engine, collected = loader._engine, threading.Event()
     threads = {
-        "readers": engine._crew,
+        "readers": engine._workers,
         "openers": engine._shards._openers,
         "bringers": engine._shards._bringers,
     }[crew]
@@ -159,7 +159,7 @@ class CollectingOrder(TrainOrder):
         if self.engine is not None:
             assert self.abandoned.wait(20)
             shards = self.engine._shards
-            with self.engine._crew._changed, shards._openers._changed, shards._bringers._changed:
+            with self.engine._workers._changed, shards._openers._changed, shards._bringers._changed:
                 gc.collect()
         return super().batch(*arguments)
 

@@ -113,7 +113,7 @@ class Loader:
 
     def _take(self, wait: bool) -> Batch | None:
         try:
-            return self._engine.take(wait)
+            return self._engine.next_batch(wait)
         except BaseException:
             self.close()
             raise
@@ -135,7 +135,7 @@ class _Engine(threading.Thread):
         self._shards, self._reader, self._activity, self._stopping = shards, reader, activity, stopping
         self._first, self._last = steps
         self._stall_s = reading.stall_s
-        self._crew = WorkerThreads(reading.threads)
+        self._workers = WorkerThreads(reading.threads)
         # In step order; an exception takes the place of a batch that failed, StopIteration comes at the end.
         self._ready: queue.Queue[Work | BaseException] = queue.Queue(reading.prefetch)
         self._next: Work | BaseException | None = None  # taken from the queue, not yet done
@@ -143,7 +143,7 @@ class _Engine(threading.Thread):
         self._process = os.getpid()
         # `stop` puts into this, and the garbage collector may call `stop` at any moment: a SimpleQueue allows that, as
         # it needs no lock of Python's.
-        self._given_up: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._closed: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     # ---- The planner -------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class _Engine(threading.Thread):
             while (self._last is None or step < self._last) and not self._stopping.is_set():
                 work = self._reader.plan(step)
                 for number in range(len(work.slices)):
-                    self._crew.submit(lambda work=work, number=number: self._reader.read(work, number))  # type: ignore[misc]
+                    self._workers.submit(lambda work=work, number=number: self._reader.read(work, number))  # type: ignore[misc]
                 self._put(work)
                 del work
                 step += 1
@@ -161,8 +161,8 @@ class _Engine(threading.Thread):
         except BaseException as error:  # whatever it is, the consumer must hear of it instead of waiting
             self._put(error)
         # The only place where things are closed, since a loader may be abandoned in any thread.
-        self._given_up.get()
-        self._crew.join()
+        self._closed.get()
+        self._workers.join()
         self._shards.close()
 
     def _put(self, item: Work | BaseException) -> None:
@@ -174,7 +174,7 @@ class _Engine(threading.Thread):
 
     # ---- The consumer ------------------------------------------------------------------------------------------------
 
-    def take(self, wait: bool) -> Batch | None:
+    def next_batch(self, wait: bool) -> Batch | None:
         """The next batch; None if another thread closes the loader, or, without `wait`, if no batch is ready.
 
         With `wait`, raises the error that took the batch's place, and StopIteration at the end.
@@ -228,9 +228,9 @@ class _Engine(threading.Thread):
         if os.getpid() != self._process:  # a thread that did not come along may have held any of these locks
             return
         self._stopping.set()
-        self._crew.stop()
+        self._workers.stop()
         self._shards.stop()
-        self._given_up.put(None)
+        self._closed.put(None)
         # The garbage collector may call this in any thread, including our own, which must not wait for itself.
         if not threading.current_thread().name.startswith(THREADS):
             self.join(_CLOSE_SECONDS)

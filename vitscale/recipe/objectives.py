@@ -130,6 +130,10 @@ class Objective(Block):
         """The number of slots of the global batch computed together: micro-batches are multiples of it."""
         return 1
 
+    def partner(self, slot: int) -> int | None:
+        """The slot of the global batch with whose sample that of `slot` is mixed; None if it is not."""
+        return None
+
 
 class Classification(Objective):
     """Cross-entropy over the classes; `on` and `off` are the target values of the true and the other classes.
@@ -224,6 +228,10 @@ class Classification(Objective):
     def together(self) -> int:
         """As `Objective.together`: 2 if images are mixed."""
         return 1 if self.mixing is None else 2
+
+    def partner(self, slot: int) -> int | None:
+        """As `Objective.partner`: slots 2k and 2k + 1 are mixed."""
+        return None if self.mixing is None else slot ^ 1
 
 
 def with_kind(objective: Any) -> Any:

@@ -179,7 +179,7 @@ class History:
                 slots = np.searchsorted(shard.file.uid, of_shard)
                 there = slots < shard.file.samples
                 there[there] = shard.file.uid[slots[there]] == of_shard[there]
-                found |= {place.uid: place for place in self._places(shard, slots[there])}
+                found |= {place.uid: place for place in self._locations(shard, slots[there])}
         return [found.get(uid) for uid in uids]
 
     def holding(self, images: Sequence[Content]) -> Iterator[tuple[int, SampleLocation]]:
@@ -201,9 +201,9 @@ class History:
                 ]
                 if found:
                     which, slots = zip(*found, strict=True)
-                    yield from zip(which, self._places(shard, np.array(slots)), strict=True)
+                    yield from zip(which, self._locations(shard, np.array(slots)), strict=True)
 
-    def _places(self, shard: OpenShard, slots: np.ndarray) -> list[SampleLocation]:
+    def _locations(self, shard: OpenShard, slots: np.ndarray) -> list[SampleLocation]:
         """The places of the samples in given slots of a shard of the oldest dataset."""
         at: list[list[tuple[int, int] | None]] = []
         for number_of, stretch in zip(self._number_of, self._stretches, strict=True):
@@ -227,7 +227,7 @@ class History:
     def updates(self, places: Sequence[SampleLocation]) -> tuple[np.ndarray, np.ndarray]:
         """The first update made with each sample, from 1 (0: none), and the number of updates; both int64 (n,)."""
         first, times = np.zeros((2, len(places)), np.int64)
-        for found in self._found(places):
+        for found in self._occurrences(places):
             steps = steps_of(found.batches, self._skipped)
             rows, steps = found.rows[steps > 0], steps[steps > 0]
             times[rows] += 1
@@ -238,7 +238,7 @@ class History:
     def sightings(self, places: Sequence[SampleLocation]) -> list[list[Sighting]]:
         """Every appearance of each sample in a batch of the run, in order: at most one per epoch and view."""
         seen: list[list[Sighting]] = [[] for _ in places]
-        for found in self._found(places):
+        for found in self._occurrences(places):
             order = found.stretch.order
             views = [order.views(slot) for slot in found.slots.tolist()]
             each = np.repeat(np.arange(len(views)), [len(slots) for slots in views])
@@ -267,7 +267,7 @@ class History:
                 )
         return seen
 
-    def _found(self, places: Sequence[SampleLocation]) -> Iterator["_Found"]:
+    def _occurrences(self, places: Sequence[SampleLocation]) -> Iterator["_Occurrence"]:
         """The batches and slots of samples in the order, epoch after epoch."""
         for number, stretch in enumerate(self._stretches):
             lying = [(row, *at) for row, place in enumerate(places) if (at := place.at[number]) is not None]
@@ -278,15 +278,17 @@ class History:
                 batches, slots = stretch.order.find(shard, position, epoch)
                 seen = (batches >= stretch.start) & (batches < stretch.stop)
                 if seen.any():
-                    yield _Found(stretch, epoch, rows[seen], batches[seen], slots[seen])
+                    yield _Occurrence(stretch, epoch, rows[seen], batches[seen], slots[seen])
 
     def _partners(self, stretch: _Stretch, batches: np.ndarray, slots: np.ndarray) -> list[int | None]:
         """The uids of the samples that those in given slots of batches are mixed with; opens each shard once."""
-        if self.recipe.objective.together != 2:
-            return [None] * len(slots)
+        partners = [self.recipe.objective.partner(slot) for slot in slots.tolist()]
+        if not partners or partners[0] is None:
+            return partners
         drawn = [
-            stretch.order.batch(batch, slot ^ 1, (slot ^ 1) + 1)
-            for batch, slot in zip(batches.tolist(), slots.tolist(), strict=True)
+            stretch.order.batch(batch, slot, slot + 1)
+            for batch, slot in zip(batches.tolist(), partners, strict=True)
+            if slot is not None
         ]
         shards = np.array([int(each.shard[0]) for each in drawn])
         positions = np.array([int(each.position[0]) for each in drawn])
@@ -316,8 +318,8 @@ class History:
             return next(loader)
 
 
-class _Found(NamedTuple):
-    """The samples found in one epoch: their rows in the query, batches and first slots, each int64 (m,)."""
+class _Occurrence(NamedTuple):
+    """Samples in one epoch: their rows in the query, batches and first slots, each int64 (m,)."""
 
     stretch: _Stretch
     epoch: int

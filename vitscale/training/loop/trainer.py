@@ -186,10 +186,10 @@ class Trainer:
             with other, self.learner.eager():
                 update = self.learner.update(batch, self.state.step, limit, audited)
         if update.anomaly is not None:
-            self._meet(update, batch)
+            self._handle_anomaly(update, batch)
             return False
         if update.findings:
-            self._doubt(update.findings)
+            self._handle_audit(update.findings)
         anomalies = self.state.anomalies.after(update.mean_loss, self.recipe.anomalies)
         self.state = replace(self.state.after(batch), anomalies=anomalies)
         step, due = self.state.step, self.plan.due(self.state.step, self._last)
@@ -232,7 +232,7 @@ class Trainer:
     def _is_interrupted(self, step_s: float = 0.0) -> bool:
         return self._border.is_end(self.interruption is not None and self.interruption.pending, self.saves, step_s)
 
-    def _doubt(self, findings: Sequence[Finding]) -> None:
+    def _handle_audit(self, findings: Sequence[Finding]) -> None:
         """Report that an audit found the update just made wrong. Raises `AuditError`, unless the recipe only warns."""
         step = self.state.step + 1
         if self.recipe.check.audit == "stop":
@@ -241,7 +241,7 @@ class Trainer:
 
     # ---- Anomalies ---------------------------------------------------------------------------------------------------
 
-    def _meet(self, update: Update, batch: Batch) -> None:
+    def _handle_anomaly(self, update: Update, batch: Batch) -> None:
         """Do what the recipe asks for a batch that must not be trained on; all ranks call it together."""
         settings, known = self.recipe.anomalies, self.state.anomalies
         anomaly = self.learner.anomaly(update, batch, self.state.step)
