@@ -66,7 +66,7 @@ docs: $(READY_FOR_TESTS)
 
 sanitize: $(READY_FOR_TESTS)
 	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && \
-		gcc -g -O1 -ffp-contract=off -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -Ivitscale/native \
+		gcc -g -O1 -ffp-contract=off -fsanitize=address,undefined,float-cast-overflow -fno-sanitize-recover=all -Ivitscale/ground/native \
 			vitscale/ground/native/*.c tests/images/fuzz_images.c -ljpeg -lm -o $$out/fuzz_images && \
 		$(BIN)/python tests/damaged_jpegs.py $$out/jpegs $(or $(COUNT),10000) && \
 		find $$out/jpegs -type f -print0 | xargs -0 -n 2000 $$out/fuzz_images
@@ -77,7 +77,7 @@ fuzz:
 	@command -v clang >/dev/null || { echo "make fuzz: no clang; sudo apt-get install -y clang" >&2; exit 2; }
 	@mkdir -p $(FUZZ)/corpus
 	@clang -g -O1 -ffp-contract=off -DLIBFUZZER -fsanitize=fuzzer,address,undefined,float-cast-overflow -fno-sanitize-recover=all \
-		-Ivitscale/native vitscale/ground/native/*.c tests/images/fuzz_images.c $(LIBJPEG) -lm -o $(FUZZ)/fuzz_images
+		-Ivitscale/ground/native vitscale/ground/native/*.c tests/images/fuzz_images.c $(LIBJPEG) -lm -o $(FUZZ)/fuzz_images
 	@$(FUZZ)/fuzz_images -max_len=4096 -max_total_time=$$(( $(or $(MINUTES),10) * 60 )) -artifact_prefix=$(FUZZ)/ \
 		-print_final_stats=1 $(FUZZ)/corpus tests/images/corpus
 

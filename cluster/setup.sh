@@ -83,7 +83,7 @@ if [ -z "${2:-}" ]; then
     say "3/4 vitscale and the other packages"
     install --no-build-isolation --editable '.[demo,plot]'
     say "4/4 a first import of everything"
-    run "$venv/bin/python" -c 'import data_tools.convert, vitscale.cli.demo, vitscale.training.loop.trainer, sklearn.datasets, torch.utils.tensorboard, accelerate.tracking'
+    run "$venv/bin/python" -c 'import vitscale.cli.convert, vitscale.cli.demo, vitscale.training.loop.trainer, sklearn.datasets, torch.utils.tensorboard, accelerate.tracking'
 else
     packages="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     last=3

@@ -309,6 +309,7 @@ class _View:
             storage.put(path, storage.join(self._out, name))
 
     def _save(self, manifest: Manifest) -> Manifest:
+        self._added.append(MANIFEST_NAME)
         if not storage.is_url(self._out):
             make_folder(Path(self._out))
             return manifest.save(self._out)

@@ -182,6 +182,7 @@ BAD = {
     "two channels": np.zeros((9, 9, 2), np.uint8),
     "no area": np.zeros((0, 9, 3), np.uint8),
     "floating pixels": Image.new("F", (9, 9)),
+    "too long a side": Image.new("RGB", (70_000, 2)),
     "another size": torch.zeros(2, 3, 32, 32),
     "channels last": torch.zeros(2, SIZE, SIZE, 3),
     "integers": torch.zeros(2, 3, SIZE, SIZE, dtype=torch.int64),
@@ -217,9 +218,22 @@ def test_what_is_no_model_is_one_clear_error(home, model, tmp_path, capfd):
         with pytest.raises(CheckpointError, match=name.partition(".")[0]):
             vs.load(tmp_path / name)
     wrong = [{"step": 99}, {"precision": "fp16"}, {"num_classes": 3}, {"image_size": 32}]
-    for options in wrong:
+    fresh = [{"image_size": 0}, {"image_size": "16"}, {"class_names": "cat"}, {"class_names": [1, 2]}, {"seed": -1}]
+    for source, options in [(home / "run", one) for one in wrong] + [("ViT-Ti/16", one) for one in fresh]:
         with pytest.raises(VitscaleError):
-            vs.load(home / "run", **options)
+            vs.load(source, **options)
+    photo = file_of(home)
+    for ask in (
+        lambda: model.predict(photo, top=0),
+        lambda: model.save(tmp_path / "x", "zzz"),
+        lambda: vs.inspect(model, photo, count=0),
+        lambda: vs.Dataset(home / "data/test").loader(8, image_size=0),
+        lambda: vs.Recipe.load("b16_i1k").plan(0, "h100", samples=1000),
+        lambda: vs.convert(home / "photos", tmp_path / "out", split={}),
+        lambda: vs.convert(home / "photos", tmp_path / "out", workers=0),
+    ):
+        with pytest.raises(RecipeError):
+            ask()
     for ask in (vs.load, vs.Run, vs.train, vs.Recipe.load):
         with pytest.raises(RecipeError):
             ask(tmp_path / "none")
@@ -239,6 +253,38 @@ def test_what_is_no_model_is_one_clear_error(home, model, tmp_path, capfd):
         with pytest.raises(DataError):
             ask(model, tmp_path / "others")
     assert capfd.readouterr().out == ""
+
+
+def test_a_fifo_of_a_stranger_is_no_picture(model, tmp_path):
+    os.mkfifo(tmp_path / "x.jpg")
+    for ask in (model.predict, model.features):
+        with pytest.raises(DataError):
+            ask(tmp_path)
+
+
+def test_a_model_whose_modules_were_replaced_names_no_classes(home, tmp_path):
+    changed = vs.load(home / "run")
+    changed.backbone.head = torch.nn.Linear(changed.backbone.head.in_features, 3)
+    for ask in (changed.predict, lambda photo: changed.save(tmp_path / "x.safetensors")):
+        with pytest.raises(RecipeError):
+            ask(file_of(home))
+    assert changed(changed.preprocess(file_of(home))[None]).shape == (1, 3)
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_threads_share_a_model_in_training_mode(home):
+    dropped = vs.load(home / "run")
+    dropped.backbone.register_forward_pre_hook(lambda module, args: time.sleep(0.01) if not module.training else 1 / 0)
+    dropped.train()
+    threads = [threading.Thread(target=dropped.predict, args=(file_of(home),)) for _ in range(4)]
+    with pytest.MonkeyPatch.context() as patch:
+        failed: list[object] = []
+        patch.setattr(threading, "excepthook", failed.append)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed and dropped.training
 
 
 # ---- Datasets --------------------------------------------------------------------------------------------------------
@@ -261,6 +307,8 @@ def test_a_dataset_is_a_sequence_and_equal_to_the_loader(home, model):
         assert torch.equal(model(found[1].image), model.finished.predict(batches[1].images).logits)
     assert [sample.uid for sample in Subset(data, [5, 3])] == [5, 3]
     recipe = vs.Run(home / "run").recipe
+    found = vs.inspect(model, data, show=["norms"], count=5).findings  # a dataset's own pictures
+    assert found.images == 5
     first, *_ = data.loader(recipe=recipe, training=True, stop=2)
     assert first.images.shape == (8, SIZE, SIZE, 3)
     shares = [next(iter(data.loader(recipe=recipe, training=True, rank=rank, world=2))).images for rank in (0, 1)]
@@ -311,6 +359,8 @@ def test_recipes(tmp_path, home):
     (row,) = json.loads(CliRunner().invoke(app, ["flops", "b16_i1k", "--samples", "1000", "--format", "json"]).stdout)
     assert vs.Recipe.load("b16_i1k").flops(1000).exaflops == row["exaflops"]
     assert vs.Recipe.load("b16_i1k").plan(8, "h100", samples=1_281_167).best is not None
+    odd = vs.Recipe.load("b16_i1k", {"data.train": "😀/1e3", "seed": np.int64(3)})
+    assert (odd.data.train, odd.seed) == ("😀/1e3", 3)
     for overrides in ({"optimizer.rl": 1}, {"optimizer.lr": object()}, {"": 1}):
         with pytest.raises(RecipeError):
             vs.Recipe.load("b16_i1k", overrides)

@@ -158,7 +158,7 @@ class Commands:
         folders = {"HOME": str(self.folder / "home"), "TMPDIR": str(self.folder)}
         name, *rest = arguments if arguments[0] == "convert" else ("", *arguments)
         done = subprocess.run(
-            [sys.executable, "-m", "data_tools.convert" if name else "vitscale", *rest],
+            [sys.executable, "-m", "vitscale.cli.convert" if name else "vitscale", *rest],
             cwd=self.folder,
             env=os.environ | folders | self.variables,
             stdout=subprocess.PIPE,

@@ -1,9 +1,13 @@
 """Random projections and the optimizers' formulas, each against something else that knows them."""
 
+import itertools
+import math
+
 import pytest
 import torch
 
-from vitscale.recipe import SGD, AdamW
+from vitscale.recipe import SGD, Adafactor, AdamW, Lamb, Muon
+from vitscale.training.optimizers.pieces import Piece
 from vitscale.training.optimizers.projections import key_of, mixed, project, sample
 from vitscale.training.optimizers.rule import Update, rule_of
 
@@ -78,3 +82,58 @@ def test_the_formulas_are_those_of_torch(name):
             wrong = Update(**(vars(how) | change))
             other = rule_of(settings).of_elements(wrong, before, weights.grad.double(), after)
             assert any(bool(((after[kind] - value).abs() > off).any()) for kind, (value, off) in other.items()), change
+
+
+BLOCKS = {
+    "adamw": AdamW(lr=1.0),
+    "sgd": SGD(name="sgd", lr=1.0, momentum_dtype="bf16"),
+    "lamb": Lamb(name="lamb", lr=1.0),
+    "adafactor": Adafactor(name="adafactor", lr=1.0),
+    "muon": Muon(name="muon", lr=1.0),
+}
+# Sizes of the gradients of six updates: usual ones, none, none at first, a jump, and next to nothing.
+COURSES = [[1.0] * 6, [0.0] * 6, [0, 0, 0, 1e-3, 1e-3, 1e-3], [1e-6, 1e-6, 1, 1, 1, 1], [1e-12] * 6]
+
+
+@pytest.mark.parametrize("shape", [(200,), (40, 50)])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_an_audit_passes_what_the_optimizers_do_and_nothing_else(name, shape):
+    """Whatever the gradients; with another learning rate it is noticed."""
+    settings, generator = BLOCKS[name], torch.Generator().manual_seed(4)
+    rule, kept = rule_of(settings), settings.kept("blocks.0.weight", shape)
+    kinds = [kind for kind, of_kind in kept.items() if of_kind == shape]
+    for sizes, rate in itertools.product(COURSES, (1e-2, 1e-5, 1e-8)):
+        weights = torch.nn.Parameter(torch.randn(math.prod(shape), generator=generator) * 0.02)
+        optimizer = rule.build([{"params": [weights], "weight_decay": 0.05}])
+        if settings.needs_whole_tensors:
+            piece = Piece("blocks.0.weight", 0, weights.numel(), weights, 0)
+            optimizer.attach([weights], [piece], {piece.name: shape}, are_shared=False)
+        state = optimizer.state[weights]
+        for kind, of_kind in kept.items():
+            dtype = torch.bfloat16 if kind in settings.kept_in_bf16 else torch.float32
+            state[kind if of_kind == shape else f"{kind}/blocks.0.weight"] = torch.zeros(
+                weights.numel() if of_kind == shape else of_kind, dtype=dtype
+            )
+        if name == "adamw":
+            state["step"] = torch.tensor(0.0)
+
+        def now(state=state, weights=weights) -> dict[str, torch.Tensor]:
+            values = {"master": weights.detach(), **{kind: state[kind] for kind in kinds}}
+            return {kind: value.double().view(-1).clone() for kind, value in values.items()}
+
+        for number, size in enumerate(sizes, 1):
+            weights.grad = torch.randn(weights.numel(), generator=generator) * size
+            optimizer.param_groups[0] |= {"lr": rate, "updates": number}
+            before, gradient = now(), weights.grad.double().clone()
+            optimizer.step()
+            after = now()
+
+            def is_within(rate: float, at=(number, before, gradient, after)) -> bool:
+                update = Update(shape, at[0], rate, 0.05, settings.first_momentum)
+                found = rule.of_elements(update, *at[1:])
+                return all(bool(((at[3][kind] - value).abs() <= off).all()) for kind, (value, off) in found.items())
+
+            assert is_within(rate), (sizes, rate, number)
+            # LAMB's length is taken from the step that was made, and Muon's matrices are only bounded.
+            if size == 1 and rate == 1e-2 and name in ("adamw", "sgd", "adafactor"):
+                assert not is_within(1.1 * rate)

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from vitscale.data.augmentation import EvalTransform, train_transform
 from vitscale.data.loader import Loader
 from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.settings import Reading
-from vitscale.data.shards import Manifest
+from vitscale.data.shards import MANIFEST_NAME, Manifest
 from vitscale.data.shards.cache import PinnedFile, ShardCache
 from vitscale.data.shards.opening import OpenShard, keys_of, open_shard_file
 from vitscale.ground.errors import DataError, MachineError, RecipeError
@@ -61,6 +62,7 @@ class Dataset(torch_data.Dataset[Sample]):
         self.transform = transform
         self._ends = np.cumsum([shard.num_selected for shard in self.manifest.shards], dtype=np.int64)
         self._shards: OrderedDict[int, _Shard] = OrderedDict()
+        self._lock = Lock()
 
     @property
     def where(self) -> str:
@@ -79,7 +81,8 @@ class Dataset(torch_data.Dataset[Sample]):
         """Sample `index`, from the end if negative. Raises IndexError, `DataError` for damage, and `StorageError`."""
         at = range(len(self))[index]
         number = int(np.searchsorted(self._ends, at, side="right"))
-        shard = self._open(number).shard
+        held = self._open(number)  # which keeps it open, whatever another thread does
+        shard = held.shard
         slot = int(shard.slots[at - (int(self._ends[number - 1]) if number else 0)])
         image: Any = Image.fromarray(_pixels(shard, slot))
         if self.transform is not None:
@@ -112,7 +115,10 @@ class Dataset(torch_data.Dataset[Sample]):
 
         Raises `RecipeError` for a batch that cannot be, and `DataError` for a dataset without samples.
         """
-        data = Data(train="", image_size=image_size or 224) if recipe is None else recipe.data
+        for name, value, least in (("image_size", image_size, 1), ("seed", seed, 0), ("start", start, 0)):
+            if value is not None and value < least:
+                raise RecipeError(f"{name}={value}: expected a number from {least}")
+        data = Data(train="") if recipe is None else recipe.data
         if batch is None:
             batch = 256 if recipe is None else recipe.batch.global_size if training else recipe.evaluation.batch * world
         if not (batch > 0 and 0 <= rank < world and batch % world == 0):
@@ -124,7 +130,7 @@ class Dataset(torch_data.Dataset[Sample]):
         return Loader(
             self.manifest,
             TrainOrder(samples, batch, seed, data.repeats) if training else EvalOrder(samples, batch),
-            image_size=image_size or data.image_size,
+            image_size=data.image_size if image_size is None else image_size,
             transform=train_transform(data.crop, data.flip) if training else EvalTransform.of(data.eval_crop),
             operations=data.operations if training else (),
             rank=rank,
@@ -166,7 +172,10 @@ class Dataset(torch_data.Dataset[Sample]):
         self._shards.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_shards": OrderedDict()}  # files are opened anew, by each worker its own
+        return {key: value for key, value in vars(self).items() if key not in ("_shards", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _shards=OrderedDict(), _lock=Lock())  # each worker opens files of its own
 
     def __repr__(self) -> str:
         return f"Dataset({self.where!r}, {len(self):,} samples, {len(self.class_names):,} classes)"
@@ -177,11 +186,12 @@ class Dataset(torch_data.Dataset[Sample]):
         return fragment([facts(about | {"shards": len(shards), "bytes": sum(shard.bytes for shard in shards)})])
 
     def _open(self, number: int) -> "_Shard":
-        found = self._shards.get(number)
-        if found is None:
-            found = self._shards[number] = _Shard(self.manifest, number)
-            while len(self._shards) > _OPEN_SHARDS:
-                self._shards.popitem(last=False)
+        with self._lock:
+            found = self._shards.get(number)
+            if found is None:
+                found = self._shards[number] = _Shard(self.manifest, number)
+                while len(self._shards) > _OPEN_SHARDS:
+                    self._shards.popitem(last=False)
         return found
 
 
@@ -229,12 +239,12 @@ def _pixels(shard: OpenShard, slot: int) -> np.ndarray:
 
 
 def _place(source: str) -> str:
-    """Path or URL of a dataset."""
-    if is_url(source) or Path(source).exists():
-        return source
+    """Path or URL of a dataset: of its name, if that has a place, else of a folder here."""
     try:
         return find_dataset(source, None)
-    except RecipeError:
+    except (RecipeError, DataError):
+        if (Path(source) / MANIFEST_NAME).is_file():
+            return source
         raise DataError(
             f"{source}: there is no such dataset; expected a folder that `convert` wrote, or a URL"
         ) from None

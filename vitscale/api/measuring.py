@@ -13,7 +13,7 @@ from vitscale.evaluation.build import samples_expected
 from vitscale.evaluation.features import Features, extract_features
 from vitscale.evaluation.finished import evaluate_finished
 from vitscale.evaluation.inspection.figures import inspection_figures
-from vitscale.evaluation.inspection.finished import inspect_model, pictures_from, without_dataset
+from vitscale.evaluation.inspection.finished import first_of, inspect_model, pictures_from, without_dataset
 from vitscale.evaluation.inspection.looking import Findings, Part
 from vitscale.evaluation.representation import PAPERS_L2, Method, default_counts, measure
 from vitscale.evaluation.scoring import scores
@@ -136,10 +136,12 @@ def inspect(
 
     Raises `RecipeError` for parts that the model does not have, `DataError` for what is not an image.
     """
+    if count < 1 or pictures < 1:
+        raise RecipeError(f"count={count}, pictures={pictures}: expected numbers from 1")
     module = opened(model)
     with module.evaluating() as finished:
         if isinstance(images, Dataset):
-            seen = pictures_from(finished, images.where, count)
+            seen = first_of(finished, images.where, count)
         elif isinstance(images, str | os.PathLike) and Path(images).is_dir():
             seen = pictures_from(finished, os.fspath(images), count)
         else:
@@ -149,4 +151,5 @@ def inspect(
 
 
 def _place(data: Data) -> str:
-    return (data if isinstance(data, Dataset) else Dataset(data)).where
+    """As the commands take it: a name is looked up where a run's recipe says."""
+    return data.where if isinstance(data, Dataset) else os.fspath(data)

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from threading import RLock
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -118,6 +119,8 @@ class Model(nn.Module):
         self.preprocess = Preprocess(finished.eval_crop, finished.image_size, finished.normalise)
         self.source, self.step = str(finished.source), finished.step
         self.class_names, self.num_classes = finished.class_names, finished.num_classes
+        self._shapes = _shapes(self.backbone)
+        self._lock, self._inside, self._modes = _Lock(), 0, list[tuple[nn.Module, bool]]()
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -141,8 +144,9 @@ class Model(nn.Module):
         """
         if self.num_classes is None:
             raise RecipeError(f"{self.source} has no classes to be predicted; `features` has its representations")
-        if top < 1:
+        if not isinstance(top, int) or top < 1:
             raise RecipeError(f"top={top}: expected a number of classes from 1")
+        self._check_unchanged()
         if not isinstance(images, Tensor):
             with self.evaluating():
                 found = list(predict_files(self.finished, _pictures(images), top))
@@ -166,6 +170,9 @@ class Model(nn.Module):
 
         Raises `RecipeError` if the format cannot hold the model or `out` exists, `CheckpointError` without room.
         """
+        if format not in get_args(Format):
+            raise RecipeError(f"format={format!r}: expected one of {', '.join(get_args(Format))}")
+        self._check_unchanged()
         values = dict(self.backbone.named_parameters())
         drop_head = drop_head or values.keys().isdisjoint(HEAD)
         with self.finished.reading([self.backbone]):
@@ -179,17 +186,32 @@ class Model(nn.Module):
             )
         return Path(out)
 
+    def _check_unchanged(self) -> None:
+        """Raise `RecipeError` if modules were replaced, so that names of classes and formats say nothing of it."""
+        now = _shapes(self.backbone)
+        if self.backbone is not self.finished.backbone or now != self._shapes:
+            other = sorted({*now.items()} ^ {*self._shapes.items()})[:1]
+            raise RecipeError(
+                f"{self.source}: its modules were replaced{''.join(f' ({name} {shape})' for name, shape in other)}; "
+                "its classes and formats are those of what was opened. Call it as a module: model(inputs)"
+            )
+
     @contextmanager
     def evaluating(self) -> Iterator[FinishedModel]:
         """Within this context it computes as in evaluation, without gradients; afterwards its mode is as before."""
-        modes = [(module, module.training) for module in self.modules()]
-        self.eval()
+        with self._lock:  # threads share the mode: the first to come sets it, the last to leave sets it back
+            if not self._inside:
+                self._modes = [(module, module.training) for module in self.modules()]
+                self.eval()
+            self._inside += 1
         try:
             with torch.no_grad():
                 yield self.finished
         finally:
-            for module, mode in modes:
-                module.training = mode
+            with self._lock:
+                self._inside -= 1
+                for module, mode in self._modes if not self._inside else ():
+                    module.training = mode
 
     def _all_outputs(self, images: Images) -> Iterator[Outputs]:
         """The outputs for all images, some at a time."""
@@ -226,7 +248,7 @@ def load(
     source: "str | os.PathLike[str] | Run",
     step: int | None = None,
     *,
-    precision: Literal["fp32", "bf16"] = "fp32",
+    precision: Literal["fp32", "bf16"] | None = None,
     use_average: bool | None = None,
     model: str | None = None,
     image_size: int | None = None,
@@ -239,7 +261,7 @@ def load(
     Args:
         source: a run's directory, a file or folder of weights, or a name of `list_models`: "ViT-B/16".
         step: for a run, the step of the checkpoint; by default the newest.
-        precision: the precision of the weights, in which the model computes.
+        precision: the precision of the weights, in which the model computes; by default a run's own, else fp32.
         use_average: for a run, False for its last weights instead of the average, if it keeps one.
         model: for weights that do not say it, the name of their model.
         image_size: for weights and names, side of the input in pixels; position embeddings are resampled.
@@ -257,7 +279,7 @@ def load(
     given = {name for name, value in options.items() if value is not None}
     if foreign := sorted(given - _OPTIONS[kind]):
         raise RecipeError(f"{', '.join(foreign)}: no effect, since {where} is {kind}")
-    if precision not in ("fp32", "bf16"):
+    if precision not in (None, "fp32", "bf16"):
         raise RecipeError(f"precision={precision!r}: expected 'fp32' or 'bf16'")
     if kind == "a run":
         average = use_average is not False
@@ -266,8 +288,13 @@ def load(
     is_fresh = kind == "a model's name"
     if is_fresh and num_classes is None and names is not None:
         num_classes = len(names)
+    if isinstance(class_names, str) or not all(isinstance(name, str) for name in names or ()):
+        raise RecipeError("class_names: expected a list of names")
+    for name, value, least in (("image_size", image_size, 1), ("num_classes", num_classes, 1), ("seed", seed, 0)):
+        if value is not None and not (isinstance(value, int) and value >= least):
+            raise RecipeError(f"{name}={value!r}: expected a number from {least}")
     block = None if model is None else {"name": model}
-    about = OfWeights(block, image_size, names, precision=precision, num_classes=num_classes, seed=seed or 0)
+    about = OfWeights(block, image_size, names, precision=precision or "fp32", num_classes=num_classes, seed=seed or 0)
     # That a fresh head is all zeros is no news.
     return Model(FinishedModel(Path(where), weights=about, report=(lambda note: None) if is_fresh else _warn))
 
@@ -314,6 +341,26 @@ def _pictures(images: Picture | Sequence[Picture]) -> list[Picture]:
     if not found:
         raise DataError("no pictures")
     return found
+
+
+class _Lock:
+    """A lock that copies and pickles are given anew."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Lock, ()
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in module.named_parameters()}
 
 
 def _logits(outputs: Outputs) -> Tensor:

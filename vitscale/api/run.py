@@ -41,7 +41,10 @@ class Recipe(recipes.Recipe):
         Raises `RecipeError` with everything that is wrong.
         """
         try:
-            settings = [f"{key}={json.dumps(value, default=os.fspath)}" for key, value in (overrides or {}).items()]
+            plain = {
+                key: json.dumps(value, default=_plain, ensure_ascii=False) for key, value in (overrides or {}).items()
+            }
+            settings = [f"{key}={value}" for key, value in plain.items()]
         except (TypeError, ValueError) as error:
             raise RecipeError(f"overrides: {error}; expected values as a YAML file has them") from None
         return cls.of(recipes.load_recipe(os.fspath(recipe), settings), Path(recipe).stem)
@@ -89,6 +92,8 @@ class Recipe(recipes.Recipe):
         from vitscale.about.planning.cluster import make_cluster
         from vitscale.about.planning.plan import make_plan
 
+        if devices < 1 or (nodes is not None and nodes < 1):
+            raise RecipeError(f"devices={devices}, nodes={nodes}: expected numbers from 1")
         estimated = self.flops(samples)
         if estimated.work is None:
             check_known(estimated)
@@ -125,7 +130,7 @@ class Run(runs.Run):
         """(step, values by evaluator/metric) of all evaluations, oldest first."""
         return self.metrics.evaluations
 
-    def model(self, step: int | None = None, *, precision: Literal["fp32", "bf16"] = "fp32") -> "Model":
+    def model(self, step: int | None = None, *, precision: Literal["fp32", "bf16"] | None = None) -> "Model":
         """Its model after `step`, by default as the newest checkpoint has it. Raises `CheckpointError` without one."""
         from vitscale.api.model import load
 
@@ -166,3 +171,8 @@ class Run(runs.Run):
             rows |= {"exaFLOPs": cost.exaflops, "images/s": cost.images_per_s, "hours": cost.seconds / 3600}
             rows |= {"devices": None if cost.world_size is None else counted(cost.world_size, "device")}
         return fragment([facts(rows | self.evaluation), *(Text(note, "note") for note in self.notes)])
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy's or torch's, or a path, as JSON has it."""
+    return value.item() if hasattr(value, "item") else os.fspath(value)

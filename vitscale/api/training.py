@@ -12,8 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, TypeAlias, TypedDict, Unpack, overload
 
-import yaml
-
 from data_tools.classes import read_classes
 from data_tools.conversion import convert as run_conversion
 from data_tools.machine import Machine
@@ -24,10 +22,11 @@ from vitscale.api.dataset import Dataset
 from vitscale.api.run import Recipe, Run
 from vitscale.data.shards.images import ImageOptions
 from vitscale.ground import errors, storage
-from vitscale.ground.errors import EXIT_DONE, PreemptedError, VitscaleError
+from vitscale.ground.errors import EXIT_DONE, PreemptedError, RecipeError, VitscaleError
 from vitscale.ground.table import Console
 from vitscale.recipe import Recipe as AnyRecipe
 from vitscale.recipe import find_recipe
+from vitscale.recipe.strict_yaml import dump_yaml
 from vitscale.runs.metrics import MetricsLog
 from vitscale.runs.names import METRICS_FILE, default_run_dir
 
@@ -101,6 +100,11 @@ def convert(
     Returns the dataset, or with `split` the datasets by name. Raises as `vitscale convert` ends: `RecipeError` for
     options, `DataError` for the source, `StorageError` for a place that does not answer.
     """
+    for name, value, least in (("workers", workers, 1), ("short_side", short_side, 1), ("seed", seed, 0)):
+        if value is not None and not least <= value < 2**63:
+            raise RecipeError(f"{name}={value}: expected a number from {least}")
+    if split is not None and not split:
+        raise RecipeError("split={}: expected names and what each takes, or None for one dataset")
     request = Request(
         src=os.fspath(source),
         kind=format,
@@ -257,13 +261,13 @@ def train(
     try:
         if isinstance(recipe, AnyRecipe):
             file = folder / f"{recipe.name if isinstance(recipe, Recipe) else 'recipe'}.yaml"
-            file.write_text(yaml.safe_dump(recipe.dump(), sort_keys=False, allow_unicode=True), encoding="utf-8")
+            file.write_text(dump_yaml(recipe.dump()), encoding="utf-8")
         else:
             file = find_recipe(os.fspath(recipe))
         where = default_run_dir(str(file), smoke=smoke) if run_dir is None else Path(run_dir)
         options: dict[str, object] = {"ranks": ranks, "resume": resume, "max-restarts": max_restarts}
         options |= {"stop-at": stop_at, "time-limit": time_limit}
-        command = [sys.executable, "-m", "vitscale", "launch", str(file), "--run-dir", str(where)]
+        command = [sys.executable, "-P", "-m", "vitscale", "launch", str(file), "--run-dir", str(where)]
         command += [f"--{name}={value}" for name, value in options.items() if value is not None]
         training = Training([*command, *(["--smoke"] if smoke else [])], where, folder)
     except BaseException:

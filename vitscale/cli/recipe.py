@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-import yaml
 
 from vitscale.cli.looking import Settings
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.table import hanging
 from vitscale.recipe import differences, explain_fields, json_schema, list_recipes, load_recipe
+from vitscale.recipe.strict_yaml import dump_yaml
 
 _EXIT_DIFFERENT = 1
 
@@ -50,7 +50,7 @@ def recipe(
         show_fields(*reversed(asked))
     elif asked:
         loaded = load_recipe(asked[0], settings or [])
-        print(yaml.safe_dump(loaded.dump(), sort_keys=False), end="")
+        print(dump_yaml(loaded.dump()), end="")
         if border := loaded.describe_border():
             print(f"note: {border}", file=sys.stderr)
     else:

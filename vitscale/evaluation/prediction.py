@@ -19,11 +19,13 @@ from vitscale.data.shards.images import IMAGE_SUFFIXES, ImageOptions, Reject, pi
 from vitscale.evaluation.finished import FinishedModel
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.ranks import gather
+from vitscale.ground.storage import regular
 from vitscale.recipe import EvalCrop
 
 Picture = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
 """A file, or its bytes, seen as if it had been converted; or pixels, seen as they are: an image of Pillow, or an array,
 uint8 (height, width), (height, width, 3) or (height, width, 4)."""
+_MOST_BYTES = 1 << 30
 AT_ONCE = 64
 """The number of images that a process forwards at once."""
 _PIXELS = "uint8 from 0 to 255 of shape (height, width, 3), (height, width, 4) or (height, width)"
@@ -119,9 +121,12 @@ def view_of(picture: Picture, crop: EvalCrop, image_size: int) -> Tensor | Rejec
         return pixels if isinstance(pixels, Reject) else view_of_pixels(pixels, transform, image_size)[0]
     if not isinstance(picture, bytes):
         try:
-            picture = Path(picture).read_bytes()
+            with open(picture, "rb", opener=regular) as file:  # a FIFO of a stranger's would wait for ever
+                picture = file.read(_MOST_BYTES + 1)
         except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
             return Reject(f"cannot be read: {getattr(error, 'strerror', None) or error}")
+    if len(picture) > _MOST_BYTES:
+        return Reject(f"more than {_MOST_BYTES:,} bytes")
     stored = store_image(picture, ImageOptions())
     if isinstance(stored, Reject):
         return stored

@@ -1,5 +1,6 @@
 """The `optimizer` block of a recipe: how weights are updated, and groups of them with settings of their own."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
@@ -124,9 +125,9 @@ class Optimizer(Block):
         return {key: values[key] for key in order}
 
     @property
+    @abstractmethod
     def first_momentum(self) -> float:
         """The part of the running mean that an update keeps, before a schedule changes it; 0 without momentum."""
-        raise NotImplementedError
 
     @property
     def kept_in_bf16(self) -> frozenset[str]:

@@ -54,6 +54,21 @@ _Loader.add_implicit_resolver(
 )
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that either loader, this one or YAML 1.1's, would take for something else."""
+
+
+_Dumper.yaml_implicit_resolvers = {
+    first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *_Loader.yaml_implicit_resolvers.get(first, [])]
+    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *_Loader.yaml_implicit_resolvers}
+}
+
+
+def dump_yaml(content: Any) -> str:
+    """Plain data as YAML that `parse_yaml` reads back as it is."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False)
+
+
 def read_yaml(path: Path) -> Any:
     """Plain data from a file of YAML. Raises `RecipeError`."""
     try:

@@ -9,13 +9,12 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
 from vitscale.ground.errors import CheckpointError, RecipeError, StorageError, VitscaleError
 from vitscale.ground.files.durable import make_folder, remove_leftovers, write_text
 from vitscale.ground.files.locks import LockFile, is_locked, noted, try_lock
 from vitscale.ground.storage import is_url, regular
 from vitscale.recipe import Recipe, differences, read_recipe
+from vitscale.recipe.strict_yaml import dump_yaml
 from vitscale.runs.checkpoints import steps_at
 from vitscale.runs.done import read_done
 from vitscale.runs.names import CHECKPOINTS, LOCK_FILE, NEWEST_FILE, RECIPE_FILE, checkpoints_root
@@ -142,7 +141,7 @@ def claim(run_dir: Path, recipe: Recipe) -> ExitStack:
     for folder in {os.path.realpath(folder): folder for folder in folders}.values():
         held.enter_context(_locked(folder))
     remove_leftovers(run_dir)
-    write_text(run_dir / RECIPE_FILE, yaml.safe_dump(recipe.dump(), sort_keys=False))
+    write_text(run_dir / RECIPE_FILE, dump_yaml(recipe.dump()))
     return held
 
 

@@ -12,7 +12,7 @@ def wilson_interval(share: float, samples: int) -> tuple[float, float]:
     """Wilson's interval of 95 % for a share of `samples`, at least one: what a score test does not reject."""
     middle, spread = share + _Z**2 / (2 * samples), share * (1 - share) / samples + (_Z / (2 * samples)) ** 2
     half, scale = _Z * spread**0.5, 1 + _Z**2 / samples
-    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+    return min(share, max(0.0, (middle - half) / scale)), max(share, min(1.0, (middle + half) / scale))
 
 
 def accuracy_intervals(values: Mapping[str, float], samples: int | None = None) -> dict[str, tuple[float, float]]:
@@ -26,6 +26,6 @@ def accuracy_intervals(values: Mapping[str, float], samples: int | None = None) 
     for name, value in values.items():
         if share := _OF_IMAGES.fullmatch(name):
             count = values.get(f"{share[1]}_samples" if share[1] else "samples", samples)
-            if count:
+            if count and 0 <= value <= 1:
                 found[name] = wilson_interval(value, int(count))
     return found

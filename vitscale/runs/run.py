@@ -3,6 +3,7 @@
 Torch is not imported and no tensor is read. Each file is read when it is asked for, and once.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,8 +55,8 @@ class Cost:
 
     @property
     def images_per_s(self) -> float:
-        """Images per second of all devices together, over all steps."""
-        return self.images / self.seconds
+        """Images per second of all devices together, over all steps; 0 where the times of the file make no number."""
+        return number(self.images / self.seconds if self.seconds else math.inf) or 0.0
 
 
 class RunFiles:
@@ -167,7 +168,7 @@ class Run(RunFiles):
         return {
             key: value
             for key, value in (values if isinstance(values, dict) else {}).items()
-            if number(value) is not None
+            if number(value) is not None and key.isprintable()
         }
 
     @cached_property

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vitscale.about.checks.small_form import STEPS, small_form
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.ground.errors import VitscaleError
@@ -19,6 +17,7 @@ from vitscale.ground.wording import counted
 from vitscale.launch import RankCommand, Supervisor, fitting
 from vitscale.launch.ends import EXIT_PREEMPTED, cause
 from vitscale.recipe import Recipe, load_recipe
+from vitscale.recipe.strict_yaml import dump_yaml
 from vitscale.runs.names import RECIPE_FILE
 
 PROOF_FILE = "proof.json"
@@ -50,7 +49,7 @@ def prove_recipe(
         small = small_form(recipe, folder, ranks)
         write_generated_dataset(folder / small.data.train, [max(_SAMPLES, small.batch.global_size)])
         # Whole: ranks settle what it leaves to the device as its run does, and then make it small.
-        (folder / RECIPE_FILE).write_text(yaml.safe_dump(recipe.dump(), sort_keys=False))
+        (folder / RECIPE_FILE).write_text(dump_yaml(recipe.dump()))
         say(f"{STEPS} updates of {name} on {counted(ranks, 'rank')}")
         _launch(folder, ranks)
         found: dict[str, Any] = json.loads((folder / PROOF_FILE).read_text())

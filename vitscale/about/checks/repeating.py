@@ -9,13 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vitscale.ground.errors import DataError
 from vitscale.ground.files.durable import write_text
 from vitscale.launch import Pretraining
 from vitscale.launch.clusters import Job, launch_command
 from vitscale.recipe import Recipe, validate_recipe
+from vitscale.recipe.strict_yaml import dump_yaml
 from vitscale.runs.checkpoint import CheckpointReader, CheckpointStore
 from vitscale.runs.checkpoint_index import index_text
 from vitscale.runs.metrics import MetricsLog
@@ -49,7 +48,7 @@ def repeated(
             folder = copy / CHECKPOINTS / step_folder(start.index.step)
             start.copy(folder)
             write_text(folder / INDEX_FILE, index_text(replace(start.index, recipe=recipe.dump(), selection={})))
-        (copy / RECIPE_FILE).write_text(yaml.safe_dump(recipe.dump(), sort_keys=False))
+        (copy / RECIPE_FILE).write_text(dump_yaml(recipe.dump()))
         what = Pretraining(str(copy / RECIPE_FILE), run_dir=copy, ranks=ranks, stop_at=last)
         command = launch_command(Job(what, max_restarts=0), [sys.executable, "-P", "-m", "vitscale"])
         with output.open("wb") as file:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from vitscale.about.checks.asked import Near, asked_samples
 from vitscale.about.checks.seen import History
@@ -18,6 +17,7 @@ from vitscale.ground.storage import is_url, join, without_file_scheme
 from vitscale.ground.wording import counted
 from vitscale.launch.clusters import shell_line
 from vitscale.recipe import Duration, Recipe, read_recipe, validate_recipe
+from vitscale.recipe.strict_yaml import dump_yaml
 from vitscale.runs.checkpoint import checkpoint_directory
 from vitscale.runs.checkpoint_index import data_root, find_path
 from vitscale.runs.directory import recipe_of_run
@@ -224,7 +224,7 @@ def leave_out(
     beside: dict[str, bytes] = {}
     if needs_branch:
         recipe = branch_recipe(history, start, where, root)
-        beside[RECIPE_NAME] = without_secrets(yaml.safe_dump(recipe.dump(), sort_keys=False)).encode()
+        beside[RECIPE_NAME] = without_secrets(dump_yaml(recipe.dump())).encode()
         found["recipe"] = join(where, RECIPE_NAME)
         of_branch = run.with_name(f"{run.resolve().name}-without")
         found["command"] = shell_line(["vitscale", "launch", found["recipe"], "--run-dir", str(of_branch)])

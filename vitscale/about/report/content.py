@@ -187,11 +187,11 @@ def _items(sources: Sequence[Path]) -> tuple[StudyResults | None, list[Item]]:
 
 def _entry_item(folder: Path, entry: EntryResult) -> Item:
     directory = folder / entry.name
-    if not (directory / RECIPE_FILE).is_file():
-        return Item(entry.name, None, entry)
     try:
+        if not (directory / RECIPE_FILE).is_file():
+            return Item(entry.name, None, entry)
         return Item(entry.name, read_run(directory), entry)
-    except VitscaleError as error:  # of one entry: the page shows it beside the others
+    except (VitscaleError, OSError) as error:  # of one entry: the page shows it beside the others
         return Item(entry.name, None, entry, str(error))
 
 

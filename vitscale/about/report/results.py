@@ -170,7 +170,7 @@ def _exaflops(run: Run, until: int | None = None) -> float | None:
     if run.cost is None:
         return None
     first = run.recipe.first_step
-    share = 1.0 if until is None else (until - first) / (run.cost.step - first)
+    share = 1.0 if until is None or run.cost.step == first else (until - first) / (run.cost.step - first)
     before = 0.0 if run.parent is None else _exaflops(run.parent, first or None)
     return None if before is None else before + share * run.cost.exaflops
 

@@ -27,6 +27,10 @@ _Name = Annotated[str, pydantic.StringConstraints(pattern=r"^\w[^/]*$")]  # of a
 _From = Annotated[str | None, pydantic.Field(validation_alias="from")]
 
 
+Number = Annotated[int | float, pydantic.Field(ge=-1e18, le=1e18)]
+"""A number of a file, with which can be computed."""
+
+
 @dataclass(frozen=True)
 class Spread:
     """Mean and sample standard deviation (n - 1) over runs that differ only in their seed; None for a single one."""
@@ -77,10 +81,10 @@ class EntryResult:
     recipe_sha256: str | None = None
     settings: list[str] | None = None
     grid: dict[str, Any] | None = None
-    metrics: dict[str, int | float] = field(default_factory=dict)
+    metrics: dict[str, Number] = field(default_factory=dict)
     step: int | None = None
     steps: int | None = None
-    exaflops: int | float | None = None
+    exaflops: Number | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class Candidate:
 
     label: str
     entries: list[str]
-    mean: float | None
+    mean: Annotated[float, pydantic.Field(ge=-1e18, le=1e18)] | None
     grid: dict[str, Any]
 
 
@@ -182,9 +186,12 @@ def read_results(folder: Path) -> StudyResults | None:
             "again, which rewrites it"
         )
     try:
+        json.dumps(content, ensure_ascii=False, allow_nan=False).encode()  # neither NaN nor half a character
         return _CONTENT.validate_python(content)
     except pydantic.ValidationError as error:
         raise DataError(f"{path}: damaged: {describe_mistake(error.errors()[0])}") from None
+    except ValueError as error:
+        raise DataError(f"{path}: damaged: {error}") from None
 
 
 def but_for_the_seed(

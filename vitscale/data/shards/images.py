@@ -181,6 +181,8 @@ def pixels_of(image: Image.Image) -> np.ndarray | Reject:
     width, height = image.size
     if not 0 < width * height <= MAX_PIXELS:
         return Reject(f"{width} x {height} pixels; 1 to {MAX_PIXELS:,} are accepted")
+    if max(width, height) > MAX_SIDE:
+        return Reject(f"{width} x {height} pixels; a side must have 1 to {MAX_SIDE}")
     try:
         rgb, turn = _to_rgb(image), _turn(image)
         return np.asarray(rgb if turn is None else rgb.transpose(turn))

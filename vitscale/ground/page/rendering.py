@@ -32,7 +32,8 @@ def fragment(parts: Sequence[Part]) -> str:
     show = _template().make_module(nothing).show  # type: ignore[attr-defined]
     colours = "".join(f"--series-{index}: {colour}; " for index, colour in enumerate(SERIES, start=1))
     style = f"{colours}--faint: {FAINT}; --sans: sans-serif"
-    return without_secrets(f'<div style="{style}">{"".join(map(show, parts))}</div>')
+    text = without_secrets(f'<div style="{style}">{"".join(map(show, parts))}</div>')
+    return text.encode("utf-8", "backslashreplace").decode()  # names of files may hold half characters
 
 
 @cache

@@ -175,7 +175,7 @@ class _Front:
 
     def command(self, node: int) -> list[str]:
         """`vitscale launch` for one of the hosts."""
-        program, first, ranks = [sys.executable, "-m", "vitscale"], self.hosts[0].name, self.hosts[node].slots
+        program, first, ranks = [sys.executable, "-P", "-m", "vitscale"], self.hosts[0].name, self.hosts[node].slots
         if len(self.hosts) == 1:
             return launch_command(self._job, program, ranks=ranks)
         address, port = split_address(self._job.master or first)

@@ -21,6 +21,7 @@ from vitscale.ground.wording import counted
 from vitscale.launch.clusters import DEFAULT_PORT, Job, launch_command, read_options, refuse_node_options
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL
 from vitscale.recipe import load_recipe, refuse_secrets
+from vitscale.recipe.strict_yaml import dump_yaml
 from vitscale.runs.names import default_run_dir
 
 Object = dict[str, Any]
@@ -326,7 +327,7 @@ def _recipe_file(job: Job, name: str) -> Object:
     """
     what = job.what
     recipe = load_recipe(what.recipe, [] if what.smoke else what.settings)
-    text = yaml.safe_dump(recipe.dump(), sort_keys=False)
+    text = dump_yaml(recipe.dump())
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",

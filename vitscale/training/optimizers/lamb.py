@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vitscale.recipe import Lamb as Settings
 from vitscale.runs.checkpoint import MASTER
-from vitscale.training.optimizers.rule import OF_CHANGE, Expected, Rule, State, Update, adam
+from vitscale.training.optimizers.rule import OF_CHANGE, OF_TERMS, Expected, Rule, State, Update, adam
 from vitscale.training.optimizers.whole_tensors import Group, Part, WholeTensorOptimizer, update_means
 
 
@@ -77,4 +77,7 @@ class LambRule(Rule[Settings]):
         """As `Rule.of_elements`."""
         found = self.within(lambda state, slope: self._scaled(update, state, slope, after), before, gradient)
         weights, limit = found[MASTER]
-        return {**found, MASTER: (weights, limit + OF_CHANGE * (weights - before[MASTER]).abs().max())}
+        change = (weights - before[MASTER]).abs()
+        # The ratio is that of steps whose weights were rounded.
+        off = OF_TERMS * before[MASTER].norm() * change / change.norm().clamp_min(1e-300) + OF_CHANGE * change.max()
+        return {**found, MASTER: (weights, limit + off)}

@@ -95,7 +95,13 @@ class Rule(ABC, Generic[_Settings]):
                 moved[kind] += (other[kind] - value).abs()
         rough = {kind: OF_BF16 / OF_TERMS if kind in self.settings.kept_in_bf16 else 1.0 for kind in exact}
         return {
-            kind: (value, rough[kind] * moved[kind] + OF_CHANGE * (value - before[kind]).abs() + LEAST)
+            kind: (
+                value,
+                # What was computed is rounded in any case, also where rounding the inputs changes nothing.
+                rough[kind] * (moved[kind] + OF_TERMS * torch.maximum(value.abs(), before[kind].abs()))
+                + OF_CHANGE * (value - before[kind]).abs()
+                + LEAST,
+            )
             for kind, value in exact.items()
         }
 
