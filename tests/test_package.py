@@ -88,7 +88,7 @@ def test_a_wheel_holds_every_module_and_recipe_and_nothing_else(wheel):
     modules = {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("vitscale/**/*.py")}
     modules |= {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("data_tools/**/*.py")}
     modules |= {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("vitscale/**/*.csv")}
-    modules |= {"vitscale/ground/page/page.html", "vitscale/evaluation/imagenet_synsets.txt"}
+    modules |= {"vitscale/py.typed", "vitscale/ground/page/page.html", "vitscale/evaluation/imagenet_synsets.txt"}
     recipes = {f"vitscale/{path.relative_to(REPOSITORY).as_posix()}" for path in recipes_and_schemas()}
     assert inside == modules | recipes | {"vitscale/ground/native/_images.abi3.so"}
     assert "-cp311-abi3-" in wheel.name  # so that later versions of Python take it

@@ -170,7 +170,7 @@ def test_mistakes(place, inline, tmp_path):
         (("--embedding", tmp_path / "torch.pt", "--embedding-model", recipe), None, "torch.pt"),
         (("--embedding", tmp_path / "script.pt", "--embedding-model", recipe), None, "script.pt"),
         (("--embedding", tmp_path / "text.safetensors", "--embedding-model", recipe), None, "text.safetensors"),
-        (("--embedding", timm), 2, "--embedding-model NAME"),
+        (("--embedding", tmp_path / "torch.pt"), None, "torch.pt"),
         (("--embedding", timm, "--embedding-model", "ViT-B/16"), None, "timm.safetensors"),
         (("--embedding", timm, "--embedding-model", recipe, "--embedding-size", 7), 2, "patch"),
         (("--embedding", place / "run", "--embedding-size", 64), 2, "--embedding-size: "),

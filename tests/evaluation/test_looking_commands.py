@@ -26,7 +26,7 @@ from vitscale.ground.errors import DataError
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """A run, its weights in timm's format, and two datasets."""
+    """A run, its weights in timm's format and Google's, and two datasets."""
     root = tmp_path_factory.mktemp("looking")
     write_generated_dataset(root / "data" / "train", [30, 41], seed=1)
     write_generated_dataset(root / "data" / "test", [13, 24], seed=2)
@@ -35,6 +35,7 @@ def home(tmp_path_factory) -> Path:
     where = {"root": str(root / "data")}
     finished_run(root / "run", model, TINY | {"head": "linear"}, names=CLASS_NAMES, data=where, precision="fp32")
     write(model, description, "timm", root)
+    write(model, description, "npz", root)  # which tells no names of classes
     return root
 
 
@@ -124,7 +125,7 @@ def test_names_of_strangers_are_text_to_a_spreadsheet_and_a_terminal(home, tmp_p
     names = ["=HYPERLINK(1)", "+1", "-1", "@SUM(1)", "\x1b[31m", "\uff1d1", 'a,b"c']
     shutil.copytree(home / "data" / "test", tmp_path / "data")
     Manifest.load(tmp_path / "data").model_copy(update={"class_names": tuple(names)}).save(tmp_path / "data")
-    weights = [home / "timm.safetensors", "--model", home / "run" / "recipe.yaml"]
+    weights = [home / "npz.npz", "--model", home / "run" / "recipe.yaml"]
     out = tmp_path / "out"
     assert command("evaluate", *weights, "--data", tmp_path / "data", "--out", out)[0] == 0
     with (out / "per_class.csv").open(newline="") as file:
@@ -271,7 +272,7 @@ def test_predict_agrees_with_evaluation(home, tmp_path):
     first = next(line for line in lines if line["file"].endswith(f"{int(batch.uids[0]):03d}.jpg"))
     found = {entry["class"]: entry["probability"] for entry in first["top"]}
     torch.testing.assert_close(torch.tensor([found[name] for name in CLASS_NAMES]), expected.cpu(), atol=1e-5, rtol=0)
-    of_weights = command("predict", home / "timm.safetensors", next(iter(labels)), "--model", home / "run/recipe.yaml")
+    of_weights = command("predict", home / "npz.npz", next(iter(labels)), "--model", home / "run/recipe.yaml")
     assert of_weights[0] == 0 and "class " in of_weights[1]
     refused, said = command("predict", home / "run", home / "data" / "test")
     assert refused == 3 and "vitscale evaluate" in said

@@ -14,7 +14,7 @@ import torch_free
 
 from vitscale.flops.published import table_2
 
-COMMAND = torch_free.command("vitscale.flops.command")
+COMMAND = torch_free.command("vitscale.cli.flops")
 KEYS = "recipe model epochs tokens params gmacs accounting_gmacs images exaflops published_exaflops"
 KEYS += " published_first_exaflops deviation"
 OUTSIDE = {"ViT-B/32", "R50+ViT-L/16"}

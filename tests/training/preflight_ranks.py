@@ -43,7 +43,7 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
         recipe = make_recipe(root, **{**BATCH, **job.get("recipe", {})}, **(job.get("other", {}) if is_other else {}))
         own_plan = replace(plan, micro_batch=recipe.batch.split(world_size)[0])
         run_dir = root / "run"
-        changed = root / "other-code" / "vitscale" / "errors.py"
+        changed = root / "other-code" / "vitscale" / "ground" / "errors.py"
         if is_other and "manifest" in job:
             own_plan = replace(own_plan, manifest=Manifest.load(str(root / job["manifest"])))
         if is_other and "run_dir" in job:

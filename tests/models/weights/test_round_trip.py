@@ -112,8 +112,8 @@ def test_a_name_and_the_keys_say_what_a_file_is(name, form, tmp_path):
     source = open_weights(write(valued(description), description, form, tmp_path))
     found = describe(source, {"name": name})
     shape = architecture(name)
-    # A ResNet's files do not tell the size of its images.
-    assert found.image_size == (96 if isinstance(shape, ViTShape) or form == "safetensors" else 224)
+    # A ResNet's files do not tell the size of its images, unless we have written a description into them.
+    assert found.image_size == (96 if isinstance(shape, ViTShape) or form in ("safetensors", "timm") else 224)
     assert found.num_classes == 11 and found.model.get("pool") == pool
     assert source.form == form
 
@@ -128,5 +128,5 @@ def test_our_own_file_says_it_all(tmp_path):
     again = found.build().to_empty(device="cpu")
     load_weights(again, source)
     assert differing(model, again) == []
-    with pytest.raises(RecipeError, match="ViT-B/16"):
+    with pytest.raises(RecipeError, match="width 48, not 768"):
         describe(source, {"name": "ViT-B/16"})
