@@ -9,6 +9,7 @@ import torch
 import yaml
 from models.weights.exported import TINY, described, finished_run, valued, write
 from PIL import Image
+from safetensors.torch import save_file
 
 from vitscale.cli.export import export
 from vitscale.ground.errors import CheckpointError, RecipeError, VitscaleError
@@ -182,6 +183,38 @@ def test_what_no_tensor_shows_of_timm_s_models():
     assert known > 100
 
 
+_EVA = ("use_post_norm", "rope_rotate_half")
+ARGUMENTS: list[tuple[str, dict, bool]] = [  # and whether it is refused
+    ("vit_tiny_patch16_224", {"drop_path_rate": 0.3, "dynamic_img_size": True, "qk_norm": True}, False),
+    ("vit_tiny_patch16_224", {"fc_norm": True}, True),
+    ("vit_tiny_patch16_224", {"pool_include_prefix": True, "global_pool": "avg"}, True),
+    ("eva02_tiny_patch14_224", {"use_fc_norm": False}, True),
+    *(("eva02_tiny_patch14_224", {key: True}, True) for key in _EVA),
+    ("eva02_tiny_patch14_224", {"use_rot_pos_emb": False}, True),
+    ("eva02_tiny_patch14_224", {"rope_grid_indexing": "xy"}, True),
+    ("eva02_tiny_patch14_224", {"rope_grid_offset": 0.5}, True),
+    ("resnetv2_50x1_bit", {"drop_path_rate": 0.3, "global_pool": "avg", "preact": True}, False),
+    *(("resnetv2_50x1_bit", {key: value}, True) for key, value in [("global_pool", "max"), ("avg_down", True)]),
+    *(("resnetv2_50x1_bit", {key: value}, True) for key, value in [("act_layer", "gelu"), ("output_stride", 16)]),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "is_refused"), ARGUMENTS)
+def test_an_argument_of_timm_s_is_computed_or_refused(name, changes, is_refused, tmp_path):
+    """timm's logits, or an error: no argument is passed over."""
+    peer = saved_by_timm(name, tmp_path, **changes)
+    content = json.loads((tmp_path / "config.json").read_text()) | {"model_args": TIMM[name] | changes}
+    del content["global_pool"]  # which timm does not read
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    if is_refused:
+        with pytest.raises(CheckpointError):
+            opened(tmp_path)
+        return
+    pixels = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert (opened(tmp_path)[1](pixels.permute(0, 2, 3, 1)).logits - peer(pixels)).abs().max() < 1e-5
+
+
 # ---- Strangers' folders ----------------------------------------------------------------------------------------------
 
 
@@ -195,6 +228,7 @@ def test_what_no_tensor_shows_of_timm_s_models():
         ({"model_args": {"act_layer": "relu"}}, "act_layer.*relu"),
         ({"model_args": {"norm_layer": ["a"]}}, "norm_layer"),
         ({"model_args": {"global_pool": "max"}}, "global_pool.*max"),
+        ({"model_args": {"\x1b[2J" * 10**4: 1}}, "no such argument"),
         ({"architecture": "swin_tiny\x1b[2J"}, r"swin_tiny\\x1b.*--model"),
         ({"architecture": "x" * 10**5}, "--model"),
     ],
@@ -226,6 +260,21 @@ def test_what_a_folder_says_of_pictures_and_classes_is_bounded(tmp_path):
     path.write_text(json.dumps(content) + " " * (65 << 20))
     with pytest.raises(CheckpointError, match="64 MiB"):
         open_model(str(tmp_path))
+
+
+def test_many_stages_and_long_numbers_are_other_models(tmp_path):
+    """Of a file of a few MB; what took time with the square of their number would take minutes."""
+    stem = [f"patch_embed.backbone.stages.{i}.blocks.0.x" for i in [*range(16_000), "9" * 5000]]
+    patches = {"patch_embed.proj.weight": torch.zeros(8, 3, 1, 1), "blocks.0.mlp.fc2.weight": torch.zeros(8, 8)}
+    save_file(patches | dict.fromkeys(stem, torch.zeros(0)), tmp_path / "vit.safetensors")
+    units = [f"stages.{i}.blocks.0.conv3.weight" for i in range(9999)]
+    save_file(
+        {"stem.conv.weight": torch.zeros(64, 3, 7, 7)} | dict.fromkeys(units, torch.zeros(0)),
+        tmp_path / "r.safetensors",
+    )
+    for name in ("vit", "r"):
+        with pytest.raises(RecipeError, match="does not name its model"):
+            open_model(str(tmp_path / f"{name}.safetensors")).fit()
 
 
 def test_a_folder_with_both_formats(tmp_path):
