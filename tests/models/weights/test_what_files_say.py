@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from models.weights.exported import TINY, described, finished_run, valued, write
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from vitscale.cli.export import export
@@ -111,6 +112,34 @@ def test_an_exported_run_keeps_its_normalisation(tmp_path):
         expected = peer(processor(picture, return_tensors="pt")["pixel_values"]).logits
     found = FinishedModel(run).predict(torch.from_numpy(picture)[None]).logits
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "softmax", "bce"])
+def test_weights_keep_the_loss_that_turns_outputs_into_probabilities(loss, tmp_path):
+    block = TINY | {"head": "linear"}
+    run = finished_run(
+        tmp_path / "run",
+        valued(described(block)),
+        block,
+        objective={"kind": "classification", "loss": loss},
+        precision="fp32",
+    )
+    places = {"hf": "hf", "timm": "timm", "safetensors": "ours.safetensors"}
+    for form, place in places.items():
+        export(str(run), form, tmp_path / place)
+    export(str(tmp_path / "hf"), "timm", tmp_path / "again.safetensors")
+    softmax = {
+        FinishedModel(tmp_path / place).loss == "softmax" for place in ("run", "again.safetensors", *places.values())
+    }
+    assert softmax == {loss == "softmax"}
+    transformers, timm = pytest.importorskip("transformers"), pytest.importorskip("timm")
+    image, pixels = Image.new("RGB", (64, 64), "red"), torch.zeros(1, 64, 64, 3, dtype=torch.uint8)
+    pixels[..., 0] = 255
+    logits = FinishedModel(run).predict(pixels).logits
+    expected = logits.softmax(1) if loss == "softmax" else logits.sigmoid()
+    theirs = transformers.pipeline("image-classification", model=str(tmp_path / "hf"))(image, top_k=1)[0]["score"]
+    assert theirs == pytest.approx(expected.max().item(), abs=1e-4)
+    timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True)
 
 
 def test_of_runs_from_before_there_was_a_choice_the_normalisation_is_known(tmp_path):

@@ -3,7 +3,7 @@
 import json
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 import torch
@@ -23,6 +23,10 @@ from vitscale.recipe.families import DIMENSIONS, FAMILIES, REGISTRY, Shape, arch
 METADATA_KEY = "vitscale"
 _VERSION = 1
 _MAX_CLASSES = 10**9
+_SOFTMAX, _SIGMOID = "single_label_classification", "multi_label_classification"
+PROBLEM_TYPES = {"softmax": _SOFTMAX, "sigmoid": _SIGMOID, "bce": _SIGMOID}
+"""A loss -> transformers' word for what its outputs are, in config.json; timm has none and passes it over."""
+_LOSSES: dict[object, Literal["softmax", "sigmoid"]] = {_SOFTMAX: "softmax", _SIGMOID: "sigmoid"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Description:
         step: the step of the checkpoint that the values are from, if any.
         eval_crop: the crop that the model was evaluated with, if known.
         normalise: how the images that the model is for are normalised, if known.
+        loss: the loss that the classes were trained with, if known.
     """
 
     model: dict[str, Any]
@@ -46,6 +51,7 @@ class Description:
     step: Annotated[int, Field(ge=0)] | None = None
     eval_crop: EvalCrop | None = None
     normalise: Normalise | None = None
+    loss: Literal["sigmoid", "softmax", "bce"] | None = None
 
     @property
     def title(self) -> str:
@@ -95,6 +101,7 @@ class Description:
             "step": self.step,
             "eval_crop": None if self.eval_crop is None else self.eval_crop.model_dump(),
             "normalise": None if self.normalise is None else self.normalise.model_dump(),
+            "loss": self.loss,
         }
         return json.dumps(content, ensure_ascii=False)
 
@@ -156,7 +163,7 @@ def _completed(source: Source, model: dict[str, Any], image_size: int | None) ->
     of_class = (("cls" in found) + is_distilled) * (block.get("class_position") is not False)
     side = math.isqrt(max(tokens[1] - of_class, 0)) if len(tokens) == 3 else 0
     num_classes = found["head.bias"][0] if found.get("head.bias") else None
-    names = source.class_names
+    names, outputs = source.class_names, source.config.get("problem_type")
     return Description(
         block,
         image_size or side * pixels or 224,
@@ -164,6 +171,7 @@ def _completed(source: Source, model: dict[str, Any], image_size: int | None) ->
         names if names and len(names) == num_classes else None,
         eval_crop=source.eval_crop,
         normalise=source.normalise,
+        loss=_LOSSES.get(outputs) if isinstance(outputs, str) else None,
     )
 
 
