@@ -149,7 +149,6 @@ def test_a_state_dict_alone(tmp_path):
     with torch.no_grad():
         assert (model(pixels.permute(0, 2, 3, 1)).logits - peer(pixels)).abs().max() < 1e-5
     assert len(notes) == 1 and "ViT-Ti/16 with depth 2, mlp exact_gelu" in notes[0] and "--model" in notes[0]
-    assert describe(open_weights(tmp_path / "theirs.pth"), {"name": "ViT-Ti/16", "depth": 2}).model.get("mlp") is None
     own = described(TINY, class_names=[f"kind {i}" for i in range(7)])
     ours = write(valued(own), own, "timm", tmp_path)
     assert open_model(str(ours)).class_names == own.class_names
@@ -285,6 +284,29 @@ def test_a_folder_with_both_formats(tmp_path):
     assert open_model(str(tmp_path)).source.form == "timm"
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_told"),
+    [
+        ({"crop_pct": None}, False),
+        ({"crop_pct": 1.5}, True),
+        ({"crop_pct": 10**400}, True),
+        ({"crop_mode": "border"}, True),
+        ({"interpolation": "lanczos"}, True),
+    ],
+)
+def test_timm_s_crop_is_done_or_told(changes, is_told, tmp_path):
+    saved_by_timm("vit_tiny_patch16_224", tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["pretrained_cfg"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    description, _, notes = opened(tmp_path)
+    assert any("preprocessing" in note for note in notes) == is_told
+    if not is_told:
+        asked = timm.data.resolve_model_data_config(timm.create_model(f"local-dir:{tmp_path}", pretrained=True))
+        crop = description.eval_crop
+        assert (crop.fraction, crop.resize, asked["crop_mode"]) == (asked["crop_pct"], "pil_bicubic", "center")
+
+
 # ---- A run that begins with a folder, and what an export says --------------------------------------------------------
 
 
@@ -307,6 +329,20 @@ def test_a_run_takes_gelu_and_epsilon(tmp_path):
     assert model_of(**settled.dump()["model"]).shape().norm_eps == 1e-12
 
 
+def test_a_state_dict_alone_gives_its_gelu_where_a_recipe_or_a_name_leaves_it_open(tmp_path):
+    peer = randomised(timm.create_model("vit_tiny_patch16_224", num_classes=7, **SMALL))
+    torch.save(peer.state_dict(), tmp_path / "theirs.pth")
+    block = {"name": "ViT-Ti/16", "depth": 2}
+    for given, expected in (({}, "exact_gelu"), ({"mlp": "gelu"}, "gelu")):
+        description, _, _ = open_model(str(tmp_path / "theirs.pth")).fit(block | given, report=lambda note: None)
+        assert description.model["mlp"] == expected
+    head = block | {"head": "linear"}
+    settings = {"init": {"from": str(tmp_path / "theirs.pth")}}
+    run = finished_run(tmp_path / "run", valued(described(head)), head, **settings)
+    settled, words = settle_functions(read_recipe(run / "recipe.yaml"), tmp_path / "new")
+    assert settled.model.mlp == "exact_gelu" and words is not None and "exact_gelu" in words
+
+
 def test_the_model_card(tmp_path):
     huggingface_hub = pytest.importorskip("huggingface_hub")
     block, evil = TINY | {"head": "linear"}, "photos<script>|x](http://evil)\n---\nlicense: mit"
@@ -315,6 +351,9 @@ def test_the_model_card(tmp_path):
     line = {"step": 3} | {f"{OF_EVALUATIONS}{key}": value for key, value in values.items()}
     (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     export(str(run), "timm", tmp_path / "out", licence="apache-2.0")
+    local = finished_run(tmp_path / "local", valued(described(block)), block, data={"train": "photos/train"})
+    export(str(local), "timm", tmp_path / "of_photos")  # a folder here, and perhaps somebody's dataset on the hub
+    assert huggingface_hub.ModelCard.load(tmp_path / "of_photos" / "README.md").data.datasets is None
     text = (tmp_path / "out" / "README.md").read_text()
     card = huggingface_hub.ModelCard.load(tmp_path / "out" / "README.md")
     assert (card.data.license, card.data.library_name, card.data.datasets) == ("apache-2.0", "timm", None)

@@ -205,6 +205,41 @@ def test_an_index_of_a_thousand_brackets(tmp_path):
         open_weights(tmp_path)
 
 
+def test_an_index_names_files_beside_it(tmp_path):
+    _, path = folder(tmp_path)
+    (path / "model.safetensors").unlink()
+    index = path / "model.safetensors.index.json"
+    for name in ("a\0.safetensors", "\ud800.safetensors", "../x.safetensors", "gone.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"x": name}}))
+        with pytest.raises(CheckpointError, match="no file beside it"):
+            open_weights(path)
+    index.write_text(json.dumps({"weight_map": {}}) + " " * (65 << 20))
+    with pytest.raises(CheckpointError, match="64 MiB"):
+        open_weights(path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"size": 10**400},
+        {"size": {"shortest_edge": 64}, "do_center_crop": False},
+        {"size": {"longest_edge": 64, "shortest_edge": 32}},
+        {"size": [64, 64]},
+        {"do_resize": False},
+        {"resample": 1},
+        {"resample": None},
+        {"do_flip_channel_order": True},
+        {"do_grayscale": True},
+    ],
+)
+def test_a_preprocessor_that_is_not_followed_is_told(changes, tmp_path):
+    _, path = folder(tmp_path)
+    assert open_weights(path).notes == ()
+    edited(path / "preprocessor_config.json", **changes)
+    (note,) = open_weights(path).notes
+    assert "preprocessing" in note
+
+
 @pytest.mark.parametrize("form", ["safetensors", "npz", "timm", "hf"])
 def test_our_own_description_has_the_step(form, tmp_path):
     description = Description(TINY | {"head": "linear"}, 64, 7, step=123)
