@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from vitscale.cli.export import export
 from vitscale.ground.errors import CheckpointError, RecipeError, VitscaleError
 from vitscale.models import Model
-from vitscale.models.weights import Description, Entry, Source, describe, open_weights, own_description, parameters
+from vitscale.models.weights import Description, Entry, Source, own_description, parameters
 from vitscale.recipe import override, read_recipe
 from vitscale.recipe.families import model_of
 from vitscale.runs.checkpoint.opening import open_model
