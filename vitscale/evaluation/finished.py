@@ -28,7 +28,7 @@ from vitscale.ground.weight_formats import POSITIONS_RULE
 from vitscale.models import BlockTokens, Model, Outputs, weight_dtype
 from vitscale.models.weights import WHOLE_PICTURE, Description, Source
 from vitscale.objectives import Objective, build_objective
-from vitscale.recipe import Classification, Data, EvalCrop, Normalise, Recipe, override
+from vitscale.recipe import Data, EvalCrop, Normalise, Recipe, override
 from vitscale.recipe.datasets import find_dataset
 from vitscale.runs.checkpoint import MASTER, CheckpointReader
 from vitscale.runs.checkpoint.opening import describe_run, is_weights, open_model, open_run, trained_recipe
@@ -119,6 +119,7 @@ class FinishedModel:
         self.title, self.step, self.image_size = description.title, description.step, description.image_size
         self.class_names, self.num_classes = description.class_names, description.num_classes
         self.eval_crop, self.normalise = description.eval_crop or WHOLE_PICTURE, description.normalise or Normalise()
+        self.loss = description.loss or "softmax"
         self.precision = "fp32" if self._dtype == torch.float32 else "bf16"
         self._model = place(model, values, self._dtype, self.accelerator, max_memory_gb)
 
@@ -129,7 +130,6 @@ class FinishedModel:
         as_trained["data"] |= {"root": data_root(recipe, reader.index), "normalise": trained["data"]["normalise"]}
         self.recipe = recipe = override(as_trained, settings, "the recipe of the run")
         description = describe_run(as_trained["model"], recipe, reader.index)
-        self.loss = recipe.objective.loss if isinstance(recipe.objective, Classification) else "softmax"
         self._batch, self._data = recipe.evaluation.batch, recipe.data
         objective = empty_objective(recipe, reader)
         return description, objective, stored_values(objective, reader, use_average), weight_dtype(recipe)
@@ -148,7 +148,6 @@ class FinishedModel:
         own = replace(own, class_names=_names(self.source, own.class_names, weights.class_names, own.num_classes))
         if own.normalise is None and found.source.path.exists():
             self._report(f"{self.source} does not say how pixels are normalised: assuming [-1, 1], as in the paper")
-        self.loss = "softmax"
         self._batch, self._data = weights.batch, Data(train="")
         return own, model, values, _DTYPES[weights.precision]
 

@@ -9,11 +9,12 @@ import torch
 import yaml
 from models.weights.exported import TINY, described, finished_run, valued, write
 from PIL import Image
+from safetensors.torch import save_file
 
 from vitscale.cli.export import export
 from vitscale.ground.errors import CheckpointError, RecipeError, VitscaleError
 from vitscale.models import Model
-from vitscale.models.weights import Description, Entry, Source, describe, open_weights, own_description, parameters
+from vitscale.models.weights import Description, Entry, Source, own_description, parameters
 from vitscale.recipe import override, read_recipe
 from vitscale.recipe.families import model_of
 from vitscale.runs.checkpoint.opening import open_model
@@ -148,7 +149,6 @@ def test_a_state_dict_alone(tmp_path):
     with torch.no_grad():
         assert (model(pixels.permute(0, 2, 3, 1)).logits - peer(pixels)).abs().max() < 1e-5
     assert len(notes) == 1 and "ViT-Ti/16 with depth 2, mlp exact_gelu" in notes[0] and "--model" in notes[0]
-    assert describe(open_weights(tmp_path / "theirs.pth"), {"name": "ViT-Ti/16", "depth": 2}).model.get("mlp") is None
     own = described(TINY, class_names=[f"kind {i}" for i in range(7)])
     ours = write(valued(own), own, "timm", tmp_path)
     assert open_model(str(ours)).class_names == own.class_names
@@ -182,6 +182,38 @@ def test_what_no_tensor_shows_of_timm_s_models():
     assert known > 100
 
 
+_EVA = ("use_post_norm", "rope_rotate_half")
+ARGUMENTS: list[tuple[str, dict, bool]] = [  # and whether it is refused
+    ("vit_tiny_patch16_224", {"drop_path_rate": 0.3, "dynamic_img_size": True, "qk_norm": True}, False),
+    ("vit_tiny_patch16_224", {"fc_norm": True}, True),
+    ("vit_tiny_patch16_224", {"pool_include_prefix": True, "global_pool": "avg"}, True),
+    ("eva02_tiny_patch14_224", {"use_fc_norm": False}, True),
+    *(("eva02_tiny_patch14_224", {key: True}, True) for key in _EVA),
+    ("eva02_tiny_patch14_224", {"use_rot_pos_emb": False}, True),
+    ("eva02_tiny_patch14_224", {"rope_grid_indexing": "xy"}, True),
+    ("eva02_tiny_patch14_224", {"rope_grid_offset": 0.5}, True),
+    ("resnetv2_50x1_bit", {"drop_path_rate": 0.3, "global_pool": "avg", "preact": True}, False),
+    *(("resnetv2_50x1_bit", {key: value}, True) for key, value in [("global_pool", "max"), ("avg_down", True)]),
+    *(("resnetv2_50x1_bit", {key: value}, True) for key, value in [("act_layer", "gelu"), ("output_stride", 16)]),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "is_refused"), ARGUMENTS)
+def test_an_argument_of_timm_s_is_computed_or_refused(name, changes, is_refused, tmp_path):
+    """timm's logits, or an error: no argument is passed over."""
+    peer = saved_by_timm(name, tmp_path, **changes)
+    content = json.loads((tmp_path / "config.json").read_text()) | {"model_args": TIMM[name] | changes}
+    del content["global_pool"]  # which timm does not read
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    if is_refused:
+        with pytest.raises(CheckpointError):
+            opened(tmp_path)
+        return
+    pixels = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert (opened(tmp_path)[1](pixels.permute(0, 2, 3, 1)).logits - peer(pixels)).abs().max() < 1e-5
+
+
 # ---- Strangers' folders ----------------------------------------------------------------------------------------------
 
 
@@ -195,6 +227,7 @@ def test_what_no_tensor_shows_of_timm_s_models():
         ({"model_args": {"act_layer": "relu"}}, "act_layer.*relu"),
         ({"model_args": {"norm_layer": ["a"]}}, "norm_layer"),
         ({"model_args": {"global_pool": "max"}}, "global_pool.*max"),
+        ({"model_args": {"\x1b[2J" * 10**4: 1}}, "no such argument"),
         ({"architecture": "swin_tiny\x1b[2J"}, r"swin_tiny\\x1b.*--model"),
         ({"architecture": "x" * 10**5}, "--model"),
     ],
@@ -228,12 +261,50 @@ def test_what_a_folder_says_of_pictures_and_classes_is_bounded(tmp_path):
         open_model(str(tmp_path))
 
 
+def test_many_stages_and_long_numbers_are_other_models(tmp_path):
+    """Of a file of a few MB; what took time with the square of their number would take minutes."""
+    stem = [f"patch_embed.backbone.stages.{i}.blocks.0.x" for i in [*range(16_000), "9" * 5000]]
+    patches = {"patch_embed.proj.weight": torch.zeros(8, 3, 1, 1), "blocks.0.mlp.fc2.weight": torch.zeros(8, 8)}
+    save_file(patches | dict.fromkeys(stem, torch.zeros(0)), tmp_path / "vit.safetensors")
+    units = [f"stages.{i}.blocks.0.conv3.weight" for i in range(9999)]
+    save_file(
+        {"stem.conv.weight": torch.zeros(64, 3, 7, 7)} | dict.fromkeys(units, torch.zeros(0)),
+        tmp_path / "r.safetensors",
+    )
+    for name in ("vit", "r"):
+        with pytest.raises(RecipeError, match="does not name its model"):
+            open_model(str(tmp_path / f"{name}.safetensors")).fit()
+
+
 def test_a_folder_with_both_formats(tmp_path):
     """Safetensors are read, and a pickle beside them is not opened."""
     saved_by_timm("vit_tiny_patch16_224", tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"no pickle")
     (tmp_path / "preprocessor_config.json").write_text("no JSON")  # transformers', in a folder of timm's
     assert open_model(str(tmp_path)).source.form == "timm"
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_told"),
+    [
+        ({"crop_pct": None}, False),
+        ({"crop_pct": 1.5}, True),
+        ({"crop_pct": 10**400}, True),
+        ({"crop_mode": "border"}, True),
+        ({"interpolation": "lanczos"}, True),
+    ],
+)
+def test_timm_s_crop_is_done_or_told(changes, is_told, tmp_path):
+    saved_by_timm("vit_tiny_patch16_224", tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["pretrained_cfg"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    description, _, notes = opened(tmp_path)
+    assert any("preprocessing" in note for note in notes) == is_told
+    if not is_told:
+        asked = timm.data.resolve_model_data_config(timm.create_model(f"local-dir:{tmp_path}", pretrained=True))
+        crop = description.eval_crop
+        assert (crop.fraction, crop.resize, asked["crop_mode"]) == (asked["crop_pct"], "pil_bicubic", "center")
 
 
 # ---- A run that begins with a folder, and what an export says --------------------------------------------------------
@@ -258,6 +329,20 @@ def test_a_run_takes_gelu_and_epsilon(tmp_path):
     assert model_of(**settled.dump()["model"]).shape().norm_eps == 1e-12
 
 
+def test_a_state_dict_alone_gives_its_gelu_where_a_recipe_or_a_name_leaves_it_open(tmp_path):
+    peer = randomised(timm.create_model("vit_tiny_patch16_224", num_classes=7, **SMALL))
+    torch.save(peer.state_dict(), tmp_path / "theirs.pth")
+    block = {"name": "ViT-Ti/16", "depth": 2}
+    for given, expected in (({}, "exact_gelu"), ({"mlp": "gelu"}, "gelu")):
+        description, _, _ = open_model(str(tmp_path / "theirs.pth")).fit(block | given, report=lambda note: None)
+        assert description.model["mlp"] == expected
+    head = block | {"head": "linear"}
+    settings = {"init": {"from": str(tmp_path / "theirs.pth")}}
+    run = finished_run(tmp_path / "run", valued(described(head)), head, **settings)
+    settled, words = settle_functions(read_recipe(run / "recipe.yaml"), tmp_path / "new")
+    assert settled.model.mlp == "exact_gelu" and words is not None and "exact_gelu" in words
+
+
 def test_the_model_card(tmp_path):
     huggingface_hub = pytest.importorskip("huggingface_hub")
     block, evil = TINY | {"head": "linear"}, "photos<script>|x](http://evil)\n---\nlicense: mit"
@@ -266,6 +351,9 @@ def test_the_model_card(tmp_path):
     line = {"step": 3} | {f"{OF_EVALUATIONS}{key}": value for key, value in values.items()}
     (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     export(str(run), "timm", tmp_path / "out", licence="apache-2.0")
+    local = finished_run(tmp_path / "local", valued(described(block)), block, data={"train": "photos/train"})
+    export(str(local), "timm", tmp_path / "of_photos")  # a folder here, and perhaps somebody's dataset on the hub
+    assert huggingface_hub.ModelCard.load(tmp_path / "of_photos" / "README.md").data.datasets is None
     text = (tmp_path / "out" / "README.md").read_text()
     card = huggingface_hub.ModelCard.load(tmp_path / "out" / "README.md")
     assert (card.data.license, card.data.library_name, card.data.datasets) == ("apache-2.0", "timm", None)

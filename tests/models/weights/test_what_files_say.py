@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from models.weights.exported import TINY, described, finished_run, valued, write
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from vitscale.cli.export import export
@@ -113,6 +114,34 @@ def test_an_exported_run_keeps_its_normalisation(tmp_path):
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("loss", ["sigmoid", "softmax", "bce"])
+def test_weights_keep_the_loss_that_turns_outputs_into_probabilities(loss, tmp_path):
+    block = TINY | {"head": "linear"}
+    run = finished_run(
+        tmp_path / "run",
+        valued(described(block)),
+        block,
+        objective={"kind": "classification", "loss": loss},
+        precision="fp32",
+    )
+    places = {"hf": "hf", "timm": "timm", "safetensors": "ours.safetensors"}
+    for form, place in places.items():
+        export(str(run), form, tmp_path / place)
+    export(str(tmp_path / "hf"), "timm", tmp_path / "again.safetensors")
+    softmax = {
+        FinishedModel(tmp_path / place).loss == "softmax" for place in ("run", "again.safetensors", *places.values())
+    }
+    assert softmax == {loss == "softmax"}
+    transformers, timm = pytest.importorskip("transformers"), pytest.importorskip("timm")
+    image, pixels = Image.new("RGB", (64, 64), "red"), torch.zeros(1, 64, 64, 3, dtype=torch.uint8)
+    pixels[..., 0] = 255
+    logits = FinishedModel(run).predict(pixels).logits
+    expected = logits.softmax(1) if loss == "softmax" else logits.sigmoid()
+    theirs = transformers.pipeline("image-classification", model=str(tmp_path / "hf"))(image, top_k=1)[0]["score"]
+    assert theirs == pytest.approx(expected.max().item(), abs=1e-4)
+    timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True)
+
+
 def test_of_runs_from_before_there_was_a_choice_the_normalisation_is_known(tmp_path):
     """What they exported does not say it; of a stranger's weights that were written then nothing is known."""
     for step, expected in ((3, Normalise()), (None, None)):
@@ -174,6 +203,41 @@ def test_an_index_of_a_thousand_brackets(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
         open_weights(tmp_path)
+
+
+def test_an_index_names_files_beside_it(tmp_path):
+    _, path = folder(tmp_path)
+    (path / "model.safetensors").unlink()
+    index = path / "model.safetensors.index.json"
+    for name in ("a\0.safetensors", "\ud800.safetensors", "../x.safetensors", "gone.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"x": name}}))
+        with pytest.raises(CheckpointError, match="no file beside it"):
+            open_weights(path)
+    index.write_text(json.dumps({"weight_map": {}}) + " " * (65 << 20))
+    with pytest.raises(CheckpointError, match="64 MiB"):
+        open_weights(path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"size": 10**400},
+        {"size": {"shortest_edge": 64}, "do_center_crop": False},
+        {"size": {"longest_edge": 64, "shortest_edge": 32}},
+        {"size": [64, 64]},
+        {"do_resize": False},
+        {"resample": 1},
+        {"resample": None},
+        {"do_flip_channel_order": True},
+        {"do_grayscale": True},
+    ],
+)
+def test_a_preprocessor_that_is_not_followed_is_told(changes, tmp_path):
+    _, path = folder(tmp_path)
+    assert open_weights(path).notes == ()
+    edited(path / "preprocessor_config.json", **changes)
+    (note,) = open_weights(path).notes
+    assert "preprocessing" in note
 
 
 @pytest.mark.parametrize("form", ["safetensors", "npz", "timm", "hf"])

@@ -14,7 +14,6 @@ from vitscale.models.weights import Description
 from vitscale.runs.run import Run
 
 _LIBRARIES = {"hf": "transformers", "timm": "timm"}
-_OF_HUB = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")  # datasets' names
 
 
 def model_card(
@@ -46,8 +45,6 @@ def model_card(
     }
     if run is not None and classes is not None and is_as_evaluated and step is not None:
         evaluation = dict(run.metrics.evaluations).get(step, {})
-    if run is not None and _OF_HUB.fullmatch(run.recipe.data.train):
-        front["datasets"] = [run.recipe.data.train]
     if evaluation:
         front["metrics"] = ["accuracy"]
     parameters = sum(parameter.numel() for parameter in description.build().parameters())

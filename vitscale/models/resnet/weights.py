@@ -1,7 +1,8 @@
 """The conversion rules of the ResNets (BiT), and of the stems of hybrids."""
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -10,7 +11,7 @@ from vitscale.ground.weight_formats import Format
 from vitscale.models.weights.foreign import ForeignWeights, TimmModel
 from vitscale.models.weights.rules import Rule, as_conv, as_flax_conv, flax_conv, flax_norm, renamed, same
 from vitscale.models.weights.source import Source
-from vitscale.models.weights.timm_hub import model_arguments
+from vitscale.models.weights.timm_hub import check_arguments, model_arguments
 from vitscale.recipe.families import ResNetShape
 
 if TYPE_CHECKING:
@@ -18,6 +19,13 @@ if TYPE_CHECKING:
 
 
 _CONVOLUTION = re.compile(r"stages\.(\d{1,4})\.blocks\.(\d{1,4})\.conv3\.weight")
+_MOST_STAGES = 8
+# Arguments of timm's that show in the tensors; and others, with the values that we compute.
+_SEEN = {"layers", "channels", "width_factor", "stem_chs", "bottle_ratio"}
+_TAKEN: dict[str, tuple[Any, ...]] = {
+    **{"preact": (True,), "global_pool": ("avg", ""), "output_stride": (32,), "avg_down": (False,), "basic": (False,)},
+    **{"stem_type": ("fixed",), "act_layer": ("relu", None)},
+}
 _TIMM_NAMES = {
     ResNetShape((3, 4, 6, 3), 1): "resnetv2_50x1_bit",
     ResNetShape((3, 4, 6, 3), 3): "resnetv2_50x3_bit",
@@ -68,13 +76,20 @@ class ResNetWeights(ForeignWeights):
 def recognise(source: Source) -> tuple[dict[str, Any], int | None] | None:
     """As `Model.recognise`: BiT, by the units in its stages and the width of its root."""
     name, root = model_arguments(source.config)[0], source.entries.get("stem.conv.weight")
-    units = {(int(found[1]), int(found[2])) for key in source.entries if (found := _CONVOLUTION.match(key))}
+    blocks = units_of(source.entries, _CONVOLUTION)
     is_other = bool(name) and not (name.startswith("resnetv2_") and name.endswith("_bit"))
-    if source.form != "timm" or is_other or not units or root is None or root.shape[1:] != (3, 7, 7):
+    if source.form != "timm" or is_other or not blocks or root is None or root.shape[1:] != (3, 7, 7):
         return None
-    blocks = [sum(at == stage for at, _ in units) for stage in sorted({stage for stage, _ in units})]
+    check_arguments(source, _SEEN, _TAKEN)
     variant = "v2" if "norm.weight" in source.entries else "v1"
     return {"blocks": blocks, "width_factor": max(root.shape[0] // 64, 1), "variant": variant}, source.image_size
+
+
+def units_of(keys: Iterable[str], pattern: re.Pattern[str]) -> list[int] | None:
+    """The units of each stage, by keys that name stage and unit; None if there are more stages than a ResNet has."""
+    units = {(int(found[1]), int(found[2])) for key in keys if (found := pattern.match(key))}
+    stages = Counter(stage for stage, _ in units)
+    return [stages[stage] for stage in sorted(stages)] if len(stages) <= _MOST_STAGES else None
 
 
 def timm_features(features: nn.Module, ours: str, theirs: str) -> Iterator[Rule]:

@@ -12,7 +12,7 @@ from torch import Tensor, cat
 from vitscale.models.weights.foreign import TimmModel
 from vitscale.models.weights.rules import Rule, renamed, same, stacked, torch_patches
 from vitscale.models.weights.source import Source, contradicted
-from vitscale.models.weights.timm_hub import mlp_ratio
+from vitscale.models.weights.timm_hub import check_arguments, mlp_ratio
 
 if TYPE_CHECKING:
     from vitscale.models.vit.model import ViT
@@ -30,6 +30,17 @@ _MODELS = {
     "eva02_large_patch14_clip": ("all", (14, 1024, 24, 16)),
 }
 _ARGUMENTS = ("patch_size", "embed_dim", "depth", "num_heads")
+# Arguments of timm's that show in the tensors or are read here; and others, with the values that we compute.
+_SEEN = {
+    *("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "global_pool", "norm_layer", "rope_temperature"),
+    *("qkv_bias", "qkv_fused", "qk_norm", "swiglu_mlp", "swiglu_align_to", "scale_mlp", "scale_attn_inner"),
+    *("init_values", "attn_only_layer_scale", "class_token", "num_reg_tokens", "no_embed_class", "use_abs_pos_emb"),
+    *("use_pre_transformer_norm", "use_post_transformer_norm", "use_fc_norm", "ref_feat_shape", "rope_jitter_coords"),
+}
+_TAKEN: dict[str, tuple[Any, ...]] = {
+    **{"use_rot_pos_emb": (True,), "use_post_norm": (False,), "attn_type": ("eva",), "rope_type": ("cat",)},
+    **{"rope_grid_offset": (0,), "rope_grid_indexing": ("ij",), "rope_rotate_half": (False,)},
+}
 _POOLS = {"normed_mean": "avg", "cls": "token"}
 # What timm has no argument for, or none here.
 _FIXED: dict[str, Any] = {
@@ -135,8 +146,14 @@ def is_one(name: str) -> bool:
     return name.rpartition("_")[0] in _MODELS
 
 
+def usual_pool(name: str) -> str:
+    """timm's pooling for one of these by default."""
+    return "token" if "_clip_" in name else "avg"
+
+
 def position(source: Source, arguments: dict[str, Any]) -> dict[str, Any]:
     """Our block of positions for timm's arguments. Raises `CheckpointError` for rotations not computed here."""
+    check_arguments(source, _SEEN, _TAKEN)
     if (grid := arguments.get("ref_feat_shape", _GRID)) != _GRID:
         raise contradicted(source, "ref_feat_shape", grid, str(_GRID))
     return {"kind": POSITION, "base": arguments.get("rope_temperature", _BASE)}

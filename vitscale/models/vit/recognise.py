@@ -9,10 +9,11 @@ import re
 from typing import Any
 
 from vitscale.models.layers import CHANNELS
+from vitscale.models.resnet.weights import units_of
 from vitscale.models.vit import dino, eva
 from vitscale.models.weights.huggingface import ACTIVATIONS
 from vitscale.models.weights.source import Shapes, Source, contradicted
-from vitscale.models.weights.timm_hub import model_arguments
+from vitscale.models.weights.timm_hub import check_arguments, model_arguments
 
 # The word for a size in timm's names -> heads; and the width -> heads, for files without a name.
 _HEADS = {
@@ -25,8 +26,15 @@ _TANH = re.compile(r"vit_(?:(?:so400m|giantopt)_patch16|base_patch32)_siglip_|vi
 _TIMM_FUNCTIONS = {"gelu": "exact_gelu", "gelu_tanh": "gelu", "quick_gelu": "quick_gelu", "quickgelu": "quick_gelu"}
 _HF_FUNCTIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()} | {"gelu_new": "gelu"}
 _OTHERS = re.compile(r"^(?!(vit|deit3?|flexivit|eva|eva02)_)|_(rpn|rope|relpos|clip|mci|resnet\d+d)(_|$)")
+# Arguments of timm's that show in the tensors or are read here; and another, with the value that we compute.
+_SEEN = {
+    *("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "global_pool", "norm_layer", "act_layer"),
+    *("qkv_bias", "qk_norm", "proj_bias", "scale_attn_norm", "scale_mlp_norm", "init_values", "class_token"),
+    *("pos_embed", "no_embed_class", "reg_tokens", "pre_norm", "final_norm", "fc_norm", "embed_norm_layer"),
+}
+_TAKEN: dict[str, tuple[Any, ...]] = {"pool_include_prefix": (False,)}
 _BLOCK = re.compile(r"(?:^blocks|(?:^|\.)layer)\.(\d{1,5})\.")
-_STEM = re.compile(r"patch_embed\.backbone\.stages\.(\d+)\.blocks\.(\d+)\.")
+_STEM = re.compile(r"patch_embed\.backbone\.stages\.(\d{1,4})\.blocks\.(\d{1,4})\.")
 _BIASES: dict[tuple[bool, ...], str] = {  # of query, key and value
     **{(True, True, True): "all", (True, False, True): "no_key", (False, False, False): "none"}
 }
@@ -65,7 +73,7 @@ def _of_timm(source: Source, shapes: Shapes) -> tuple[dict[str, Any], int | None
         "qk_norm": "blocks.0.attn.q_norm.weight" in shapes,
         "registers": _length(shapes, "reg_token"),
         "distilled": "dist_token" in shapes,
-        "pool": _pool(source, shapes, arguments),
+        "pool": _pool(source, shapes, name, arguments),
     }
     if "blocks.0.mlp.norm.weight" in shapes:
         block["sub_norm"] = "all" if "blocks.0.attn.norm.weight" in shapes else "mlp"
@@ -79,10 +87,13 @@ def _of_timm(source: Source, shapes: Shapes) -> tuple[dict[str, Any], int | None
         block["class_token"] = False
     if is_eva:
         block["position"] = eva.position(source, arguments)
+    else:
+        check_arguments(source, _SEEN, _TAKEN)
     stride = block["patch_size"]
     if any(key.startswith("patch_embed.backbone.") for key in shapes):
-        units = {(int(found[1]), int(found[2])) for key in shapes if (found := _STEM.match(key))}
-        block["blocks"] = [sum(at == stage for at, _ in units) for stage in sorted({stage for stage, _ in units})]
+        if (blocks := units_of(shapes, _STEM)) is None:
+            return None
+        block["blocks"] = blocks
         stride *= 4 * 2 ** max(len(block["blocks"]) - 1, 0)
     return block, side * stride or source.image_size
 
@@ -102,13 +113,21 @@ def _heads(name: str, width: int) -> int:
     return 16 if name == "vit_base_patch16_gap_224" else _HEADS[size]
 
 
-def _pool(source: Source, shapes: Shapes, arguments: dict[str, Any]) -> str:
+def _usual_pool(name: str) -> str:
+    if eva.is_one(name):
+        return eva.usual_pool(name)
+    return "avg" if "_gap_" in name else "map" if re.search(r"_(siglip|map)_", name) else "token"
+
+
+def _pool(source: Source, shapes: Shapes, name: str, arguments: dict[str, Any]) -> str:
     pool, theirs = ("cls", "token") if "cls_token" in shapes else ("mean", "avg")
     if "attn_pool.latent" in shapes:
         pool, theirs = "map", "map"
     if "fc_norm.weight" in shapes:
         pool, theirs = "normed_mean", "avg"
     asked = arguments.get("global_pool", source.config.get("global_pool"))
+    if asked is None and name:
+        asked = _usual_pool(name)
     if asked not in (None, "", theirs):
         raise contradicted(source, "global_pool", asked, f"{theirs}, as the tensors have it")
     return pool

@@ -5,7 +5,7 @@ read in both directions. Reading and writing hold one parameter at a time.
 """
 
 from vitscale.ground.weight_formats import Format
-from vitscale.models.weights.description import Description, describe, own_description
+from vitscale.models.weights.description import FUNCTIONS, Description, describe, own_description, recognised
 from vitscale.models.weights.opening import open_weights
 from vitscale.models.weights.preprocessing import WHOLE_PICTURE
 from vitscale.models.weights.reading import Reader, has_head, load_weights, parameters
@@ -14,6 +14,7 @@ from vitscale.models.weights.table import HEAD
 from vitscale.models.weights.writing import loading_lines, write_weights
 
 __all__ = [
+    "FUNCTIONS",
     "HEAD",
     "WHOLE_PICTURE",
     "Description",
@@ -28,5 +29,6 @@ __all__ = [
     "open_weights",
     "own_description",
     "parameters",
+    "recognised",
     "write_weights",
 ]

@@ -2,8 +2,9 @@
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 import torch
@@ -21,8 +22,14 @@ from vitscale.recipe import EvalCrop, Normalise, validate_model
 from vitscale.recipe.families import DIMENSIONS, FAMILIES, REGISTRY, Shape, architecture
 
 METADATA_KEY = "vitscale"
+FUNCTIONS = {"mlp", "norm_eps"}
+"""The keys of a model that no tensor shows, and that are the weights' where they are left open."""
 _VERSION = 1
 _MAX_CLASSES = 10**9
+_SOFTMAX, _SIGMOID = "single_label_classification", "multi_label_classification"
+PROBLEM_TYPES = {"softmax": _SOFTMAX, "sigmoid": _SIGMOID, "bce": _SIGMOID}
+"""A loss -> transformers' word for what its outputs are, in config.json; timm has none and passes it over."""
+_LOSSES: dict[object, Literal["softmax", "sigmoid"]] = {_SOFTMAX: "softmax", _SIGMOID: "sigmoid"}
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,7 @@ class Description:
         step: the step of the checkpoint that the values are from, if any.
         eval_crop: the crop that the model was evaluated with, if known.
         normalise: how the images that the model is for are normalised, if known.
+        loss: the loss that the classes were trained with, if known.
     """
 
     model: dict[str, Any]
@@ -46,6 +54,7 @@ class Description:
     step: Annotated[int, Field(ge=0)] | None = None
     eval_crop: EvalCrop | None = None
     normalise: Normalise | None = None
+    loss: Literal["sigmoid", "softmax", "bce"] | None = None
 
     @property
     def title(self) -> str:
@@ -95,6 +104,7 @@ class Description:
             "step": self.step,
             "eval_crop": None if self.eval_crop is None else self.eval_crop.model_dump(),
             "normalise": None if self.normalise is None else self.normalise.model_dump(),
+            "loss": self.loss,
         }
         return json.dumps(content, ensure_ascii=False)
 
@@ -119,12 +129,12 @@ def describe(
 
     Raises `RecipeError` if a model is missing, or is not the one that the file says it is of.
     """
-    own = own or own_description(source) or (_recognised(source) if model is None else None)
+    own = own or own_description(source) or (recognised(source) if model is None else None)
     if own is not None:
         if model is not None:
             theirs = _facts(own.model)
             asked = _facts(
-                {key: theirs[key] for key in ("mlp", "norm_eps") if key in theirs}
+                {key: theirs[key] for key in FUNCTIONS & theirs.keys()}
                 | {key: value for key, value in model.items() if value is not None}
             )
             if keys := [key for key, value in theirs.items() if asked.get(key) != value]:
@@ -137,7 +147,18 @@ def describe(
         raise RecipeError(
             f"{source.path} ({source.form}) does not name {what}; give it: --model NAME or --model RECIPE"
         )
-    return _completed(source, model, image_size)
+    return _completed(source, _with_functions(source, model), image_size)
+
+
+def _with_functions(source: Source, model: dict[str, Any]) -> dict[str, Any]:
+    """The block with what the tensors are recognised to be of, where it leaves form of GELU and epsilon open."""
+    with suppress(CheckpointError):
+        if (alike := recognised(source)) is not None:
+            ours, theirs = _facts(model), _facts(alike.model)
+            differing = {key for key in FUNCTIONS & ours.keys() & theirs.keys() if ours[key] != theirs[key]}
+            left = {key for key in differing if model.get(key) is None and "swiglu" not in (ours[key], theirs[key])}
+            return model | {key: theirs[key] for key in left}
+    return model
 
 
 def _completed(source: Source, model: dict[str, Any], image_size: int | None) -> Description:
@@ -156,7 +177,7 @@ def _completed(source: Source, model: dict[str, Any], image_size: int | None) ->
     of_class = (("cls" in found) + is_distilled) * (block.get("class_position") is not False)
     side = math.isqrt(max(tokens[1] - of_class, 0)) if len(tokens) == 3 else 0
     num_classes = found["head.bias"][0] if found.get("head.bias") else None
-    names = source.class_names
+    names, outputs = source.class_names, source.config.get("problem_type")
     return Description(
         block,
         image_size or side * pixels or 224,
@@ -164,6 +185,7 @@ def _completed(source: Source, model: dict[str, Any], image_size: int | None) ->
         names if names and len(names) == num_classes else None,
         eval_crop=source.eval_crop,
         normalise=source.normalise,
+        loss=_LOSSES.get(outputs) if isinstance(outputs, str) else None,
     )
 
 
@@ -178,7 +200,7 @@ def _facts(model: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if key != "pool"} | {"layer_scale": scale and 1.0}
 
 
-def _recognised(source: Source) -> Description | None:
+def recognised(source: Source) -> Description | None:
     """What can be told of the model of another library's file. Raises `CheckpointError` if that contradicts itself."""
     for family in FAMILIES:
         found = implementation(family.implementation, Model).recognise(source)
@@ -215,7 +237,7 @@ def own_description(source: Source) -> Description | None:
     """
     text = source.metadata.get(METADATA_KEY)
     if text is None:
-        return _recognised(source) if source.config else None
+        return recognised(source) if source.config else None
     try:
         version = json.loads(text)["version"]
         if version != _VERSION:

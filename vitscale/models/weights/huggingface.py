@@ -10,7 +10,7 @@ from vitscale.ground.errors import CheckpointError
 from vitscale.ground.wording import shortened
 from vitscale.models.layers import CHANNELS
 from vitscale.models.model import Model
-from vitscale.models.weights.preprocessing import crop_of, filter_of, normalise_of, resize_of, resized_edge
+from vitscale.models.weights.preprocessing import crop_of, filter_of, normalise_of, otherwise, resize_of, resized_edge
 from vitscale.models.weights.source import MOST_PIXELS, Entry, Source, names_of, read_json, rename
 from vitscale.models.weights.torch_files import CONFIG, read_beside_config
 from vitscale.recipe import EvalCrop, Normalise
@@ -42,6 +42,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # model_type -> what transformers take
 _LANDMARKS = ("embeddings.patch_embeddings.projection.weight", "embeddings.patch_embeddings.weight")
 _MASK, _DISTILLATION = "embeddings.mask_token", "embeddings.distillation_token"
 _FILTERS = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers, which files of transformers name them by
+_UNDONE = ("do_flip_channel_order", "do_grayscale")
 _RENAMES = (  # the modules of transformers 5 -> the names in its files and version 4's
     (r"^(vit|deit)\.layers\.(\d+)\.", r"\1.encoder.layer.\2."),
     (r"\.attention\.q_proj\.", ".attention.attention.query."),
@@ -103,6 +104,10 @@ def read_folder(folder: Path, config: dict[str, Any]) -> Source:
     preprocessor = read_json(folder / PREPROCESSOR) if (folder / PREPROCESSOR).is_file() else {}
     entries = renamed(folder, read_beside_config(folder))
     notes = [f"{_MASK} is not read: a mask is part of an objective here"] if _MASK in entries else []
+    crop = _crop(preprocessor)
+    if preprocessor:
+        notes += otherwise(crop, _filter(preprocessor))
+    notes += [f"{key} of its preprocessing is not done here" for key in _UNDONE if preprocessor.get(key)]
     if "classifier.weight" not in entries and (unread := [key for key in entries if ".pooler." in key]):
         notes.append("its pooler is not read: it is part of no classifier")
         entries = {key: entry for key, entry in entries.items() if key not in unread}
@@ -112,7 +117,7 @@ def read_folder(folder: Path, config: dict[str, Any]) -> Source:
         entries,
         config=config,
         class_names=_class_names(config),
-        eval_crop=_crop(preprocessor),
+        eval_crop=crop,
         image_size=_image_size(preprocessor),
         normalise=_normalise(preprocessor),
         notes=tuple(notes),
@@ -132,8 +137,12 @@ def _crop(preprocessor: dict[str, Any]) -> EvalCrop | None:
         crop = size if len(size) == 2 else []  # the shortest edge alone is no square
     if len(set(size)) != 1 or len(set(crop)) != 1 or not preprocessor.get("do_resize", True):
         return None
-    named = next((name for name, number in _FILTERS.items() if preprocessor.get("resample") == number), None)
-    return crop_of(size[0], crop[0], is_square=len(size) == 2, resize=resize_of(named))
+    return crop_of(size[0], crop[0], is_square=len(size) == 2, resize=resize_of(_filter(preprocessor)))
+
+
+def _filter(preprocessor: dict[str, Any]) -> object:
+    number = preprocessor.get("resample")
+    return next((name for name, ours in _FILTERS.items() if number == ours), number)
 
 
 def _image_size(preprocessor: dict[str, Any]) -> int | None:
@@ -156,7 +165,9 @@ def _sides(size: Any) -> list[int]:
     """Height and width, or the shortest edge alone; empty for what is neither."""
     if isinstance(size, int):  # as files of transformers before 4.25 have it
         return [size, size]
-    keys = [key for key in ("shortest_edge", "height", "width") if isinstance(size, dict) and key in size]
+    if not isinstance(size, dict) or "longest_edge" in size:
+        return []
+    keys = [key for key in ("shortest_edge", "height", "width") if key in size]
     return [size[key] for key in keys if isinstance(size[key], int)]
 
 

@@ -1,13 +1,13 @@
 """The preprocessing of our models' images as other libraries have it: resized, the centre cut out, normalised."""
 
-import math
-
 import pydantic
 
+from vitscale.ground.wording import shortened
 from vitscale.recipe import EvalCrop, Normalise
 
 WHOLE_PICTURE = EvalCrop(kind="square", fraction=1)
 """The crop written where a source names none: the whole picture as a square, as Google's fine-tuned models see it."""
+_LONGEST_EDGE = 1_000_000  # pixels
 _RESIZE_OF = {"bilinear": "pil_bilinear", "bicubic": "pil_bicubic"}
 
 
@@ -35,11 +35,21 @@ def filter_of(crop: EvalCrop) -> str:
 
 def crop_of(edge: object, side: object, *, is_square: bool, resize: str) -> EvalCrop | None:
     """The crop that keeps the central `side` of `edge` pixels; None if these are not such numbers."""
-    numbers = [number for number in (edge, side) if isinstance(number, int | float) and math.isfinite(number)]
-    if len(numbers) < 2 or not 0 < numbers[1] <= numbers[0]:
+    numbers = [number for number in (edge, side) if isinstance(number, int | float) and 0 < number <= _LONGEST_EDGE]
+    if len(numbers) < 2 or numbers[1] > numbers[0]:
         return None
     content = {"kind": "square" if is_square else "central", "fraction": numbers[1] / numbers[0], "resize": resize}
     return EvalCrop.model_validate(content)
+
+
+def otherwise(crop: EvalCrop | None, filter_name: object) -> tuple[str, ...]:
+    """Notes on how pictures are prepared otherwise here than a source says."""
+    if crop is None:
+        return ("what its preprocessing shows of a picture is none of our crops: here it is the whole, as a square",)
+    if str(filter_name) in _RESIZE_OF:
+        return ()
+    named = "names no filter that we have" if filter_name is None else f"resizes by {shortened(repr(filter_name))}"
+    return (f"its preprocessing {named}: here pictures are resized by area",)
 
 
 def normalise_of(mean: object, std: object) -> Normalise | None:

@@ -8,16 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.ground.errors import RecipeError
+from vitscale.ground.wording import shortened
 from vitscale.models.layers import CHANNELS
 from vitscale.models.model import Model
-from vitscale.models.weights.preprocessing import crop_of, filter_of, normalise_of, resize_of, resized_edge
-from vitscale.models.weights.source import MOST_PIXELS, Source, names_of
+from vitscale.models.weights.preprocessing import crop_of, filter_of, normalise_of, otherwise, resize_of, resized_edge
+from vitscale.models.weights.source import MOST_PIXELS, Source, contradicted, names_of
 from vitscale.models.weights.torch_files import SAFETENSORS, read_beside_config
 from vitscale.recipe import EvalCrop, Normalise
 
 # timm's defaults for a folder that says nothing; from ImageNet's pixels.
 _MEAN, _STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-_INTERPOLATION = "bicubic"
+_INTERPOLATION, _CROP_PCT = "bicubic", 0.875
+# Arguments of timm's models that change nothing in evaluation, or that every tensor's shape follows.
+_IDLE = {
+    *("img_size", "in_chans", "num_classes", "drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate"),
+    *("attn_drop_rate", "drop_path_rate", "weight_init", "fix_init", "dynamic_img_size", "dynamic_img_pad"),
+    *("strict_img_size", "head_init_scale", "zero_init_last"),
+}
 
 
 def configuration(
@@ -73,18 +80,36 @@ def model_arguments(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return str(config.get("architecture", "")).partition(".")[0], _object(config, "model_args")
 
 
+def check_arguments(source: Source, seen: set[str], fixed: dict[str, tuple[Any, ...]]) -> None:
+    """Refuse arguments with which timm computes something else than we do.
+
+    Args:
+        seen: the arguments that are read, or that show in the tensors.
+        fixed: the others that are known, with the values that are computed here.
+
+    Raises `CheckpointError`.
+    """
+    for key, value in model_arguments(source.config)[1].items():
+        allowed = fixed.get(key, (None,))
+        if key not in seen | _IDLE and value not in allowed:
+            expected = " or ".join(map(repr, allowed)) if key in fixed else "no such argument: it is not known here"
+            raise contradicted(source, shortened(f"model_args.{key}", 100), value, expected)
+
+
 def read_folder(folder: Path, config: dict[str, Any]) -> Source:
     """Read a folder in timm's format with this config.json. Raises `CheckpointError`."""
     data = _object(config, "pretrained_cfg") or config  # the older form has all in one
+    crop = _crop(data)
     return Source(
         folder,
         "timm",
         read_beside_config(folder),
         config=config,
         class_names=names_of(config.get("label_names") or data.get("label_names")),
-        eval_crop=_crop(data),
+        eval_crop=crop,
         image_size=_image_size(data),
         normalise=normalise_of(data.get("mean", _MEAN), data.get("std", _STD)),
+        notes=otherwise(crop, data.get("interpolation", _INTERPOLATION)),
     )
 
 
@@ -109,7 +134,8 @@ def _crop(data: dict[str, Any]) -> EvalCrop | None:
     if mode not in ("center", "squash"):
         return None
     resize = resize_of(data.get("interpolation", _INTERPOLATION))
-    return crop_of(1, data.get("crop_pct"), is_square=mode == "squash", resize=resize)
+    share = data.get("crop_pct")
+    return crop_of(1, _CROP_PCT if share is None else share, is_square=mode == "squash", resize=resize)
 
 
 def _crop_pct(image_size: int, crop: EvalCrop) -> float:

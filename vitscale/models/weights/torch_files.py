@@ -18,9 +18,9 @@ from torch import Tensor
 
 from vitscale.ground.errors import CheckpointError
 from vitscale.ground.files.pickles import check_pickle
-from vitscale.ground.storage import read_bytes, regular
+from vitscale.ground.storage import regular
 from vitscale.ground.wording import shortened
-from vitscale.models.weights.source import Entry, some
+from vitscale.models.weights.source import Entry, read_json, some
 
 SAFETENSORS = ".safetensors"
 TORCH_SUFFIXES = (".pth", ".pt", ".bin")
@@ -80,15 +80,14 @@ def read_beside_config(folder: Path) -> dict[str, Entry]:
 
 def _read_shards(index: Path) -> dict[str, Entry]:
     """The entries of all files that a `*.safetensors.index.json` names. Raises `CheckpointError`."""
-    try:
-        weight_map: dict[str, str] = json.loads(read_bytes(index))["weight_map"]
-        files = sorted({str(name) for name in weight_map.values()})
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{index}: not an index of safetensors files: {error!r}") from None
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index}: not an index of safetensors files: it has no weight_map")
+    files = sorted({str(name) for name in weight_map.values()})
     entries: dict[str, Entry] = {}
     for name in files:
-        if Path(name).name != name:
-            raise CheckpointError(f"{index}: {name!r} is no file beside it")
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise CheckpointError(f"{index}: {shortened(repr(name))} is no file beside it")
         entries |= read_safetensors(index.parent / name)[0]
     if entries.keys() != weight_map.keys():
         differing = sorted(entries.keys() ^ weight_map.keys())

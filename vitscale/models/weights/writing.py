@@ -17,7 +17,7 @@ from vitscale.ground.files.durable import durable_file, durable_folder, make_fol
 from vitscale.ground.weight_formats import Format
 from vitscale.models.model import Model
 from vitscale.models.weights import huggingface, timm_hub
-from vitscale.models.weights.description import METADATA_KEY, Description
+from vitscale.models.weights.description import METADATA_KEY, PROBLEM_TYPES, Description
 from vitscale.models.weights.npz import write_npz
 from vitscale.models.weights.preprocessing import WHOLE_PICTURE
 from vitscale.models.weights.reading import Report
@@ -120,9 +120,13 @@ def _configurations(form: Format, model: Model, description: Description, report
     """File name -> content of the JSON files in a folder."""
     crop, normalise = description.eval_crop or WHOLE_PICTURE, description.normalise or Normalise()
     if form == "hf":
-        return huggingface.configuration(model, _labels(description, report), crop, normalise)
-    labels = _labels(description, report) if description.class_names else None
-    return {CONFIG: timm_hub.configuration(model, description.num_classes, labels, crop, normalise)}
+        files = huggingface.configuration(model, _labels(description, report), crop, normalise)
+    else:
+        labels = _labels(description, report) if description.class_names else None
+        files = {CONFIG: timm_hub.configuration(model, description.num_classes, labels, crop, normalise)}
+    if description.num_classes is not None and description.loss is not None:
+        files[CONFIG]["problem_type"] = PROBLEM_TYPES[description.loss]
+    return files
 
 
 def _labels(description: Description, report: Report) -> list[str]:

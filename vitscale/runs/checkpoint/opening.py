@@ -24,7 +24,7 @@ from vitscale.models.weights import (
     own_description,
     parameters,
 )
-from vitscale.recipe import Normalise, Recipe, differences, validate_model, validate_recipe
+from vitscale.recipe import Classification, Normalise, Recipe, differences, validate_model, validate_recipe
 from vitscale.recipe.families import Model as ModelBlock
 from vitscale.recipe.families import architecture, nearest
 from vitscale.runs.checkpoint.directory import checkpoint_directory
@@ -145,7 +145,8 @@ def describe_run(model: dict[str, Any], recipe: Recipe, index: CheckpointIndex) 
     """The model of a checkpoint, by the block that it was trained with and a recipe, which may be another one."""
     names = index.data.get("class_names") if recipe.objective.has_classes else None
     num_classes, data = None if names is None else len(names), recipe.data
-    return Description(model, data.image_size, num_classes, names, index.step, data.eval_crop, data.normalise)
+    loss = recipe.objective.loss if isinstance(recipe.objective, Classification) else None
+    return Description(model, data.image_size, num_classes, names, index.step, data.eval_crop, data.normalise, loss)
 
 
 def of_file(path: Path) -> OpenWeights:

@@ -7,7 +7,7 @@ Anything else that the weights hold is an error, except a head that the recipe d
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from vitscale.ground.errors import VitscaleError
 from vitscale.ground.wording import counted
-from vitscale.models.weights import HEAD, Reader, Source, parameters
+from vitscale.models.weights import FUNCTIONS, HEAD, Reader, Source, parameters, recognised
 from vitscale.objectives import build_objective
 from vitscale.recipe import Recipe, read_recipe, validate_recipe
-from vitscale.recipe.families import ViT
+from vitscale.recipe.families import Model, ViT
 from vitscale.runs.checkpoint import checkpoint_directory
 from vitscale.runs.checkpoint.opening import OpenWeights
 from vitscale.runs.directory import read_newest
@@ -35,7 +35,6 @@ from vitscale.training.beginning.found_weights import (
 )
 from vitscale.training.deepspeed import distributed, fragments
 
-_FUNCTIONS = ("mlp", "norm_eps")  # keys of a model that no tensor shows
 _OUTPUT_LAYERS = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
 _ADVICE = "leave the whole head out, as for fine-tuning: model.head: linear and init.head: zero"
 
@@ -46,11 +45,11 @@ def settle_functions(recipe: Recipe, run_dir: Path) -> tuple[Recipe, str | None]
 
     Raises `RecipeError` and `CheckpointError` as `check_initial_weights`.
     """
-    left = [key for key in _FUNCTIONS if isinstance(recipe.model, ViT) and getattr(recipe.model, key) is None]
+    left = [key for key in sorted(FUNCTIONS) if isinstance(recipe.model, ViT) and getattr(recipe.model, key) is None]
     if recipe.init is None or recipe.init.continues or not left:
         return recipe, None
     saved = run_dir / RECIPE_FILE
-    source = read_recipe(saved).model if saved.exists() else find_weights(Named.by_init(recipe.init)).model
+    source = read_recipe(saved).model if saved.exists() else _model_of(find_weights(Named.by_init(recipe.init)))
     if not isinstance(source, ViT):
         return recipe, None
     own, theirs = asdict(recipe.model.shape()), asdict(source.shape())
@@ -61,6 +60,13 @@ def settle_functions(recipe: Recipe, run_dir: Path) -> tuple[Recipe, str | None]
     content["model"] |= taken
     words = f"model {', '.join(f'{key} {value}' for key, value in taken.items())}, as the weights of init.from have it"
     return validate_recipe(content, f"with {words}, the recipe"), None if saved.exists() else words
+
+
+def _model_of(found: OpenWeights) -> Model | None:
+    """The model that weights say they are of, or are recognised to be."""
+    if found.description is None:
+        found = replace(found, description=recognised(found.source))
+    return found.model
 
 
 def check_initial_weights(recipe: Recipe, class_names: list[str], run_dir: Path) -> None:
