@@ -1,1 +1,1 @@
-"""Looking inside models: what they see, how they attend, what they represent, and how fast they are."""
+"""Looking inside models: what they see, how they attend and what they represent."""

@@ -1,1 +1,1 @@
-"""DeepSpeed: the engine, its gradients, averages and fragments. No other room touches DeepSpeed's objects."""
+"""DeepSpeed: the engine, its gradients, averages and fragments."""
