@@ -16,7 +16,7 @@ from vitscale.ground.machine import count_devices, free_port
 from vitscale.ground.wording import counted
 from vitscale.launch import RankCommand, Supervisor, fitting
 from vitscale.launch.ends import EXIT_PREEMPTED, cause
-from vitscale.recipe import Recipe, load_recipe
+from vitscale.recipe import load_recipe
 from vitscale.recipe.strict_yaml import dump_yaml
 from vitscale.runs.names import RECIPE_FILE
 
@@ -25,25 +25,16 @@ _MOST_ON_CPUS = 2
 _SAMPLES = 96
 
 
-def prove_recipe(
-    name: str,
-    settings: Sequence[str] = (),
-    ranks: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
+def prove_recipe(name: str, settings: Sequence[str], ranks: int | None, say: Callable[[str], None]) -> dict[str, Any]:
     """Make ten updates of a recipe's small form and return what was found; see `vitscale.about.checks.rank`.
 
-    Args:
-        name, settings: as for `load_recipe`.
-        ranks: the number of ranks on this machine; by default one a CUDA device, or two on CPUs, as far as they divide
-            the batch.
-        say: called with what begins.
-
-    Raises `RecipeError` for what cannot be proved this way, whatever error a rank ends with, and `KeyboardInterrupt`
-    for Ctrl-C.
+    `ranks` on this machine are by default one a CUDA device, or two on CPUs, as far as they divide the batch. `say` is
+    called with what begins. Raises `RecipeError` for what cannot be proved this way, whatever error a rank ends with,
+    and `KeyboardInterrupt` for Ctrl-C.
     """
     recipe = load_recipe(name, settings)
-    ranks = ranks or _ranks(recipe)
+    room = count_devices() or min(_MOST_ON_CPUS, len(os.sched_getaffinity(0)))
+    ranks = ranks or fitting([room], recipe.batch.global_size)[0]
     with tempfile.TemporaryDirectory(prefix="vitscale-prove-") as temporary:
         folder = Path(temporary)
         small = small_form(recipe, folder, ranks)
@@ -57,18 +48,9 @@ def prove_recipe(
     return {"recipe": name, **found, "recipe_micro_batch": micro, "recipe_accumulation": accumulation}
 
 
-def _ranks(recipe: Recipe) -> int:
-    room = count_devices() or min(_MOST_ON_CPUS, len(os.sched_getaffinity(0)))
-    return fitting([room], recipe.batch.global_size)[0]
-
-
 def _launch(folder: Path, ranks: int) -> None:
-    shared = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-    }
+    shared = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [sys.executable, "-P", "-m", "vitscale.about.checks.rank", str(folder)]
     commands = [
         RankCommand(rank, command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)

@@ -1,11 +1,13 @@
-"""The form in which a recipe is proved: its engine unchanged, around a small model of its family."""
+"""What is proved of a recipe: its engine unchanged, around a small model of its family, on generated batches."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vitscale.data.batch import Batch
 from vitscale.ground.errors import RecipeError
 from vitscale.objectives import build_objective
 from vitscale.recipe import Recipe, smoke_form, validate_recipe
@@ -17,6 +19,7 @@ MOST_ACCUMULATED = 4
 _MOST_ROWS = 2
 _ALIGNED = 8  # DeepSpeed wants multiples of this many elements
 _USUAL_CLASSES = 1000
+_CELLS = 4  # along each side of a picture, each of one colour
 _PERSISTENT, _USUAL_PERSISTENT = "stage3_param_persistence_threshold", 100_000  # the default is DeepSpeed's
 _SIZES = {  # sizes in elements -> whether there has to be room for the largest parameter
     "reduce_bucket_size": True,
@@ -57,10 +60,8 @@ def small_form(recipe: Recipe, data_root: Path, ranks: int) -> Recipe:
     small = validate_recipe(content, "the small form")
     if small.model.draws:
         raise RecipeError(f"{recipe.model.title} draws random numbers while it trains, which no oracle can know")
-    shrunken = _shrunken(sizes, _elements(recipe), _elements(small))
-    content["deepspeed"] = recipe.deepspeed | {
-        "zero_optimization": recipe.deepspeed.get("zero_optimization", {}) | shrunken
-    }
+    zero = recipe.deepspeed.get("zero_optimization", {}) | _shrunken(sizes, _elements(recipe), _elements(small))
+    content["deepspeed"] = recipe.deepspeed | {"zero_optimization": zero}
     return validate_recipe(content, "the small form")
 
 
@@ -81,3 +82,39 @@ def _shrunken(sizes: dict[str, Any], whole: Sequence[int], small: Sequence[int])
         for key, holds_largest in _SIZES.items()
         if key in present
     }
+
+
+def make_batch(recipe: Recipe, num_classes: int, step: int) -> Batch:
+    """The whole global batch of a step: noise around patches of colour, so that each picture has its own gradient.
+
+    It is the same on every rank. If the recipe leaves damaged samples out, one sample does not count.
+    """
+    generator = torch.Generator().manual_seed(recipe.seed + step)
+    rows, side = recipe.batch.global_size, recipe.data.image_size
+    cells = torch.randint(0, 200, (rows, 3, _CELLS, _CELLS), generator=generator).float()
+    pictures = torch.nn.functional.interpolate(cells, size=side).permute(0, 2, 3, 1).to(torch.uint8)
+    noise = torch.randint(0, 56, pictures.shape, generator=generator, dtype=torch.uint8)
+    mask = torch.ones(rows, dtype=torch.bool)
+    if recipe.data.bad_samples == "mask":
+        mask[step % rows] = False
+    return Batch(
+        position=step,
+        epoch=0,
+        images=pictures + noise,
+        labels=torch.randint(0, max(num_classes, 1), (rows,), generator=generator),
+        uids=torch.arange(rows) + step * rows,
+        keys=torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
+        mask=mask,
+        bad_samples=0,
+        digest=None,
+    )
+
+
+def part_of(batch: Batch, rank: int, ranks: int) -> Batch:
+    """One rank's part of a global batch."""
+    rows = len(batch.labels) // ranks
+    parts = {
+        key: getattr(batch, key)[rank * rows : (rank + 1) * rows]
+        for key in ("images", "labels", "uids", "keys", "mask")
+    }
+    return replace(batch, **parts)
