@@ -16,9 +16,8 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from vitscale.about.status import RunReader, RunStatus
-from vitscale.about.studies.engine import Engine
+from vitscale.about.studies.engine import Engine, LocalEngine
 from vitscale.about.studies.expansion import Entry, Expansion, expand
-from vitscale.about.studies.local import LocalEngine
 from vitscale.about.studies.outcomes import check_unchanged
 from vitscale.about.studies.ray import RayEngine
 from vitscale.about.studies.reading import find_study, list_studies, load_study, study_schema

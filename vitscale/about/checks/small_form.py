@@ -113,8 +113,5 @@ def make_batch(recipe: Recipe, num_classes: int, step: int) -> Batch:
 def part_of(batch: Batch, rank: int, ranks: int) -> Batch:
     """One rank's part of a global batch."""
     rows = len(batch.labels) // ranks
-    parts = {
-        key: getattr(batch, key)[rank * rows : (rank + 1) * rows]
-        for key in ("images", "labels", "uids", "keys", "mask")
-    }
-    return replace(batch, **parts)
+    part = slice(rank * rows, (rank + 1) * rows)
+    return replace(batch, **{key: getattr(batch, key)[part] for key in ("images", "labels", "uids", "keys", "mask")})

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vitscale.about.planning.cluster import Cluster
 from vitscale.about.planning.plan import ClusterPlan, make_plan
 from vitscale.about.studies.expansion import Entry, Expansion
-from vitscale.about.studies.schema import Study
+from vitscale.about.studies.reading import Study
 from vitscale.flops.cost import cost_row
 from vitscale.flops.estimate import Estimate, estimate
 from vitscale.ground.errors import RecipeError
@@ -20,44 +20,28 @@ _OF_NO_MATTER = ("seed", "init", "schedule", "evaluation", "selection", "checkpo
 
 @dataclass(frozen=True)
 class EntryCost:
-    """The cost of one entry on its slot; None if nothing says how large its data are.
-
-    Attributes:
-        exaflops: model FLOPs of the run; for a branch, of the steps after its trunk's.
-        images: the images that it trains on in these steps.
-        hours: hours of training; evaluations and interruptions come on top.
-        device_hours: the same hours, summed over the slot's devices.
-        saved_exaflops: exaFLOPs of the steps that a branch takes over from its trunk.
-        problem: why something is None.
-    """
+    """The cost of one entry on its slot; None if nothing says how large its data are."""
 
     name: str
-    exaflops: float | None
-    images: int | None
-    hours: float | None
-    device_hours: float | None
-    saved_exaflops: float = 0.0
-    problem: str = ""
+    exaflops: float | None = None  # model FLOPs of the run; for a branch, of the steps after its trunk's
+    images: int | None = None  # that it trains on in these steps
+    hours: float | None = None  # of training; evaluations and interruptions come on top
+    device_hours: float | None = None  # the same hours, summed over the slot's devices
+    saved_exaflops: float = 0.0  # of the steps that a branch takes over from its trunk
+    problem: str = ""  # why something is None
 
 
 @dataclass(frozen=True)
 class StudyCost:
-    """The cost of a study: sums over the entries whose cost is known.
-
-    Attributes:
-        hours: from the first entry's start to the last one's end, with `slots` entries at a time, each after those it
-            depends on.
-        cost: device-hours times the price; None without a price.
-        assumptions: those of the plans behind the hours.
-    """
+    """The cost of a study: sums over the entries whose cost is known."""
 
     entries: tuple[EntryCost, ...]
     exaflops: float
-    hours: float
+    hours: float  # from the first entry's start to the last one's end, each after those it depends on
     device_hours: float
     energy_kwh: float | None
-    cost: float | None
-    assumptions: tuple[str, ...]
+    cost: float | None  # device-hours times the price; None without a price
+    assumptions: tuple[str, ...]  # those of the plans behind the hours
 
     @property
     def unknown(self) -> list[EntryCost]:
@@ -133,7 +117,7 @@ def _cost(
 ) -> EntryCost:
     known = _estimate(study, entry, recipe, samples)
     if known.work is None or known.images is None:
-        return EntryCost(entry.name, None, None, None, None, problem=str(known.problem))
+        return EntryCost(entry.name, problem=str(known.problem))
     key = _key(known.recipe, _OF_NO_MATTER)
     if key not in plans:
         say(f"planning {known.model_name}")
@@ -148,9 +132,7 @@ def _cost(
     assert known.own_images is not None and known.own_exaflops is not None and known.exaflops is not None
     hours = known.own_images / best.images_per_s / 3600
     saved = known.exaflops - known.own_exaflops
-    return EntryCost(
-        entry.name, known.own_exaflops, known.own_images, hours, hours * cluster.devices, saved_exaflops=saved
-    )
+    return EntryCost(entry.name, known.own_exaflops, known.own_images, hours, hours * cluster.devices, saved)
 
 
 def _estimate(study: Study, entry: Entry, recipe: Recipe, samples: int | None) -> Estimate:

@@ -1,10 +1,16 @@
-"""What the entries' runs have come to, read from their directories, and whether these still belong to the entries."""
+"""What the runs of entries have come to, read from their directories, and which candidate wins by that.
 
-from collections.abc import Iterable
+A choice is a pure function of what candidates reached on development splits, and of nothing else.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from vitscale.about.studies.expansion import Entry
+from vitscale.about.studies.reading import Selection
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.recipe import Recipe, changes, differences, read_recipe
 from vitscale.runs.done import read_done
@@ -15,18 +21,11 @@ from vitscale.runs.run import Run
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished run.
+    """A finished run."""
 
-    Attributes:
-        metrics: values by evaluator/metric: of the best step if the recipe selects one, else of the last.
-        step: the step that the metrics belong to.
-        steps: the number of steps that the run took.
-        exaflops: the run's exaFLOPs.
-    """
-
-    metrics: dict[str, float]
-    step: int | None
-    steps: int | None
+    metrics: dict[str, float]  # by evaluator/metric: of the best step if the recipe selects one, else of the last
+    step: int | None  # to which the metrics belong
+    steps: int | None  # that the run took
     exaflops: float | None
 
 
@@ -69,15 +68,33 @@ def changed_fields(run_dir: Path, recipe: Recipe) -> list[str]:
 
 def check_unchanged(entries: Iterable[Entry], folder: Path) -> None:
     """Raise `RecipeError` if a directory holds the run of an entry that the study has changed since."""
-    found = []
+    changed = []
     for entry in entries:
-        each = [changed_fields(folder / entry.name, option.recipe) for option in entry.options]
-        if all(each):
-            found += [f"  {entry.name}: {line}" for line in min(each, key=len)]
-    if found:
+        by_option = [changed_fields(folder / entry.name, option.recipe) for option in entry.options]
+        if all(by_option):
+            changed += [f"  {entry.name}: {line}" for line in min(by_option, key=len)]
+    if changed:
         raise RecipeError(
-            f"{folder} holds runs of entries that have changed since:\n"
-            + "\n".join(found)
-            + "\nUse another --dir, remove "
-            "the directories of these entries, or undo the change"
+            "\n".join([f"{folder} holds runs of entries that have changed since:", *changed])
+            + "\nUse another --dir, remove the directories of these entries, or undo the change"
         )
+
+
+def mean_scores(scores: Mapping[str, Sequence[float | None]]) -> dict[str, float | None]:
+    """The mean of each candidate over its runs; None if one of them has diverged."""
+    means = {}
+    for label, values in scores.items():
+        known = [value for value in values if value is not None and math.isfinite(value)]
+        means[label] = statistics.fmean(known) if known and len(known) == len(values) else None
+    return means
+
+
+def choose(rule: Selection, scores: Mapping[str, Sequence[float | None]]) -> str | None:
+    """The label of the winner, the first of equal ones; None if every candidate has diverged.
+
+    `scores`: label -> the metric of each of its runs (seeds, and data sets that share a winner), None for one that has
+    diverged.
+    """
+    sign = 1 if rule.mode == "max" else -1
+    known = [(sign * mean, label) for label, mean in mean_scores(scores).items() if mean is not None]
+    return max(known, key=lambda one: one[0])[1] if known else None

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vitscale.about.studies.local import start_launch
+from vitscale.about.studies.engine import start_launch
 from vitscale.ground.errors import PeerLostError, PreemptedError, RecipeError
 from vitscale.ground.ray_cluster import connect, import_ray
 from vitscale.launch import Pretraining
@@ -39,23 +39,19 @@ class RayEngine:
                 raise RecipeError(f"--engine-option {name}={wanted[name]}: the cluster has {there.get(resource, 0):g}")
         own = int(there["GPU"]) // wanted["gpus"] if wanted["gpus"] else len(self._ray.nodes())
         self._slots = slots or own
-        self._perform = self._ray.remote(max_retries=_RETRIES, num_cpus=wanted["cpus"], num_gpus=wanted["gpus"])(
-            perform
-        )
+        remote = self._ray.remote(max_retries=_RETRIES, num_cpus=wanted["cpus"], num_gpus=wanted["gpus"])
+        self._perform = remote(perform)
         self._tasks: dict[Any, str] = {}
 
     @property
     def running(self) -> Collection[str]:
-        """The names of running tasks; they end with the process that started them."""
-        return self._tasks.values()
+        return self._tasks.values()  # they end with the process that started them
 
     @property
     def room(self) -> int:
-        """Free slots."""
         return self._slots - len(self._tasks)
 
     def start(self, works: Sequence[Pretraining]) -> None:
-        """Submit a task for each launch."""
         for what in works:
             assert what.run_dir is not None
             absolute = replace(what, recipe=str(Path(what.recipe).absolute()), run_dir=what.run_dir.absolute())
@@ -89,9 +85,8 @@ class RayEngine:
             self._ray.cancel(task)
 
     def kill(self) -> None:
-        """Cancel the tasks by force; launches die with their workers."""
         for task in self._tasks:
-            self._ray.cancel(task, force=True)
+            self._ray.cancel(task, force=True)  # launches die with their workers
 
 
 def perform(what: Pretraining) -> int:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import pydantic
 
-from vitscale.about.studies.choosing import mean_scores
 from vitscale.about.studies.expansion import Choice, Entry
+from vitscale.about.studies.outcomes import mean_scores
 from vitscale.ground.errors import DataError
 from vitscale.ground.vtab import TASKS, vtab_means
 from vitscale.ground.wording import describe_mistake
@@ -25,8 +25,6 @@ _VERSION = 1
 _TOP1 = "validation/top1"
 _Name = Annotated[str, pydantic.StringConstraints(pattern=r"^\w[^/]*$")]  # of a folder in the study's
 _From = Annotated[str | None, pydantic.Field(validation_alias="from")]
-
-
 Number = Annotated[int | float, pydantic.Field(ge=-1e18, le=1e18)]
 """A number of a file, with which can be computed."""
 
@@ -40,8 +38,7 @@ class Spread:
     n: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
-        """That of at least one value."""
+    def of(cls, values: Sequence[float]) -> Self:  # of at least one
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
@@ -208,7 +205,11 @@ def but_for_the_seed(
 
 def _entry(entry: Entry, run: "StudyRun") -> EntryResult:
     progress, label = run.progress[entry.name], run.label_of(entry)
-    option, outcome = None if label is None else entry.option(label), progress.outcome
+    known: dict[str, Any] = {} if progress.outcome is None else {**vars(progress.outcome)}
+    if label is not None:
+        option = entry.option(label)
+        known |= {"recipe": recipe_name(option.source), "recipe_sha256": option.recipe_sha256}
+        known |= {"settings": list(option.settings), "grid": dict(option.values)}
     return EntryResult(
         name=entry.name,
         part=entry.part,
@@ -220,27 +221,16 @@ def _entry(entry: Entry, run: "StudyRun") -> EntryResult:
         seed=entry.seed,
         from_=entry.parent,
         choice=entry.choice,
-        recipe=None if option is None else recipe_name(option.source),
-        recipe_sha256=None if option is None else option.recipe_sha256,
-        settings=None if option is None else list(option.settings),
-        grid=None if option is None else dict(option.values),
-        metrics={} if outcome is None else outcome.metrics,
-        step=None if outcome is None else outcome.step,
-        steps=None if outcome is None else outcome.steps,
-        exaflops=None if outcome is None else outcome.exaflops,
+        **known,
     )
 
 
 def _choice(choice: Choice, run: "StudyRun") -> Decision:
-    candidates = [
-        Candidate(
-            label,
-            list(choice.candidates[label]),
-            mean,
-            dict(run.expansion.entries[choice.candidates[label][0]].options[0].values),
-        )
-        for label, mean in mean_scores(run.scores(choice)).items()
-    ]
+    candidates = []
+    for label, mean in mean_scores(run.scores(choice)).items():
+        names = choice.candidates[label]
+        values = run.expansion.entries[names[0]].options[0].values
+        candidates.append(Candidate(label, list(names), mean, dict(values)))
     is_decided, winner = choice.name in run.winners, run.winners.get(choice.name)
     by = Deciders("dev", list(choice.decided_by))
     return Decision(choice.name, by, choice.metric, choice.rule.mode, is_decided, winner, candidates)

@@ -48,13 +48,11 @@ class SlurmEngine:
 
     @property
     def running(self) -> Collection[str]:
-        """Entries whose jobs are in the queue."""
         return self._jobs.keys()
 
     @property
     def room(self) -> int:
-        """Unlimited: Slurm takes them all."""
-        return sys.maxsize
+        return sys.maxsize  # Slurm takes them all
 
     def start(self, works: Sequence[Pretraining]) -> None:
         """Submit one array. Raises `RecipeError` if sbatch does not take it."""
@@ -86,8 +84,7 @@ class SlurmEngine:
         return found
 
     def tell_to_end(self) -> None:
-        """Stop watching: the jobs continue, and `scancel` ends them."""
-        self._told = True
+        self._told = True  # to watch no longer: the jobs continue, and `scancel` ends them
 
     def kill(self) -> None:
         """Do nothing: the jobs continue."""
