@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from vitscale.about.status import NoRunYetError, RunReader, RunStatus
@@ -28,8 +27,8 @@ _MOST = 1e9
 _EVERY_S = 2.0
 _SHOWN_METRICS = 6
 _UNLIMITED = 2**16  # characters in a line
-_QUIET = {"done": "green", "stopped early": "green", "running": "green"}  # states that need no attention
-_LOUD = {"failed": "red", "not running": "red"}
+_QUIET = ("done", "stopped early", "running")  # states that need no attention
+_STYLES = {**dict.fromkeys(_QUIET, "green"), "failed": "red", "not running": "red"}
 
 Outcome = RunStatus | VitscaleError
 
@@ -86,7 +85,7 @@ def _watch(readers: Mapping[str, RunReader], as_json: bool) -> None:
     console = _console()
     can_redraw = console.is_terminal and not console.is_dumb_terminal
     live = Live(console=console, auto_refresh=False) if can_redraw and not as_json else None
-    news = _News(_json if as_json else _line)
+    said: dict[str, object] = {}
     begun: set[str] = set()
     try:
         with live or nullcontext():
@@ -96,7 +95,7 @@ def _watch(readers: Mapping[str, RunReader], as_json: bool) -> None:
                 if live is not None:
                     live.update(_picture(console, _known(outcomes), _errors(outcomes)), refresh=True)
                 else:
-                    news.say(outcomes)
+                    _say_news(outcomes, said, _json if as_json else _line)
                 is_over = begun.issuperset(outcomes) and all(status.is_done for status in _known(outcomes))
                 if is_over or reader_is_gone():
                     break
@@ -106,29 +105,22 @@ def _watch(readers: Mapping[str, RunReader], as_json: bool) -> None:
     _end(outcomes)
 
 
-class _News:
-    """Prints a run's status only when the run has progressed, ended or failed, not every second."""
-
-    def __init__(self, show: Callable[[RunStatus], str]) -> None:
-        self._show = show
-        self._said: dict[str, object] = {}
-
-    def say(self, outcomes: Mapping[str, Outcome]) -> None:
-        """Print each run whose status has changed."""
-        for run, outcome in outcomes.items():
-            if isinstance(outcome, VitscaleError):
-                new: object = str(outcome)
-            else:
-                new = (outcome.state, outcome.step, outcome.evaluation, outcome.checkpoints.step, outcome.restarts)
-            if self._said.get(run) == new:
-                continue
-            self._said[run] = new
-            if isinstance(outcome, NoRunYetError):
-                print(f"waiting: {outcome}", file=sys.stderr)
-            elif isinstance(outcome, VitscaleError):
-                _complain(outcome)
-            else:
-                print(self._show(outcome), flush=True)
+def _say_news(outcomes: Mapping[str, Outcome], said: dict[str, object], show: Callable[[RunStatus], str]) -> None:
+    """Print a run's status only when the run has progressed, ended or failed since it was `said` last."""
+    for run, outcome in outcomes.items():
+        if isinstance(outcome, VitscaleError):
+            new: object = str(outcome)
+        else:
+            new = (outcome.state, outcome.step, outcome.evaluation, outcome.checkpoints.step, outcome.restarts)
+        if said.get(run) == new:
+            continue
+        said[run] = new
+        if isinstance(outcome, NoRunYetError):
+            print(f"waiting: {outcome}", file=sys.stderr)
+        elif isinstance(outcome, VitscaleError):
+            _complain(outcome)
+        else:
+            print(show(outcome), flush=True)
 
 
 def _read(readers: Mapping[str, RunReader]) -> dict[str, Outcome]:
@@ -154,9 +146,8 @@ def _complain(error: VitscaleError) -> None:
 
 
 def _end(outcomes: Mapping[str, Outcome]) -> None:
-    codes = [error.exit_code for error in _errors(outcomes)]
-    if codes:
-        raise typer.Exit(codes[0])
+    for error in _errors(outcomes):
+        raise typer.Exit(error.exit_code)
 
 
 def _console() -> Console:
@@ -174,7 +165,8 @@ def _json(status: RunStatus) -> str:
 
 def _picture(console: Console, known: Sequence[RunStatus], errors: Sequence[VitscaleError] = ()) -> RenderableType:
     """The status as a block of lines for one run, or a table for several."""
-    shown = [_table(console, known), *_remarks(known)] if len(known) > 1 else map(_block, known)
+    table = ResultTable(_COLUMNS, [_row(status) for status in known])
+    shown = [fitted(console, table, console.width)[0], *_remarks(known)] if len(known) > 1 else map(_block, known)
     return Group(*shown, *(Text(f"error: {printable(str(error))}") for error in errors))
 
 
@@ -189,7 +181,7 @@ def _block(status: RunStatus) -> RenderableType:
 
 
 def _style(status: RunStatus) -> str:
-    return _QUIET.get(status.state) or _LOUD.get(status.state, "yellow")
+    return _STYLES.get(status.state, "yellow")
 
 
 _COLUMNS = (
@@ -203,34 +195,16 @@ _COLUMNS = (
     Column("precision", "precision", spare=2),
     Column("images_per_s", "images/s", number(1), spare=4),
     Column("mfu", "MFU", percent(1), spare=6),
-    Column("left", "left", duration),
+    Column("left_s", "left", duration),
     Column("exaflops", "exaFLOPs", number(3), spare=7),
     Column("cost", "cost", number(2), spare=1),
 )
 
 
-def _table(console: Console, known: Sequence[RunStatus]) -> Table:
-    table, _ = fitted(console, ResultTable(_COLUMNS, [_row(status) for status in known]), console.width)
-    return table
-
-
 def _row(status: RunStatus) -> Row:
-    values = status.evaluation.values if status.evaluation is not None else {}
-    return {
-        "run": status.run,
-        "state": status,
-        "step": status.step,
-        "total_steps": status.total_steps,
-        "loss": status.loss,
-        "trend": status.trend.direction if status.trend is not None else None,
-        "top1": values.get("validation/top1"),
-        "precision": status.precision,
-        "images_per_s": status.images_per_s,
-        "mfu": status.mfu,
-        "left": status.left_s,
-        "exaflops": status.exaflops,
-        "cost": status.cost,
-    }
+    trend = None if status.trend is None else status.trend.direction
+    top1 = None if status.evaluation is None else status.evaluation.values.get("validation/top1")
+    return {**vars(status), "state": status, "trend": trend, "top1": top1}
 
 
 def _line(status: RunStatus) -> str:
@@ -274,7 +248,7 @@ def _facts(status: RunStatus) -> dict[str, str]:
         "data wait": _shown(status.data_wait, percent(1), " of the time"),
         "memory": _shown(status.peak_memory_bytes, _size, " at most on a rank"),
         "so far": _joined(cost),
-        "evaluation": f"step {status.evaluation.step:,}: {_values(status)}" if status.evaluation is not None else "",
+        "evaluation": _evaluation(status),
         "best": _best(status),
         "checkpoints": _checkpoints(status),
         "verified": status.verified or "",
@@ -304,11 +278,13 @@ def _loss(status: RunStatus) -> str:
     return f"{status.loss:.4f}, {trend.direction}{by} over the last {trend.steps:,} steps"
 
 
-def _values(status: RunStatus) -> str:
-    values = {} if status.evaluation is None else status.evaluation.values
+def _evaluation(status: RunStatus) -> str:
+    if status.evaluation is None:
+        return ""
+    values = status.evaluation.values
     shown = [f"{name} {_shown(value, '{:.4f}'.format) or 'not finite'}" for name, value in values.items()]
     more = f"  and {len(shown) - _SHOWN_METRICS} more (--json)" if len(shown) > _SHOWN_METRICS else ""
-    return "  ".join(shown[:_SHOWN_METRICS]) + more
+    return f"step {status.evaluation.step:,}: {'  '.join(shown[:_SHOWN_METRICS])}{more}"
 
 
 def _best(status: RunStatus) -> str:
@@ -344,12 +320,9 @@ def _restarts(status: RunStatus) -> str:
         return ""
     text = f"{restarts.count:,} in {counted(restarts.launches, 'launch')}"
     for event in restarts.last[-1:]:
-        text += f"; the last {_when(event.time)} on {event.host}: {event.cause}"
+        when = f"{datetime.fromtimestamp(event.time, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        text += f"; the last {when} on {event.host}: {event.cause}"
     return text
-
-
-def _when(seconds: float) -> str:
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _anomalies(status: RunStatus) -> str:

@@ -6,18 +6,8 @@ from typing import Literal
 from vitscale.ground.errors import EXIT_DONE, PreemptedError
 from vitscale.runs.launches import Event
 
-State = Literal[
-    "done",
-    "stopped early",
-    "running",
-    "starting",
-    "restarting",
-    "preempted",
-    "stopped",
-    "failed",
-    "not running",
-    "unknown",
-]
+_Ended = Literal["done", "stopped early", "preempted", "stopped", "failed"]
+State = Literal[_Ended, "running", "starting", "restarting", "not running", "unknown"]
 """`stopped early` is done: no evaluation was better for long; `stopped` is not: it was started with --stop-at."""
 
 _TO_START_S = 600.0  # importing torch from a slow file system, and starting as many processes as there are devices
@@ -26,23 +16,14 @@ _LATER_S = 5.0  # two clocks may differ by this
 
 @dataclass(frozen=True)
 class Signs:
-    """What a run's state is judged by.
+    """What a run's state is judged by."""
 
-    Attributes:
-        is_held: whether a rank holds the directory, seen from this machine; None if that cannot be told.
-        last_event: the last event of the launches; None without any.
-        is_only_here: whether the only launch that has not finished, or else the last rank, ran on this machine.
-        line_at: when the last line of metrics was written, in seconds since 1970; None without one.
-        due_s: seconds between two lines; None if not known.
-        timeout_s: seconds without progress after which a run ends itself.
-    """
-
-    is_held: bool | None
-    last_event: Event | None
-    is_only_here: bool
-    line_at: float | None
-    due_s: float | None
-    timeout_s: float
+    is_held: bool | None  # by a rank, seen from this machine; None if that cannot be told
+    last_event: Event | None  # of the launches
+    is_only_here: bool  # whether the only launch that has not finished, or else the last rank, ran on this machine
+    line_at: float | None  # when the last line of metrics was written, in seconds since 1970
+    due_s: float | None  # seconds between two lines
+    timeout_s: float  # seconds without progress after which a run ends itself
 
 
 def judge(signs: Signs, now: float) -> tuple[State, str]:

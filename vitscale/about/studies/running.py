@@ -160,13 +160,11 @@ class StudyRun:
 
     def scores(self, choice: Choice) -> dict[str, list[float | None]]:
         """The scores that the runs of each candidate have reached so far."""
-        outcomes = {
-            label: [self.progress[name].outcome for name in names] for label, names in choice.candidates.items()
-        }
-        return {
-            label: [None if outcome is None else outcome.metrics.get(choice.metric) for outcome in of_label]
-            for label, of_label in outcomes.items()
-        }
+        scores: dict[str, list[float | None]] = {}
+        for label, entries in choice.candidates.items():
+            outcomes = [self.progress[name].outcome for name in entries]
+            scores[label] = [None if outcome is None else outcome.metrics.get(choice.metric) for outcome in outcomes]
+        return scores
 
     # ---- Starting and ending -----------------------------------------------------------------------------------------
 
