@@ -1,8 +1,9 @@
-"""What the report says, as data: everything that the page shows, numbers first."""
+"""What the report says, as data: everything that the page shows, numbers first; and how it is written."""
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,32 +14,33 @@ from vitscale.about.report.records import Policy, RunRecord, read_run, record_of
 from vitscale.about.report.results import Datasets, Item, Result, results
 from vitscale.about.studies.reading import studies_dir
 from vitscale.about.studies.results import About, Decision, EntryResult, StudyResults, VtabScore, plain, read_results
-from vitscale.ground.errors import RecipeError, VitscaleError
+from vitscale.ground.errors import DataError, RecipeError, VitscaleError
+from vitscale.ground.files.durable import make_folder, remove_leftovers, write_text
 from vitscale.ground.page import Figures
 from vitscale.ground.versions import versions
 from vitscale.runs.names import RECIPE_FILE
+from vitscale.runs.reading import read_object
 from vitscale.runs.run import Run
 
-KIND = "vitscale report"
+PAGE_FILE = "index.html"
+RESULTS_FILE = "results.json"
+_KIND = "vitscale report"
 _VERSION = 1
 _BEGUN_WITH = "begun with"
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run of the report: a `run` that was named, an `entry` of the study, or one that others have `begun with`.
-
-    `record` is None before it has begun, and if `why` says that it cannot be read.
-    """
+    """A run of the report: a `run` that was named, an `entry` of the study, or one that others have `begun with`."""
 
     role: str
     name: str
     state: str
-    why: str
-    recipe: str | None
-    settings: list[str]
-    recipe_sha256: str | None
-    record: RunRecord | None
+    why: str = ""
+    recipe: str | None = None
+    settings: list[str] = field(default_factory=list)
+    recipe_sha256: str | None = None
+    record: RunRecord | None = None  # None before it has begun, and if `why` says that it cannot be read
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,12 @@ class Report:
             del inspection["version"]
             for figure in inspection["figures"]:
                 del figure["svg"], figure["width"]
-        content["runs"] = [_flat(run, run.pop("record") or {}) for run in content["runs"]]
+        for place, run in enumerate(content["runs"]):
+            record = run.pop("record") or {}
+            if run["role"] == _BEGUN_WITH:  # it has no place in the study
+                run = {key: run[key] for key in ("role", "state", "why")}
+            content["runs"][place] = run | record
         return content
-
-
-def _flat(run: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    if run["role"] == _BEGUN_WITH:  # it has no place in the study
-        run = {key: run[key] for key in ("role", "state", "why")}
-    return run | record
 
 
 def gather(sources: Sequence[Path], title: str | None = None, inspected: Sequence[tuple[Path, Figures]] = ()) -> Report:
@@ -120,18 +120,17 @@ def gather(sources: Sequence[Path], title: str | None = None, inspected: Sequenc
     Raises `RecipeError` for what is neither, or is named twice, and `DataError` if records are broken.
     """
     study, items = _items(sources)
-    named = [item.run for item in items if item.run is not None]
-    given = {run.directory.resolve() for run in named}
+    named = {item.run.directory.resolve(): item.run for item in items if item.run is not None}
     runs: dict[Path, Run] = {}
-    for run in [run for start in named for run in start.chain]:
+    for run in [run for start in named.values() for run in start.chain]:
         runs.setdefault(run.directory.resolve(), run)
-    before = [run for place, run in runs.items() if place not in given]
+    before = [run for place, run in runs.items() if place not in named]
     policies: list[Policy] = []
     datasets = Datasets()
     found = list(results(items, policies, datasets))
     deduplications = _deduplications(items, datasets)
     return Report(
-        kind=KIND,
+        kind=_KIND,
         version=_VERSION,
         title=title or (study.study if study is not None else ", ".join(item.name for item in items)),
         sources=[str(source) for source in sources],
@@ -146,7 +145,7 @@ def gather(sources: Sequence[Path], title: str | None = None, inspected: Sequenc
         deduplication=deduplications,
         datasets=[record_of_dataset(dataset) for dataset in datasets.opened.values()],
         compute=Compute(
-            _spent(run for place, run in runs.items() if place in given), _spent(before), _spent(runs.values())
+            _spent(run for place, run in runs.items() if place in named), _spent(before), _spent(runs.values())
         ),
         inspections=[Inspection(str(folder), figures) for folder, figures in inspected],
         runs=[*map(_reported, items), *map(_begun_with, before)],
@@ -197,22 +196,15 @@ def _entry_item(folder: Path, entry: EntryResult) -> Item:
 
 def _reported(item: Item) -> ReportedRun:
     entry, record = item.entry, None if item.run is None else replace(record_of(item.run), name=item.name)
-    return ReportedRun(
-        role="run" if entry is None else "entry",
-        name=item.name,
-        state=item.state,
-        why=item.problem or ("" if entry is None else entry.why),
-        recipe=None if entry is None else entry.recipe,
-        settings=[] if entry is None else _shown_settings(entry.settings or []),
-        recipe_sha256=entry.recipe_sha256 if record is None and entry is not None else None,
-        record=record,
-    )
+    if entry is None:
+        return ReportedRun("run", item.name, item.state, item.problem, record=record)
+    settings, sha256 = _shown_settings(entry.settings or []), entry.recipe_sha256 if record is None else None
+    why = item.problem or entry.why
+    return ReportedRun("entry", item.name, item.state, why, entry.recipe, settings, sha256, record)
 
 
 def _begun_with(run: Run) -> ReportedRun:
-    return ReportedRun(
-        _BEGUN_WITH, run.name, "done" if run.is_done else "unfinished", "", None, [], None, record_of(run)
-    )
+    return ReportedRun(_BEGUN_WITH, run.name, "done" if run.is_done else "unfinished", record=record_of(run))
 
 
 def _deduplications(items: Sequence[Item], datasets: Datasets) -> list[Deduplication]:
@@ -252,3 +244,35 @@ def _spent(runs: Iterable[Run]) -> Spent:
         device_hours=sum(one for one in seconds if one is not None) / 3600,
         runs_without_device_hours=sum(one is None for one in seconds),
     )
+
+
+# ---- Writing ---------------------------------------------------------------------------------------------------------
+
+
+def check_folder(folder: Path) -> None:
+    """Raise `RecipeError` for a folder that holds something other than a report: no other results are overwritten."""
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise RecipeError(f"--out {folder}: is a file; expected a folder")
+        if (folder / RECIPE_FILE).exists():
+            raise RecipeError(f"--out {folder}: is a run's directory; choose another folder")
+        there = [name for name in (PAGE_FILE, RESULTS_FILE) if (folder / name).exists()]
+    except OSError as error:
+        raise RecipeError(f"--out {str(folder)[:100]}: {error.strerror}") from None
+    if there and (read_object(folder / RESULTS_FILE) or {}).get("kind") != _KIND:
+        raise RecipeError(f"--out {folder}: contains {there[0]}, which no report wrote; choose another folder")
+
+
+def write_report(folder: Path, report: Report, page: str) -> None:
+    """Write both files, each complete or absent; an earlier report is replaced.
+
+    Raises `RecipeError` as `check_folder`, and `DataError`.
+    """
+    check_folder(folder)
+    try:
+        make_folder(folder)
+        remove_leftovers(folder)
+        write_text(folder / RESULTS_FILE, json.dumps(report.plain(), indent=1, allow_nan=False) + "\n")
+        write_text(folder / PAGE_FILE, page)
+    except OSError as error:
+        raise DataError(f"--out {folder}: cannot be written: {error.strerror}") from None

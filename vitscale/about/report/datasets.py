@@ -26,8 +26,7 @@ class Dataset:
     problem: str = ""
 
     @property
-    def samples(self) -> int | None:
-        """The number of its samples; None if that cannot be read."""
+    def samples(self) -> int | None:  # the number of them
         return None if self.manifest is None else self.manifest.num_samples
 
 
@@ -48,23 +47,16 @@ class DatasetRecord:
 
 @dataclass(frozen=True)
 class Deduplication:
-    """What a training set's manifest records about a test set.
-
-    Attributes:
-        role: `training`, or `pre-training` if the trained model began with such a run.
-        status: `recorded`, `none recorded`, or `unknown` if the manifest cannot be read.
-        left_out_for_it: training images left out as copies of that test set's.
-        left_out_in_all: the same for all test sets.
-    """
+    """What a training set's manifest records about a test set."""
 
     train: str
-    role: str
+    role: str  # `training`, or `pre-training` if the trained model began with such a run
     test: str
-    status: str = "unknown"
+    status: str = "unknown"  # the manifest cannot be read; or `recorded`, `none recorded`
     index_test_set: str | None = None
     index_sha256: str | None = None
-    left_out_for_it: int | None = None
-    left_out_in_all: int | None = None
+    left_out_for_it: int | None = None  # training images, as copies of that test set's
+    left_out_in_all: int | None = None  # the same for all test sets
     samples_left: int | None = None
 
 

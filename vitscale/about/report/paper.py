@@ -42,29 +42,19 @@ class PaperTable:
 
 @dataclass(frozen=True)
 class VtabTable:
-    """The results for tasks of VTAB-1k beside the paper's Table 9.
-
-    Attributes:
-        columns: titles: one for each model here, and the paper's three.
-        policies: title -> the policies of that model's results.
-        by_group: `group`, `task` and, by title, top-1 in percent.
-    """
+    """The results for tasks of VTAB-1k beside the paper's Table 9."""
 
     table: str
     about: str
-    columns: list[str]
-    policies: dict[str, list[str]]
-    by_group: list[dict[str, Any]]
+    columns: list[str]  # titles: one for each model here, and the paper's three
+    policies: dict[str, list[str]]  # title -> those of that model's results
+    by_group: list[dict[str, Any]]  # `group`, `task` and, by title, top-1 in percent
     results: list[Result]
 
 
 def transfers(results: Sequence[Result]) -> list[Result]:
     """The results of the kind that the paper's tables have: top-1, after fine-tuning, not on a development split."""
-    return [
-        result
-        for result in results
-        if is_tested_top1(result) and result.begins_with is not None and result.task is not None
-    ]
+    return [result for result in results if is_tested_top1(result) and None not in (result.begins_with, result.task)]
 
 
 def is_tested_top1(result: Result) -> bool:
@@ -76,10 +66,8 @@ def beside_the_paper(results: Sequence[Result]) -> list[PaperTable | VtabTable]:
     """Each table that concerns a task of the results."""
     own = transfers(results)
     found: list[PaperTable | VtabTable] = []
-    for number, (about, rows) in _TABLES.items():
-        tasks = [task for task in TEST_IMAGES if any(result.task == task for result in own)]
-        if not tasks:
-            continue
+    tasks = [task for task in TEST_IMAGES if any(result.task == task for result in own)]
+    for number, (about, rows) in _TABLES.items() if tasks else ():
         published = [
             {key: value for key, value in asdict(row).items() if _concerns(key, tasks)}  # type: ignore[call-overload]
             for row in rows()

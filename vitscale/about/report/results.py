@@ -24,8 +24,7 @@ class Item:
     problem: str = ""
 
     @property
-    def split(self) -> str:
-        """`dev`, `test`, or `evaluation` if no study says which of them."""
+    def split(self) -> str:  # as in `Result`
         on = None if self.entry is None else self.entry.evaluated_on
         return "evaluation" if on is None else on.split
 
@@ -65,34 +64,23 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A metric of runs that differ only in their seed.
-
-    Attributes:
-        part: the part of the study; None without one.
-        begins_with: the run, or the file, whose weights it began with; for a branch, its trunk's.
-        pretraining_data, pretraining_samples: the training set of the first of the runs that it goes back to.
-        exaflops: those of one run and of those that it goes back to.
-        split: `dev`, `test`, or `evaluation` if no study says which of them.
-        policy: the name of a `Policy`; None for evaluators that have one of their own.
-        mean, std, n: as in `Spread`; of `n_planned` runs.
-        interval: of 95 %, by Wilson, of the mean for so many images; None for what is no share of `samples`.
-    """
+    """A metric of runs that differ only in their seed."""
 
     label: str
-    part: str | None
+    part: str | None  # of the study
     model: str
-    begins_with: str | None
-    pretraining_data: str | None
+    begins_with: str | None  # the run, or the file, whose weights it began with; for a branch, its trunk's
+    pretraining_data: str | None  # the training set of the first of the runs that it goes back to
     pretraining_samples: int | None
-    exaflops: float | None
+    exaflops: float | None  # of one run and of those that it goes back to
     task: str | None
     dataset: str | None
-    split: str
+    split: str  # `dev`, `test`, or `evaluation` if no study says which of them
     metric: str
-    policy: str | None
-    mean: float
+    policy: str | None  # the name of a `Policy`; None for evaluators that have one of their own
+    mean: float  # as `std` and `n` in `Spread`
     std: float | None
-    interval: tuple[float, float] | None
+    interval: tuple[float, float] | None  # of 95 %, by Wilson, of the mean; None for what is no share of `samples`
     n: int
     n_planned: int
     seeds: list[int | None]
