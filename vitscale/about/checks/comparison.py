@@ -48,25 +48,14 @@ class Worst(NamedTuple):
 
 @dataclass
 class State:
-    """What the ranks hold, assembled.
+    """What the ranks hold, assembled."""
 
-    Attributes:
-        values: kind -> parameter -> its values in its own shape, fp32; what no rank holds is NaN.
-        checksums: for each rank, of the weights that it computes with, by parameter.
-    """
-
-    values: dict[str, dict[str, Tensor]]
-    checksums: Sequence[Mapping[str, int]]
+    values: dict[str, dict[str, Tensor]]  # kind -> parameter -> values in its shape, fp32; NaN where no rank has any
+    checksums: Sequence[Mapping[str, int]]  # for each rank, of the weights that it computes with, by parameter
 
 
 class Comparison:
-    """Collects the comparisons, step by step.
-
-    Args:
-        oracle: computes what the engine must do.
-        shapes: the shapes of all parameters.
-        roundings: the roundings of a gradient on its way from rank to rank.
-    """
+    """Collects the comparisons, step by step; `roundings` are those of a gradient on its way from rank to rank."""
 
     def __init__(self, oracle: Oracle, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, roundings: int) -> None:
         self.findings: list[str] = []
@@ -107,11 +96,7 @@ class Comparison:
     ) -> dict[str, Tensor]:
         """Compare every rank's pieces of the gradients of a step, and their norm before clipping.
 
-        Args:
-            norms: the norms that the oracle and the engine found.
-
-        Returns:
-            The gradients that were applied, whole.
+        `norms`: by the oracle and by the engine. Returns the gradients that were applied, whole.
         """
         clip_norm = self.oracle.recipe.optimizer.clip_norm
         self.clipped += clip_norm is not None and norms[0] > clip_norm

@@ -31,19 +31,14 @@ Kept = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of one parameter.
+    """The gradient of one parameter."""
 
-    Attributes:
-        value: the gradient in double precision and host memory, clipped.
-        size: the root of the sum of squares of what micro-batches add to it; rounding errors are proportional to it.
-        way: the number of operations on the longest way from the loss to the parameter.
-        noise: how far off plain torch is in the engine's number format, relative to `size`.
-    """
-
-    value: Tensor
-    size: float
-    way: int
-    noise: float
+    value: Tensor  # in double precision and host memory, clipped
+    size: (
+        float  # the root of the sum of squares of what micro-batches add to it: rounding errors are proportional to it
+    )
+    way: int  # the number of operations on the longest way from the loss to the parameter
+    noise: float  # how far off plain torch is in the engine's number format, relative to `size`
 
 
 class Oracle:

@@ -86,18 +86,11 @@ _Occurrence = tuple[_Stretch, int, np.ndarray, np.ndarray, np.ndarray]
 
 
 class History:
-    """What a run has trained on, up to its newest checkpoint.
+    """What a run has trained on, up to its newest checkpoint, whose `index` is given.
 
-    Args:
-        index: the index of its newest checkpoint.
-        manifests: the manifest of the training data, preceded in a branch by those that its trunks were trained on,
-            oldest first. Each is a view of the one before.
-
-    Attributes:
-        steps: updates done.
-        left_out: the number of batches of the order that a policy skipped.
-        manifest: the manifest of the oldest data, which hold all samples.
-        newest: the manifest of the data that the run would continue with.
+    The manifest of the training data is preceded in a branch by those that its trunks were trained on, oldest first.
+    Each is a view of the one before: `manifest`, the oldest, holds all samples; the run would continue with `newest`.
+    `steps` are the updates done, `left_out` the batches of the order that a policy skipped.
 
     Raises `DataError` if the data are not the run's, or the checkpoint has another version of the order.
     """

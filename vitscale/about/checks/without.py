@@ -33,13 +33,10 @@ Write = Callable[[Manifest, np.ndarray, str, Mapping[str, bytes]], Manifest]
 
 @dataclass(frozen=True)
 class Start:
-    """Where a branch starts: the step of a checkpoint, 0 for the beginning, and the `init` block of its recipe.
+    """Where a branch starts."""
 
-    That is the checkpoint, or what the run began with; None for random weights.
-    """
-
-    step: int
-    init: dict[str, Any] | None
+    step: int  # of a checkpoint; 0 for the beginning
+    init: dict[str, Any] | None  # of its recipe: the checkpoint, or what the run began with; None for random weights
 
 
 def _start_before(run_dir: Path, step: int) -> Start:
@@ -126,15 +123,10 @@ def _in_steps(content: Any, num_samples: int, global_batch: int) -> Any:
 def leave_out(
     names: Sequence[str], run_dir: Path, out: str | None, root: str | None, write: Write, near: Near | None
 ) -> dict[str, Any]:
-    """Find where a branch without some samples has to start; if `out` is given, write its dataset and recipe.
+    """Find where a branch without some samples has to start; write its dataset and recipe to `out`, if given, a folder.
 
-    Args:
-        names: names of samples, and `near`, as in `named_samples`.
-        out: a new folder, or URL; None to write nothing.
-        root: where the run's data are now; by default where they were.
-
-    Returns what `vitscale without --json` prints. Raises `RecipeError`, `DataError`, `CheckpointError` and
-    `StorageError`.
+    `names` and `near` are those of `named_samples`; the run's data are now below `root`, by default where they were.
+    Returns what `vitscale without --json` prints. Raises `RecipeError`, `DataError`, `CheckpointError`, `StorageError`.
     """
     history, run = History.of(run_dir, root), Run(run_dir)
     samples = named_samples(history, names, near)

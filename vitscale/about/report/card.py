@@ -29,7 +29,6 @@ def model_card(
 
     Args:
         description: the model, as written: without classes if its head was left out.
-        form: the format.
         lines: Python that opens the model.
         run: the run that the weights are from, if any.
         is_as_evaluated: whether the model is the one that the run evaluates, at its image size.

@@ -65,18 +65,14 @@ def cost_of(
     cluster: Cluster,
     slots: int,
     *,
-    samples: int | None = None,
-    price: float | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    samples: int | None,
+    price: float | None,
+    say: Callable[[str], None],
 ) -> StudyCost:
-    """Work out the cost of every entry.
+    """Work out the cost of every entry, `slots` at a time, each on the devices of a `cluster`.
 
-    Args:
-        cluster: the devices of one slot.
-        slots: the number of entries at a time.
-        samples: the size of a training set, if neither a manifest nor the study gives it.
-        price: the price of one device for one hour.
-        say: called with the plan that is being made, as one takes seconds.
+    `samples` is the size of a training set if neither a manifest nor the study gives it, `price` that of one device for
+    one hour. `say` is called with the plan that is being made, as one takes seconds.
 
     Raises `RecipeError` if the devices of a slot do not divide a global batch, a recipe cannot be planned, or no
     entry's cost is known.

@@ -22,18 +22,17 @@ _RETRIES = 3
 class RayEngine:
     """Tasks on the cluster that RAY_ADDRESS names, or on one started on this machine.
 
-    Args:
-        slots: the number of entries at a time; None for one a GPU, or one a node in a cluster without GPUs.
-        options: `gpus` and `cpus` of each entry; by default one CPU, and one GPU if there are any.
+    By default one entry at a time a GPU, or a node in a cluster without GPUs. The options `gpus` and `cpus` are of each
+    entry: by default one CPU, and one GPU if there are any.
 
     Raises `RecipeError` if Ray is missing, there is no cluster, or it can never provide what an entry needs.
     """
 
-    def __init__(self, slots: int | None = None, options: Mapping[str, str] | None = None) -> None:
+    def __init__(self, slots: int | None, options: Mapping[str, str]) -> None:
         self._ray = import_ray()
         connect(self._ray, None)
         there = self._ray.cluster_resources()
-        wanted = {"gpus": min(1, int(there.get("GPU", 0))), "cpus": 1} | _numbers(options or {})
+        wanted = {"gpus": min(1, int(there.get("GPU", 0))), "cpus": 1} | _numbers(options)
         for name, resource in (("gpus", "GPU"), ("cpus", "CPU")):
             if wanted[name] > there.get(resource, 0):
                 raise RecipeError(f"--engine-option {name}={wanted[name]}: the cluster has {there.get(resource, 0):g}")

@@ -44,14 +44,9 @@ class Progress:
 
 
 class StudyRun:
-    """One study in one folder.
+    """One study in one folder, which has a directory for each entry, and results.json.
 
-    Args:
-        expansion: its entries and choices.
-        folder: the study's folder, with a directory for each entry, and results.json.
-        engine: starts their launches.
-        about: what results.json says about the study.
-        look: called again and again with this object, to show it to people.
+    `look` is called again and again with this object, to show it to people.
     """
 
     def __init__(

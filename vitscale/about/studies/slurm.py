@@ -28,18 +28,14 @@ _ASK_EVERY_SECONDS = 5.0
 
 
 class SlurmEngine:
-    """Submits array jobs and watches the queue.
+    """Submits array jobs, by default of as many entries at a time as there is room for, and watches the queue.
 
-    Args:
-        folder: the study's folder; all nodes must reach it.
-        slots: the number of an array's entries at a time; None for as many as there is room for.
-        options: sbatch's options, and `python` and `srun` as in `vitscale launch --cluster slurm`.
-
-    Raises `RecipeError` if there is no Slurm.
+    All nodes must reach the study's folder. Options are sbatch's, and `python` and `srun` as in
+    `vitscale launch --cluster slurm`. Raises `RecipeError` if there is no Slurm.
     """
 
-    def __init__(self, folder: Path, slots: int | None = None, options: Mapping[str, str] | None = None) -> None:
-        self._folder, self._slots, self._options = folder, slots, dict(options or {})
+    def __init__(self, folder: Path, slots: int | None, options: Mapping[str, str]) -> None:
+        self._folder, self._slots, self._options = folder, slots, options
         self._told = False
         self._asked_at = time.monotonic()
         known = read_object(folder / JOBS_FILE) or {}
