@@ -26,7 +26,7 @@ from proof_ranks import (
 )
 from ranks import asked, start
 
-from vitscale.about.checks.small_form import MOST_ACCUMULATED, STEPS, small_form
+from vitscale.about.checks.proving import MOST_ACCUMULATED, STEPS, small_form
 from vitscale.ground.errors import ProofError, RecipeError
 from vitscale.recipe import load_recipe
 

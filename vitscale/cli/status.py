@@ -16,6 +16,8 @@ from rich.text import Text
 
 from vitscale.about.status import NoRunYetError, RunReader, RunStatus
 from vitscale.about.status.liveness import duration
+from vitscale.about.status.recent import SlowestRank
+from vitscale.about.status.run import Anomalies, Best, Evaluation, Restarts, Saved
 from vitscale.cli.command_line import reader_is_gone
 from vitscale.flops.hardware import find_device
 from vitscale.ground.errors import EXIT_INTERRUPTED, RecipeError, VitscaleError
@@ -220,7 +222,7 @@ def _remarks(known: Sequence[RunStatus]) -> list[Text]:
     for status in known:
         said = [] if status.state in _QUIET else [f"{status.state}: {status.why}"]
         if status.slowest_rank is not None and status.slowest_rank.is_straggler:
-            said.append(_facts(status)["slowest rank"])
+            said.append(_slowest_rank(status.slowest_rank))
         remarks += [Text(printable(f"{status.run}: {remark}")) for remark in (*said, *status.notes)]
     return remarks
 
@@ -236,9 +238,9 @@ def _facts(status: RunStatus) -> dict[str, str]:
     ]
     cost = [
         _shown(status.exaflops, number(3), " exaFLOPs"),
-        about + _shown(status.device_hours, hours, " device-hours") if status.device_hours is not None else "",
-        about + _shown(status.energy_kwh, number(1), " kWh at most") if status.energy_kwh is not None else "",
-        f"price {about}{status.cost:,.2f}" if status.cost is not None else "",
+        _shown(status.device_hours, hours, " device-hours", about),
+        _shown(status.energy_kwh, number(1), " kWh at most", about),
+        _shown(status.cost, "{:,.2f}".format, before=f"price {about}"),
     ]
     facts = {
         "state": f"{status.state} ({status.why})" if status.why else status.state,
@@ -248,13 +250,13 @@ def _facts(status: RunStatus) -> dict[str, str]:
         "data wait": _shown(status.data_wait, percent(1), " of the time"),
         "memory": _shown(status.peak_memory_bytes, _size, " at most on a rank"),
         "so far": _joined(cost),
-        "evaluation": _evaluation(status),
-        "best": _best(status),
-        "checkpoints": _checkpoints(status),
+        "evaluation": _shown(status.evaluation, _evaluation),
+        "best": _shown(status.best, lambda best: _best(best, status.selects)),
+        "checkpoints": _checkpoints(status.checkpoints),
         "verified": status.verified or "",
-        "restarts": _restarts(status),
-        "anomalies": _anomalies(status),
-        "slowest rank": _slowest_rank(status),
+        "restarts": _shown(status.restarts, _restarts),
+        "anomalies": _shown(status.anomalies, _anomalies),
+        "slowest rank": _shown(status.slowest_rank, _slowest_rank),
     }
     return {name: value for name, value in facts.items() if value}
 
@@ -278,27 +280,19 @@ def _loss(status: RunStatus) -> str:
     return f"{status.loss:.4f}, {trend.direction}{by} over the last {trend.steps:,} steps"
 
 
-def _evaluation(status: RunStatus) -> str:
-    if status.evaluation is None:
-        return ""
-    values = status.evaluation.values
-    shown = [f"{name} {_shown(value, '{:.4f}'.format) or 'not finite'}" for name, value in values.items()]
+def _evaluation(evaluation: Evaluation) -> str:
+    values = evaluation.values.items()
+    shown = [f"{name} {_shown(value, '{:.4f}'.format) or 'not finite'}" for name, value in values]
     more = f"  and {len(shown) - _SHOWN_METRICS} more (--json)" if len(shown) > _SHOWN_METRICS else ""
-    return f"step {status.evaluation.step:,}: {'  '.join(shown[:_SHOWN_METRICS])}{more}"
+    return f"step {evaluation.step:,}: {'  '.join(shown[:_SHOWN_METRICS])}{more}"
 
 
-def _best(status: RunStatus) -> str:
-    best = status.best
-    if best is None:
-        return ""
-    text = f"step {best.step:,}: {best.metric} {best.value:.4f}"
-    if best.is_kept is False:
-        text += " (no checkpoint of it)" if status.selects else " (not kept; set selection)"
-    return text
+def _best(best: Best, selects: bool) -> str:
+    lost = " (no checkpoint of it)" if selects else " (not kept; set selection)"
+    return f"step {best.step:,}: {best.metric} {best.value:.4f}{lost if best.is_kept is False else ''}"
 
 
-def _checkpoints(status: RunStatus) -> str:
-    saved = status.checkpoints
+def _checkpoints(saved: Saved) -> str:
     if saved.count is None:
         return f"at {saved.where}, which is not asked"
     if saved.step is None or saved.age_s is None:
@@ -314,10 +308,7 @@ def _devices(status: RunStatus) -> str:
     return counted(status.world_size, "device") + (f" ({', '.join(others)} for other steps)" if others else "")
 
 
-def _restarts(status: RunStatus) -> str:
-    restarts = status.restarts
-    if restarts is None:
-        return ""
+def _restarts(restarts: Restarts) -> str:
     text = f"{restarts.count:,} in {counted(restarts.launches, 'launch')}"
     for event in restarts.last[-1:]:
         when = f"{datetime.fromtimestamp(event.time, UTC):%Y-%m-%d %H:%M:%S} UTC"
@@ -325,10 +316,7 @@ def _restarts(status: RunStatus) -> str:
     return text
 
 
-def _anomalies(status: RunStatus) -> str:
-    anomalies = status.anomalies
-    if anomalies is None:
-        return ""
+def _anomalies(anomalies: Anomalies) -> str:
     limit = f" of at most {anomalies.limit:,}" if anomalies.limit is not None else ""
     text = f"{anomalies.left_out:,}{limit} left out, {counted(anomalies.reports, 'report')}"
     if anomalies.last is not None:
@@ -336,10 +324,7 @@ def _anomalies(status: RunStatus) -> str:
     return text
 
 
-def _slowest_rank(status: RunStatus) -> str:
-    slow = status.slowest_rank
-    if slow is None:
-        return ""
+def _slowest_rank(slow: SlowestRank) -> str:
     times = slow.seconds / slow.median_seconds if slow.median_seconds else 0.0
     straggler = f"STRAGGLER, {times:.2f} x the median; " if slow.is_straggler else ""
     return (
@@ -348,8 +333,8 @@ def _slowest_rank(status: RunStatus) -> str:
     )
 
 
-def _shown(value: Any, show: Callable[[Any], str], unit: str = "") -> str:
-    return "" if value is None else show(value) + unit
+def _shown(value: Any, show: Callable[[Any], str], unit: str = "", before: str = "") -> str:
+    return "" if value is None else before + show(value) + unit
 
 
 def _size(size: float) -> str:

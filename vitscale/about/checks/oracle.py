@@ -34,9 +34,7 @@ class Gradient:
     """The gradient of one parameter."""
 
     value: Tensor  # in double precision and host memory, clipped
-    size: (
-        float  # the root of the sum of squares of what micro-batches add to it: rounding errors are proportional to it
-    )
+    size: float  # the root of the sum of squares of what micro-batches add to it, as rounding errors grow with that
     way: int  # the number of operations on the longest way from the loss to the parameter
     noise: float  # how far off plain torch is in the engine's number format, relative to `size`
 

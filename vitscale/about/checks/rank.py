@@ -15,8 +15,7 @@ import torch
 
 from vitscale.about.checks.comparison import Comparison, State
 from vitscale.about.checks.oracle import Oracle
-from vitscale.about.checks.proving import PROOF_FILE
-from vitscale.about.checks.small_form import STEPS, make_batch, part_of, small_form
+from vitscale.about.checks.proving import PROOF_FILE, STEPS, make_batch, part_of, small_form
 from vitscale.ground.errors import PeerLostError, VitscaleError
 from vitscale.ground.ranks import gather, gather_rows
 from vitscale.ground.safe_text import protect_output

@@ -33,6 +33,7 @@ _MANIFEST = "manifest.json"  # the name in shards.manifest, which would import N
 _SIGNS_OF_A_RUN = (RECIPE_FILE, METRICS_FILE, LAUNCH_FILE, DONE_FILE, CHECKPOINTS)
 _STEP_TIMEOUT_S = 600.0  # if no recipe gives `check.step_timeout_s`
 _SHOWN_RESTARTS = 5
+_FIGURES = ("loss", "lr", "images_per_s", "step_time_s", "peak_memory_bytes", "exaflops")  # of the last line
 _NO_COST = dict.fromkeys(("hours", "device_hours", "energy_kwh", "cost"))
 
 
@@ -173,7 +174,9 @@ class RunReader:
         step, total = (count((done or {}).get(key)) for key in ("step", "total_steps"))
         step = _step(log, saved) if step is None else step
         total = run.steps_for(num_samples) if total is None else total
+        figures: dict[str, Any] = {key: number(last.get(key)) for key in _FIGURES}
         device_hours = None if log.device_seconds is None else log.device_seconds / 3600
+        figures |= cost_row(log.seconds / 3600, device_hours, self._device, self._price) if rows else _NO_COST
         pace = recent.pace(rows)
         left_s = None if step is None or total is None or pace is None else max(0, total - step) * pace
         state, why = _state(run, done, pace)
@@ -190,19 +193,13 @@ class RunReader:
             precision=None if run.recipe is None else run.recipe.precision,
             selects=run.recipe is not None and run.recipe.selection is not None,
             line_age_s=None if log.line_at is None else _age(log.line_at),
-            loss=number(last.get("loss")),
             trend=recent.trend(rows),
-            lr=number(last.get("lr")),
-            images_per_s=number(last.get("images_per_s")),
             mfu=self._mfu(last, num_classes),
-            step_time_s=number(last.get("step_time_s")),
             world_size=count(last.get("world_size")),
             world_sizes=log.world_sizes,
             data_wait=recent.data_wait(rows),
-            peak_memory_bytes=number(last.get("peak_memory_bytes")),
             left_s=left_s if done is None else None,
-            exaflops=number(last.get("exaflops")),
-            **(cost_row(log.seconds / 3600, device_hours, self._device, self._price) if rows else _NO_COST),
+            **figures,
             is_estimated=log.is_sampled,
             evaluation=_last_evaluation(log, done or {}),
             best=_best(run, saved),

@@ -224,11 +224,13 @@ class _PartOfOneParent:
         self._candidates = list(_combinations(part))
 
     def add(self) -> None:
-        part, datasets = self._part, [*self._part.datasets] or [None]
+        part = self._part
+        datasets: Sequence[str | None] = [*part.datasets] or [None]
+        seeds: Sequence[int | None] = part.seeds or [None]
         self._validate(datasets)
         entries = {  # dataset -> label of the candidate -> names
             dataset: {
-                candidate[0]: tuple(self._candidate(dataset, candidate, seed) for seed in part.seeds or [None])
+                candidate[0]: tuple(self._candidate(dataset, candidate, seed) for seed in seeds)
                 for candidate in self._candidates
             }
             for dataset in datasets
@@ -289,7 +291,7 @@ class _PartOfOneParent:
     def _option(
         self, name: str, candidate: _Candidate, dataset: str | None, seed: int | None, *, is_refit: bool = False
     ) -> Option:
-        source, settings, last = candidate[1], [self._part.settings], {**self._begin}
+        source, settings, last = candidate[1], [self._part.settings], dict(self._begin)
         if dataset is not None:
             source, splits = source.replace("{dataset}", dataset), self._part.datasets[dataset]
             settings.append(splits.settings)

@@ -52,14 +52,12 @@ class SlurmEngine:
 
     def start(self, works: Sequence[Pretraining]) -> None:
         """Submit one array. Raises `RecipeError` if sbatch does not take it."""
-        for what in works:
-            assert what.run_dir is not None
-            make_folder(what.run_dir)
+        run_dirs = [what.run_dir for what in works if what.run_dir is not None]
+        for run_dir in run_dirs:
+            make_folder(run_dir)
         jobs = [Job(what, options=self._options) for what in works]
         number = hand_in(render_array(jobs, self._folder.absolute().name, self._folder, LOG_FILE, self._slots))
-        for index, what in enumerate(works):
-            assert what.run_dir is not None
-            self._jobs[what.run_dir.name] = f"{number}_{index}"
+        self._jobs |= {run_dir.name: f"{number}_{index}" for index, run_dir in enumerate(run_dirs)}
         write_text(self._folder / JOBS_FILE, json.dumps(self._jobs, indent=1) + "\n")
 
     def ended(self) -> Mapping[str, int]:
