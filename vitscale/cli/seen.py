@@ -46,7 +46,7 @@ def seen(
     from vitscale.about.checks.named_samples import named_samples
     from vitscale.about.checks.seen import History
 
-    history = History.of(run, root)
+    history = History(run, root)
     console, rendered = Console(), 0
     if not as_json:
         unseen = f", {counted(history.left_out, 'batch')} left out" if history.left_out else ""

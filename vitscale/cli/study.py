@@ -134,10 +134,9 @@ def run(
         code = running.run()
     _show_results(running)
     if code == EXIT_PREEMPTED:
-        done = sum(one.state == "done" for one in running.progress.values())
-        print(
-            f"{done:,} of {len(running.progress):,} entries are done; repeat the command to continue", file=sys.stderr
-        )
+        states = [one.state for one in running.progress.values()]
+        done = f"{states.count('done'):,} of {len(states):,} entries are done"
+        print(f"{done}; repeat the command to continue", file=sys.stderr)
     raise typer.Exit(code)
 
 

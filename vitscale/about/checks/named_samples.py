@@ -32,11 +32,9 @@ class NamedSample:
 def named_samples(history: History, names: Sequence[str], near: Near | None) -> list[NamedSample]:
     """The samples that were named, in that order, followed by the copies of the images that `near`, if any, finds.
 
-    `names`: uids, image files, folders of these, text files with a uid or a file per line, or `-` for such lines on
-    standard input.
-
-    Raises `DataError` for unknown uids, files that are neither images nor lists, and if nothing is named; `RecipeError`
-    for `near` without an image; `StorageError`.
+    Names are uids, image files, folders of these, text files with a uid or a file per line, or `-` for such lines on
+    standard input. Raises `DataError` for unknown uids, files that are neither images nor lists, and if nothing is
+    named; `RecipeError` for `near` without an image; `StorageError`.
     """
     entries = [entry for name in names for entry in _entries(name)]
     if not entries:

@@ -16,7 +16,7 @@ from vitscale.data.shards.opening import OpenShard, open_shard
 from vitscale.data.training import training_loader, training_order
 from vitscale.ground.errors import CheckpointError, DataError
 from vitscale.ground.images import crc32c
-from vitscale.recipe import Recipe, validate_recipe
+from vitscale.recipe import validate_recipe
 from vitscale.recipe.datasets import find_dataset
 from vitscale.runs.checkpoint import CheckpointIndex, checkpoint_directory
 from vitscale.runs.checkpoint_index import data_root
@@ -86,55 +86,44 @@ _Occurrence = tuple[_Stretch, int, np.ndarray, np.ndarray, np.ndarray]
 
 
 class History:
-    """What a run has trained on, up to its newest checkpoint, whose `index` is given.
+    """What a run has trained on, up to its newest checkpoint; its data are now below `root`, or where its recipe says.
 
     The manifest of the training data is preceded in a branch by those that its trunks were trained on, oldest first.
     Each is a view of the one before: `manifest`, the oldest, holds all samples; the run would continue with `newest`.
     `steps` are the updates done, `left_out` the batches of the order that a policy skipped.
 
-    Raises `DataError` if the data are not the run's, or the checkpoint has another version of the order.
+    Raises `RecipeError` if there is no run, `CheckpointError` if it has no checkpoint, `DataError` if its data are
+    missing or others than it had, or its order has another version, `StorageError`.
     """
 
-    def __init__(self, recipe: Recipe, index: CheckpointIndex, manifests: Sequence[Manifest]) -> None:
-        if index.data.get("order_version") != ORDER_VERSION:
-            raise DataError(
-                f"the run's order has version {index.data.get('order_version')}; this vitscale reads {ORDER_VERSION}"
-            )
+    def __init__(self, run_dir: Path, root: str | None = None) -> None:
+        self.index = index = _newest_index(run_dir)
+        self.recipe = recipe = validate_recipe(index.recipe, f"the recipe in the checkpoint of step {index.step}")
         before = _data_before(index)
-        sha = [*(each["manifest_sha256"] for each in before), index.data.get("manifest_sha256")]
+        places = [each["where"] if root is None else find_dataset(each["train"], root) for each in before]
+        places.append(find_dataset(recipe.data.train, root or data_root(recipe, index)))
+        manifests = [Manifest.load(place) for place in places]
+        version = index.data.get("order_version")
+        if version != ORDER_VERSION:
+            raise DataError(f"the run's order has version {version}; this vitscale reads {ORDER_VERSION}")
+        sha256 = [*(each["manifest_sha256"] for each in before), index.data.get("manifest_sha256")]
+        for manifest, then in zip(manifests, sha256, strict=True):
+            if manifest.sha256 != then:
+                told = f"the run was trained on data of manifest_sha256 {then}; these have {manifest.sha256}"
+                raise DataError(f"{manifest.where}: {told}")
         starts = [0, *(each["start"] for each in before)]
         stops = [*(each["stop"] for each in before), index.position]
-        for manifest, then in zip(manifests, sha, strict=True):
-            if manifest.sha256 != then:
-                raise DataError(
-                    f"{manifest.where}: the run was trained on data of manifest_sha256 {then}; these have "
-                    f"{manifest.sha256}"
-                )
-        self.recipe, self.index, self.manifest, self.newest = recipe, index, manifests[0], manifests[-1]
         self._stretches = [
             _Stretch(manifest, training_order(recipe, manifest), start, stop)
             for manifest, start, stop in zip(manifests, starts, stops, strict=True)
         ]
-        self.steps = index.step
+        self.manifest, self.newest, self.steps = manifests[0], manifests[-1], index.step
         self.left_out = sum(stretch.stop - stretch.start for stretch in self._stretches) - index.step
         self._skipped = AnomalyRecord.of(index.anomalies).skipped
         self._transform = train_transform(recipe.data.crop, recipe.data.flip)
         self._number_of = [
             {each.first_uid: number for number, each in enumerate(manifest.shards)} for manifest in manifests
         ]
-
-    @classmethod
-    def of(cls, run_dir: Path, root: str | None = None) -> Self:
-        """The history of the run in a directory; its data are now below `root`, by default where its recipe says.
-
-        Raises `RecipeError` if there is no run, `CheckpointError` if it has no checkpoint, `DataError` if its data are
-        missing or have changed, `StorageError`.
-        """
-        index = _newest_index(run_dir)
-        recipe = validate_recipe(index.recipe, f"the recipe in the checkpoint of step {index.step}")
-        places = [each["where"] if root is None else find_dataset(each["train"], root) for each in _data_before(index)]
-        places.append(find_dataset(recipe.data.train, root or data_root(recipe, index)))
-        return cls(recipe, index, [Manifest.load(place) for place in places])
 
     @property
     def epochs(self) -> int:

@@ -343,10 +343,8 @@ class _Verification:
             if (far := [key for key in keys if _far(key, rows[step].get(key), ours[step].get(key), limit)])
         ]
         if wrong:
-            why = (
-                f"{counted(len(wrong), 'line')} edited, as all weights are bit-identical: " if exact is not None else ""
-            )
-            return Finding(what, False, why + "; ".join(wrong[:3]))
+            edited = f"{counted(len(wrong), 'line')} edited, as all weights are bit-identical: "
+            return Finding(what, False, ("" if exact is None else edited) + "; ".join(wrong[:3]))
         if any(apart.values()):
             return Finding(what, True, f"within {limit:g} of the run's, not to the last bit")
         return Finding(what, True, "equal to the last bit" if apart else "taken; the run has logged none of them")

@@ -128,7 +128,7 @@ def leave_out(
     `names` and `near` are those of `named_samples`; the run's data are now below `root`, by default where they were.
     Returns what `vitscale without --json` prints. Raises `RecipeError`, `DataError`, `CheckpointError`, `StorageError`.
     """
-    history, run = History.of(run_dir, root), Run(run_dir)
+    history, run = History(run_dir, root), Run(run_dir)
     samples = named_samples(history, names, near)
     places = list({each.place.uid: each.place for each in samples if each.place is not None}.values())
     first, times = history.updates(places)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from vitscale.about.report.datasets import deduplication, open_dataset
+from vitscale.about.report.datasets import deduplication, open_dataset, tests_of
 from vitscale.ground.safe_text import printable, without_secrets
 from vitscale.ground.weight_formats import Format
 from vitscale.ground.wording import counted, shortened
@@ -81,11 +81,8 @@ def _of_training(run: Run, step: int | None) -> list[tuple[str, str]]:
 
 def _of_copies(run: Run) -> Iterable[tuple[str, str, str, str]]:
     """For each training set of the run and those before it and each test set: what is recorded about copies."""
-    evaluation = run.recipe.evaluation
-    tests = [task.test for task in evaluation.fewshot.tasks] if evaluation.fewshot is not None else []
-    tests += [] if evaluation.validation is None else [evaluation.validation]
     for each in run.chain:
-        for name in tests:
+        for name in tests_of(run):
             train = open_dataset(each, each.recipe.data.train)
             found = deduplication(train, open_dataset(run, name), "training")
             yield train.name, name, found.status, str(found.left_out_for_it or found.left_out_in_all or "")

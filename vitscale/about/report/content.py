@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vitscale.about.report.datasets import DatasetRecord, Deduplication, deduplication, shown_path
+from vitscale.about.report.datasets import DatasetRecord, Deduplication, deduplication, shown_path, tests_of
 from vitscale.about.report.datasets import record_of as record_of_dataset
 from vitscale.about.report.paper import PaperTable, VtabTable, beside_the_paper
 from vitscale.about.report.records import Policy, RunRecord, read_run, record_of
@@ -213,14 +213,9 @@ def _deduplications(items: Sequence[Item], datasets: Datasets) -> list[Deduplica
     for item in items:
         if item.run is None:
             continue
-        fewshot = item.run.recipe.evaluation.fewshot
-        names = [task.test for task in fewshot.tasks] if fewshot is not None else []
-        validation = item.run.recipe.evaluation.validation
+        names, validation, role = tests_of(item.run), item.run.recipe.evaluation.validation, "training"
         if validation is not None and item.split == "dev":
-            datasets.of(item.run, validation)  # its manifest is listed; a part of the training set is no test
-        elif validation is not None:
-            names.append(validation)
-        role = "training"
+            datasets.of(item.run, names.pop())  # its manifest is listed; a part of the training set is no test
         for run in item.run.chain:
             opened = datasets.of(run, run.recipe.data.train)
             for name in names:

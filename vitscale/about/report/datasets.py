@@ -60,6 +60,13 @@ class Deduplication:
     samples_left: int | None = None
 
 
+def tests_of(run: Run) -> list[str]:
+    """The datasets that a run is evaluated on, as its recipe names them."""
+    fewshot, validation = run.recipe.evaluation.fewshot, run.recipe.evaluation.validation
+    names = [] if fewshot is None else [task.test for task in fewshot.tasks]
+    return names if validation is None else [*names, validation]
+
+
 def open_dataset(run: Run, name: str) -> Dataset:
     """A dataset of a run's recipe. Raises nothing: a report of runs whose data have gone still has all the rest."""
     try:

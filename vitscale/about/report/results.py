@@ -95,7 +95,6 @@ class Datasets:
         self.opened: dict[tuple[str, str | None], Dataset] = {}
 
     def of(self, run: Run, name: str) -> Dataset:
-        """The dataset that a run's recipe calls so."""
         key = name, run.recipe.data.root
         if key not in self.opened:
             self.opened[key] = open_dataset(run, name)
@@ -105,10 +104,10 @@ class Datasets:
 def results(items: Sequence[Item], policies: list[Policy], datasets: Datasets) -> Iterator[Result]:
     """All results; adds their policies and datasets to those known."""
     for group in _seed_groups(items):
-        first = next((item for item in group if item.run is not None), None)
-        if first is None or first.run is None:
+        begun = [(item, item.run) for item in group if item.run is not None]
+        if not begun:
             continue
-        run, done = first.run, [item for item in group if item.metrics]
+        (first, run), done = begun[0], [item for item in group if item.metrics]
         for metric in sorted({key for item in done for key in item.metrics}):
             measured = [item for item in done if metric in item.metrics]
             spread = Spread.of([item.metrics[metric] for item in measured])

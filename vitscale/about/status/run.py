@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.about.status import recent
-from vitscale.about.status.liveness import Signs, State, judge
+from vitscale.about.status.liveness import State, judge
 from vitscale.about.status.recent import SlowestRank, Trend
 from vitscale.flops.accounting import mfu as model_flops_utilisation
 from vitscale.flops.cost import cost_row
@@ -277,17 +277,16 @@ class RunReader:
 def _state(run: RunFiles, done: dict[str, Any] | None, pace: float | None) -> tuple[State, str]:
     if done is not None:
         return ("stopped early", "because no evaluation was better") if done.get("stopped_early") else ("done", "")
-    return judge(
-        Signs(
-            is_held=is_held(run.directory),
-            last_event=run.launches.last,
-            is_only_here={socket.gethostname()} == (run.launches.unfinished_on or {last_holder(run.directory)}),
-            line_at=run.metrics.line_at,
-            due_s=_due_s(run.recipe, pace),
-            timeout_s=_STEP_TIMEOUT_S if run.recipe is None else run.recipe.check.step_timeout_s,
-        ),
-        time.time(),
-    )
+    due_s, timeout_s, recipe = None, _STEP_TIMEOUT_S, run.recipe
+    if recipe is not None:
+        timeout_s = recipe.check.step_timeout_s
+        due_s = None if pace is None else min(recipe.logging.every * pace, max(recipe.logging.most_s, pace))
+    holds, launches = (
+        is_held(run.directory),
+        run.launches,
+    )  # in this order: what holds it notes its end before it lets go
+    is_only_here = {socket.gethostname()} == (launches.unfinished_on or {last_holder(run.directory)})
+    return judge(holds, launches.last, is_only_here, run.metrics.line_at, due_s, timeout_s, time.time())
 
 
 def _step(log: MetricsLog, saved: Saved) -> int | None:
@@ -356,13 +355,6 @@ def _damage(run: RunFiles) -> list[str]:
             f"end (vitscale-flops --run reads the whole)"
         )
     return notes
-
-
-def _due_s(recipe: Recipe | None, pace: float | None) -> float | None:
-    """Seconds between two lines of metrics."""
-    if recipe is None or pace is None:
-        return None
-    return min(recipe.logging.every * pace, max(recipe.logging.most_s, pace))
 
 
 def _age(at: float) -> float:

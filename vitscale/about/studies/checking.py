@@ -24,18 +24,16 @@ def check_entries(expansion: Expansion, folder: Path) -> None:
     """
     problems: dict[str, dict[str, None]] = {}  # -> names of entries, each once
     known: dict[str, list[str]] = {}
-    for entry in expansion.entries.values():
-        if read_done(folder / entry.name) is not None:
-            continue
-        for option in entry.options:
-            content = option.recipe.dump()
-            what = [content[key] for key in ("data", "evaluation", "objective", "model")]
-            init = content["init"] if entry.parent is None else None  # else it is the parent's run, which comes first
-            key = json.dumps([*what, init], sort_keys=True)
-            if key not in known:
-                known[key] = list(dict.fromkeys(_problems(option.recipe, folder / entry.name, entry.parent is None)))
-            for problem in known[key]:
-                problems.setdefault(problem, {})[entry.name] = None
+    unfinished = [entry for entry in expansion.entries.values() if read_done(folder / entry.name) is None]
+    for entry, option in [(each, option) for each in unfinished for option in each.options]:
+        content = option.recipe.dump()
+        what = [content[key] for key in ("data", "evaluation", "objective", "model")]
+        init = content["init"] if entry.parent is None else None  # else it is the parent's run, which comes first
+        key = json.dumps([*what, init], sort_keys=True)
+        if key not in known:
+            known[key] = list(dict.fromkeys(_problems(option.recipe, folder / entry.name, entry.parent is None)))
+        for problem in known[key]:
+            problems.setdefault(problem, {})[entry.name] = None
     if problems:
         lines = [f"  {_listed([*names])}: {problem}" for problem, names in problems.items()]
         raise RecipeError(

@@ -81,7 +81,7 @@ def cost_of(
     costs: dict[str, EntryCost] = {}
     for name, entry in expansion.entries.items():
         found = [
-            _cost(study, entry, option.recipe, cluster, samples, plans, say)
+            _cost(name, _estimate(study, entry, option.recipe, samples), cluster, plans, say)
             for option in {_key(option.recipe, ("seed",)): option for option in entry.options}.values()
         ]
         costs[name] = max(found, key=lambda one: (one.hours is not None, one.hours or 0.0))  # whichever wins
@@ -103,32 +103,25 @@ def cost_of(
 
 
 def _cost(
-    study: Study,
-    entry: Entry,
-    recipe: Recipe,
-    cluster: Cluster,
-    samples: int | None,
-    plans: dict[str, ClusterPlan],
-    say: Callable[[str], None],
+    name: str, known: Estimate, cluster: Cluster, plans: dict[str, ClusterPlan], say: Callable[[str], None]
 ) -> EntryCost:
-    known = _estimate(study, entry, recipe, samples)
     if known.work is None or known.images is None:
-        return EntryCost(entry.name, problem=str(known.problem))
+        return EntryCost(name, problem=str(known.problem))
     key = _key(known.recipe, _OF_NO_MATTER)
     if key not in plans:
         say(f"planning {known.model_name}")
-        recipe.split(cluster.devices)
+        known.recipe.split(cluster.devices)
         plans[key] = make_plan(known, cluster)
     best = plans[key].best
     if best is None:
         raise RecipeError(
-            f"{entry.name}: {known.model_name} does not fit into {cluster.devices} {cluster.device.name}; more devices "
+            f"{name}: {known.model_name} does not fit into {cluster.devices} {cluster.device.name}; more devices "
             "per entry (fewer --slots) may help"
         )
     assert known.own_images is not None and known.own_exaflops is not None and known.exaflops is not None
     hours = known.own_images / best.images_per_s / 3600
     saved = known.exaflops - known.own_exaflops
-    return EntryCost(entry.name, known.own_exaflops, known.own_images, hours, hours * cluster.devices, saved)
+    return EntryCost(name, known.own_exaflops, known.own_images, hours, hours * cluster.devices, saved)
 
 
 def _estimate(study: Study, entry: Entry, recipe: Recipe, samples: int | None) -> Estimate:

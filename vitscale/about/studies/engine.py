@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from typing import Protocol
@@ -49,13 +49,9 @@ class Engine(Protocol):
         """End all launches at once."""
 
 
-def slot_environments(slots: int | None, count: Callable[[], int | None] = count_devices) -> list[dict[str, str]]:
-    """What each slot adds to the environment of its launches: its share of the devices, or of the cores.
-
-    By default there is a slot a device, or a single one without devices. Raises `RecipeError` if there are more slots
-    than devices, or these cannot be counted.
-    """
-    devices = count()
+def _slot_environments(slots: int | None) -> list[dict[str, str]]:
+    """What each slot adds to the environment of its launches: its share of the devices, or of the cores."""
+    devices = count_devices()
     if devices is None:
         raise RecipeError("the CUDA devices of this machine cannot be counted: see nvidia-smi")
     if devices == 0:
@@ -72,10 +68,14 @@ def slot_environments(slots: int | None, count: Callable[[], int | None] = count
 
 
 class LocalEngine:
-    """Launches as children of this process, which die with its main thread. Raises as `slot_environments`."""
+    """Launches as children of this process, which die with its main thread.
 
-    def __init__(self, slots: int | None = None) -> None:
-        self._free = slot_environments(slots)
+    By default there is a slot a device, or a single one without devices. Raises `RecipeError` if there are more slots
+    than devices, or these cannot be counted.
+    """
+
+    def __init__(self, slots: int | None) -> None:
+        self._free = _slot_environments(slots)
         self._running: dict[str, tuple[subprocess.Popen[bytes], dict[str, str]]] = {}
 
     @property
