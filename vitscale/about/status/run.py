@@ -281,10 +281,7 @@ def _state(run: RunFiles, done: dict[str, Any] | None, pace: float | None) -> tu
     if recipe is not None:
         timeout_s = recipe.check.step_timeout_s
         due_s = None if pace is None else min(recipe.logging.every * pace, max(recipe.logging.most_s, pace))
-    holds, launches = (
-        is_held(run.directory),
-        run.launches,
-    )  # in this order: what holds it notes its end before it lets go
+    holds, launches = is_held(run.directory), run.launches  # in this order: an end is noted after ranks have let go
     is_only_here = {socket.gethostname()} == (launches.unfinished_on or {last_holder(run.directory)})
     return judge(holds, launches.last, is_only_here, run.metrics.line_at, due_s, timeout_s, time.time())
 
