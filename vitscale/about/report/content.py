@@ -148,7 +148,7 @@ def gather(sources: Sequence[Path], title: str | None = None, inspected: Sequenc
             _spent(run for place, run in runs.items() if place in named), _spent(before), _spent(runs.values())
         ),
         inspections=[Inspection(str(folder), figures) for folder, figures in inspected],
-        runs=[*map(_reported, items), *map(_begun_with, before)],
+        runs=[*map(_reported, items), *(_reported(Item(run.name, run), _BEGUN_WITH) for run in before)],
     )
 
 
@@ -194,17 +194,13 @@ def _entry_item(folder: Path, entry: EntryResult) -> Item:
         return Item(entry.name, None, entry, str(error))
 
 
-def _reported(item: Item) -> ReportedRun:
+def _reported(item: Item, role: str = "run") -> ReportedRun:
     entry, record = item.entry, None if item.run is None else replace(record_of(item.run), name=item.name)
     if entry is None:
-        return ReportedRun("run", item.name, item.state, item.problem, record=record)
+        return ReportedRun(role, item.name, item.state, item.problem, record=record)
     settings, sha256 = _shown_settings(entry.settings or []), entry.recipe_sha256 if record is None else None
     why = item.problem or entry.why
     return ReportedRun("entry", item.name, item.state, why, entry.recipe, settings, sha256, record)
-
-
-def _begun_with(run: Run) -> ReportedRun:
-    return ReportedRun(_BEGUN_WITH, run.name, "done" if run.is_done else "unfinished", record=record_of(run))
 
 
 def _deduplications(items: Sequence[Item], datasets: Datasets) -> list[Deduplication]:

@@ -13,6 +13,7 @@ VTAB = "vtab/"
 # Tasks of Tables 2, 5 and 6, with the images of their test sets (appendix B.1.1 names the splits; sizes are the
 # data sets' own).
 TEST_IMAGES = {"imagenet": 50_000, "cifar10": 10_000, "cifar100": 10_000, "pets": 3_669, "flowers": 6_149}
+_KEYS = ("name", "model", "pretraining", "epochs", "exaflops", "tpuv3_core_days")  # of rows, beside those of tasks
 _TABLES = {
     "2": ("comparison with the state of the art; mean and standard deviation of three fine-tuning runs", table_2),
     "5": ("pre-training on ImageNet, ImageNet-21k and JFT-300M; fine-tuned at 384 pixels (Figure 3)", table_5),
@@ -67,9 +68,10 @@ def beside_the_paper(results: Sequence[Result]) -> list[PaperTable | VtabTable]:
     own = transfers(results)
     found: list[PaperTable | VtabTable] = []
     tasks = [task for task in TEST_IMAGES if any(result.task == task for result in own)]
+    keys = {*_KEYS, *tasks, *(f"{task}_std" for task in tasks)}
     for number, (about, rows) in _TABLES.items() if tasks else ():
         published = [
-            {key: value for key, value in asdict(row).items() if _concerns(key, tasks)}  # type: ignore[call-overload]
+            {key: value for key, value in asdict(row).items() if key in keys}  # type: ignore[call-overload]
             for row in rows()
         ]
         compared = [_compared(result, published, result.task) for result in own if result.task in tasks]
@@ -93,11 +95,6 @@ def _of_vtab(results: Sequence[Result]) -> VtabTable:
         columns[f"{model}, {pretraining}\n(Table 9)"] = {task: row[task] for task in TASKS}
     rows = vtab_table(columns).bare_rows()
     return VtabTable("9", "VTAB-1k, 1,000 training images a task", list(columns), policies, rows, list(results))
-
-
-def _concerns(key: str, tasks: Sequence[str]) -> bool:
-    of_task = key.removesuffix("_std")
-    return of_task in tasks or key in ("name", "model", "pretraining", "epochs", "exaflops", "tpuv3_core_days")
 
 
 def _compared(result: Result, rows: Sequence[dict[str, Any]], task: str) -> Compared:

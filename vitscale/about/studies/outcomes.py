@@ -1,4 +1,4 @@
-"""What the runs of entries have come to, read from their directories, and which candidate wins by that.
+"""What the entries of a study have come to, by the directories of their runs, and which candidates win by that.
 
 A choice is a pure function of what candidates reached on development splits, and of nothing else.
 """
@@ -8,15 +8,19 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from vitscale.about.studies.expansion import Entry
+from vitscale.about.studies.expansion import Choice, Entry, Expansion
 from vitscale.about.studies.reading import Selection
 from vitscale.ground.errors import DataError, RecipeError
+from vitscale.launch.ends import EXIT_NON_FINITE
 from vitscale.recipe import Recipe, changes, differences, read_recipe
 from vitscale.runs.done import read_done
 from vitscale.runs.names import METRICS_FILE, RECIPE_FILE
 from vitscale.runs.reading import count, number
 from vitscale.runs.run import Run
+
+State = Literal["waiting", "running", "done", "failed", "not run"]
 
 
 @dataclass(frozen=True)
@@ -98,3 +102,47 @@ def choose(rule: Selection, scores: Mapping[str, Sequence[float | None]]) -> str
     sign = 1 if rule.mode == "max" else -1
     known = [(sign * mean, label) for label, mean in mean_scores(scores).items() if mean is not None]
     return max(known, key=lambda one: one[0])[1] if known else None
+
+
+@dataclass
+class Progress:
+    """The progress of an entry."""
+
+    state: State = "waiting"
+    code: int | None = None  # the exit code of its launch, if that has failed
+    why: str = ""  # it has failed or is not run
+    outcome: Outcome | None = None  # once it is done
+    began: float | None = None  # by the monotonic clock, if this process has started it
+    seconds: float | None = None  # that it took in this process
+
+
+class StudyState:
+    """What is known of a study: the progress of its entries, and the winners of the choices that are decided."""
+
+    def __init__(self, expansion: Expansion) -> None:
+        self.expansion = expansion
+        self.progress = {name: Progress() for name in expansion.entries}
+        self.winners: dict[str, str | None] = {}
+
+    def label_of(self, entry: Entry) -> str | None:
+        """The label of the option that runs; None if that is not known yet."""
+        return entry.options[0].label if entry.choice is None else self.winners.get(entry.choice)
+
+    def decide_choices(self) -> None:
+        """Name the winner of each choice whose candidates have all ended."""
+        for choice in self.expansion.choices.values():
+            if choice.name not in self.winners and all(self.has_scored(name) for name in choice.entries):
+                self.winners[choice.name] = choose(choice.rule, self.scores(choice))
+
+    def has_scored(self, name: str) -> bool:
+        """Whether a candidate's run has ended; one that has diverged has lost."""
+        progress = self.progress[name]
+        return progress.state == "done" or progress.code == EXIT_NON_FINITE
+
+    def scores(self, choice: Choice) -> dict[str, list[float | None]]:
+        """The scores that the runs of each candidate have reached so far."""
+        scores: dict[str, list[float | None]] = {}
+        for label, entries in choice.candidates.items():
+            outcomes = [self.progress[name].outcome for name in entries]
+            scores[label] = [None if outcome is None else outcome.metrics.get(choice.metric) for outcome in outcomes]
+        return scores

@@ -5,20 +5,17 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
 import pydantic
 
 from vitscale.about.studies.expansion import Choice, Entry
-from vitscale.about.studies.outcomes import mean_scores
+from vitscale.about.studies.outcomes import StudyState, mean_scores
 from vitscale.ground.errors import DataError
 from vitscale.ground.vtab import TASKS, vtab_means
 from vitscale.ground.wording import describe_mistake
 from vitscale.recipe import recipe_name
 from vitscale.runs.reading import read_object
-
-if TYPE_CHECKING:
-    from vitscale.about.studies.running import StudyRun
 
 RESULTS_FILE = "results.json"
 _VERSION = 1
@@ -158,11 +155,11 @@ def plain(results: Any) -> dict[str, Any]:
     return asdict(results, dict_factory=lambda pairs: {key.removesuffix("_"): value for key, value in pairs})
 
 
-def results_text(about: About, run: "StudyRun") -> str:
+def results_text(about: About, study: StudyState) -> str:
     """The content of results.json."""
-    entries = {entry.name: _entry(entry, run) for entry in run.expansion.entries.values()}
-    choices = [_choice(choice, run) for choice in run.expansion.choices.values()]
-    summaries = list(_summaries(entries, run))
+    entries = {entry.name: _entry(entry, study) for entry in study.expansion.entries.values()}
+    choices = [_choice(choice, study) for choice in study.expansion.choices.values()]
+    summaries = list(_summaries(entries, study))
     results = StudyResults(
         **vars(about), entries=[*entries.values()], choices=choices, summaries=summaries, vtab=_vtab(summaries, entries)
     )
@@ -203,8 +200,8 @@ def but_for_the_seed(
     return entry.part, origin, entry.dataset, split, entry.choice, grid, entry.recipe
 
 
-def _entry(entry: Entry, run: "StudyRun") -> EntryResult:
-    progress, label = run.progress[entry.name], run.label_of(entry)
+def _entry(entry: Entry, study: StudyState) -> EntryResult:
+    progress, label = study.progress[entry.name], study.label_of(entry)
     known: dict[str, Any] = {} if progress.outcome is None else {**vars(progress.outcome)}
     if label is not None:
         option = entry.option(label)
@@ -225,20 +222,20 @@ def _entry(entry: Entry, run: "StudyRun") -> EntryResult:
     )
 
 
-def _choice(choice: Choice, run: "StudyRun") -> Decision:
+def _choice(choice: Choice, study: StudyState) -> Decision:
     candidates = []
-    for label, mean in mean_scores(run.scores(choice)).items():
+    for label, mean in mean_scores(study.scores(choice)).items():
         names = choice.candidates[label]
-        values = run.expansion.entries[names[0]].options[0].values
+        values = study.expansion.entries[names[0]].options[0].values
         candidates.append(Candidate(label, list(names), mean, dict(values)))
-    is_decided, winner = choice.name in run.winners, run.winners.get(choice.name)
+    is_decided, winner = choice.name in study.winners, study.winners.get(choice.name)
     by = Deciders("dev", list(choice.decided_by))
     return Decision(choice.name, by, choice.metric, choice.rule.mode, is_decided, winner, candidates)
 
 
-def _summaries(entries: Mapping[str, EntryResult], run: "StudyRun") -> Iterator[Summary]:
+def _summaries(entries: Mapping[str, EntryResult], study: StudyState) -> Iterator[Summary]:
     """Entries that differ only in their seed, once all are done."""
-    known = run.expansion.entries
+    known = study.expansion.entries
     groups: dict[tuple[Any, ...], list[EntryResult]] = {}
     for entry in entries.values():
         key = but_for_the_seed(entry, entries, lambda name: bool(known[name].options[0].recipe.first_step))

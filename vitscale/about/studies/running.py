@@ -7,14 +7,13 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from vitscale.about.studies.engine import LOG_FILE, Engine
-from vitscale.about.studies.expansion import Choice, Entry, Expansion
-from vitscale.about.studies.outcomes import Outcome, changed_fields, choose, read_outcome
+from vitscale.about.studies.expansion import Entry, Expansion
+from vitscale.about.studies.outcomes import Progress, StudyState, changed_fields, read_outcome
 from vitscale.about.studies.results import RESULTS_FILE, About, results_text
 from vitscale.ground.errors import EXIT_DONE, DataError, RecipeError, VitscaleError
 from vitscale.ground.files.durable import make_folder, write_text
@@ -23,7 +22,6 @@ from vitscale.ground.storage import regular
 from vitscale.launch import Pretraining, Supervisor
 from vitscale.launch.ends import EXIT_BUG, EXIT_DATA, EXIT_NON_FINITE, EXIT_PREEMPTED, EXIT_RECIPE, EXIT_RETRY
 
-State = Literal["waiting", "running", "done", "failed", "not run"]
 _LOOK_EVERY_SECONDS = 0.2
 _LOCK_FILE = ".lock"
 _LOG_END_BYTES = 1 << 16
@@ -31,19 +29,7 @@ _LOG_END_BYTES = 1 << 16
 _SEVERITY = (EXIT_BUG, EXIT_RECIPE, EXIT_DATA, EXIT_NON_FINITE, EXIT_RETRY, EXIT_PREEMPTED)
 
 
-@dataclass
-class Progress:
-    """The progress of an entry."""
-
-    state: State = "waiting"
-    code: int | None = None  # the exit code of its launch, if that has failed
-    why: str = ""  # it has failed or is not run
-    outcome: Outcome | None = None  # once it is done
-    began: float | None = None  # by the monotonic clock, if this process has started it
-    seconds: float | None = None  # that it took in this process
-
-
-class StudyRun:
+class StudyRun(StudyState):
     """One study in one folder, which has a directory for each entry, and results.json.
 
     `look` is called again and again with this object, to show it to people.
@@ -57,9 +43,8 @@ class StudyRun:
         about: About,
         look: Callable[["StudyRun"], None] = lambda run: None,
     ) -> None:
-        self.expansion, self.folder = expansion, folder
-        self.progress = {name: Progress() for name in expansion.entries}
-        self.winners: dict[str, str | None] = {}
+        super().__init__(expansion)
+        self.folder = folder
         self._is_ending = False  # as a signal has asked
         self._engine, self._about, self._look = engine, about, look
         self._known: Any = None
@@ -113,10 +98,10 @@ class StudyRun:
         An entry that waits for a choice counts once that is made.
         """
         for entry in self.expansion.entries.values():  # each after those it depends on
-            self._decide_choices()
+            self.decide_choices()
             if self.label_of(entry) is not None:
                 self._take_if_finished(entry)
-        self._decide_choices()
+        self.decide_choices()
         for name in self._engine.running:
             if name in self.progress and self.progress[name].state == "waiting":
                 self.progress[name] = Progress("running")
@@ -139,28 +124,6 @@ class StudyRun:
             progress.why = f"its directory holds a run of another recipe: {'; '.join(changed)}"
         return bool(changed)
 
-    def label_of(self, entry: Entry) -> str | None:
-        """The label of the option that runs; None if that is not known yet."""
-        return entry.options[0].label if entry.choice is None else self.winners.get(entry.choice)
-
-    def _decide_choices(self) -> None:
-        for choice in self.expansion.choices.values():
-            if choice.name not in self.winners and all(self._has_scored(name) for name in choice.entries):
-                self.winners[choice.name] = choose(choice.rule, self.scores(choice))
-
-    def _has_scored(self, name: str) -> bool:
-        """Whether a candidate's run has ended; one that has diverged has lost."""
-        progress = self.progress[name]
-        return progress.state == "done" or progress.code == EXIT_NON_FINITE
-
-    def scores(self, choice: Choice) -> dict[str, list[float | None]]:
-        """The scores that the runs of each candidate have reached so far."""
-        scores: dict[str, list[float | None]] = {}
-        for label, entries in choice.candidates.items():
-            outcomes = [self.progress[name].outcome for name in entries]
-            scores[label] = [None if outcome is None else outcome.metrics.get(choice.metric) for outcome in outcomes]
-        return scores
-
     # ---- Starting and ending -----------------------------------------------------------------------------------------
 
     def _ready(self) -> Iterator[Entry]:
@@ -182,7 +145,7 @@ class StudyRun:
         for name in entry.depends_on:
             if self.progress[name].state == "not run":
                 return f"{name} is not run"
-            if self.progress[name].state == "failed" and not (name in of_choice and self._has_scored(name)):
+            if self.progress[name].state == "failed" and not (name in of_choice and self.has_scored(name)):
                 return f"{name} has failed"
         if entry.choice is not None and self.winners.get(entry.choice, "") is None:
             return f"every candidate of {entry.choice} has diverged"
@@ -201,14 +164,14 @@ class StudyRun:
                 code, progress.why = error.exit_code, str(error)
         if code == EXIT_DONE and progress.outcome is not None:
             progress.state = "done"
-            self._decide_choices()
+            self.decide_choices()
             return
         if self._is_ending and code in (EXIT_PREEMPTED, EXIT_RETRY):  # a new launch dies of a signal
             progress.state = "waiting"
             return
         progress.state, progress.code = "failed", code or EXIT_RETRY
         progress.why = progress.why or last_words(self.folder / name / LOG_FILE)
-        self._decide_choices()
+        self.decide_choices()
 
     def _code(self) -> int:
         if all(one.state == "done" for one in self.progress.values()):
