@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal, Self
 
@@ -57,17 +58,8 @@ def examine(folder: Path) -> Iterator[Diagnosis]:
     `folder`: where runs will be written to; it need not exist.
     """
     devices = count_devices()  # in a separate process; this waits for it if the driver is in trouble
-    yield from _packages()
-    yield from _decoder()
-    yield from _processor()
-    yield from _memory()
-    yield from _shared_memory(devices)
-    yield from _limits(devices)
-    yield from _disk(folder)
-    yield from _clock()
-    yield from _network()
-    yield from _variables()
-    yield from _torch(devices)
+    yield from chain(_packages(), _decoder(), _processor(), _memory(), _shared_memory(devices), _limits(devices))
+    yield from chain(_disk(folder), _clock(), _network(), _variables(), _torch(devices))
 
 
 def _packages() -> Iterator[Diagnosis]:

@@ -203,16 +203,14 @@ class History:
             rows, batches = rows[each], batches[each]
             samples = [places[row] for row in rows.tolist()]
             keys = sample_keys(self.recipe.seed, epoch, np.array([place.uid for place in samples]), view)
-            boxes = self._transform.boxes(
-                keys, np.array([place.height for place in samples]), np.array([place.width for place in samples])
-            ).tolist()
+            heights, widths = (np.array([getattr(place, side) for place in samples]) for side in ("height", "width"))
+            boxes = self._transform.boxes(keys, heights, widths).tolist()
             flips, partners = self._transform.flips(keys).tolist(), self._partners(stretch, batches, slots)
             steps = steps_of(batches, self._skipped).tolist()
             columns = (rows.tolist(), steps, batches.tolist(), slots.tolist(), boxes, flips, partners)
-            for row, step, batch, slot, box, is_flipped, partner in zip(*columns, strict=True):
-                top, left, height, width = box
-                crop = (top, left, height, width)
-                seen[row].append(Sighting(step or None, batch, epoch, slot, crop, bool(is_flipped), partner))
+            for row, step, batch, slot, (top, left, height, width), is_flipped, partner in zip(*columns, strict=True):
+                box = (top, left, height, width)
+                seen[row].append(Sighting(step or None, batch, epoch, slot, box, bool(is_flipped), partner))
         return seen
 
     def _occurrences(self, places: Sequence[SampleLocation]) -> Iterator[_Occurrence]:

@@ -30,12 +30,10 @@ def model_card(
     Args:
         description: the model, as written: without classes if its head was left out.
         lines: Python that opens the model.
-        run: the run that the weights are from, if any.
-        is_as_evaluated: whether the model is the one that the run evaluates, at its image size.
+        run: the run that the weights are from; `is_as_evaluated` if that evaluates this model, at its image size.
         licence: the hub's name of the licence; by default `unknown`.
     """
-    classes, step = description.num_classes, description.step
-    evaluation: dict[str, float | None] = {}
+    classes, step, evaluation = description.num_classes, description.step, dict[str, float | None]()
     front: dict[str, object] = {
         "license": _plain(licence or "unknown"),
         "library_name": _LIBRARIES.get(form, "vitscale"),
@@ -47,8 +45,8 @@ def model_card(
     if evaluation:
         front["metrics"] = ["accuracy"]
     parameters = sum(parameter.numel() for parameter in description.build().parameters())
-    facts = [("parameters", f"{parameters:,}"), ("images", description.pictures)]
-    facts += [("classes", "none" if classes is None else f"{classes:,}")]
+    of_head = "none" if classes is None else f"{classes:,}"
+    facts = [("parameters", f"{parameters:,}"), ("images", description.pictures), ("classes", of_head)]
     text = ["---", yaml.safe_dump(front, sort_keys=False, allow_unicode=True).rstrip(), "---", ""]
     text += [f"# {_escaped(description.title)}", "", "```python", *lines, "```", "", *_table(("model", ""), facts)]
     if run is None:

@@ -110,12 +110,9 @@ class Report:
 
 
 def gather(sources: Sequence[Path], title: str | None = None, inspected: Sequence[tuple[Path, Figures]] = ()) -> Report:
-    """What the report says.
+    """What the report says of directories of runs, and of at most one study; by default it has their name as its title.
 
-    Args:
-        sources: directories of runs, and of at most one study.
-        title: the page's title; by default the study's name, or the runs'.
-        inspected: folders of inspections, with what was drawn there.
+    `inspected` are folders of inspections, with what was drawn there.
 
     Raises `RecipeError` for what is neither, or is named twice, and `DataError` if records are broken.
     """
@@ -124,6 +121,7 @@ def gather(sources: Sequence[Path], title: str | None = None, inspected: Sequenc
     runs: dict[Path, Run] = {}
     for run in [run for start in named.values() for run in start.chain]:
         runs.setdefault(run.directory.resolve(), run)
+    reported = [run for place, run in runs.items() if place in named]
     before = [run for place, run in runs.items() if place not in named]
     policies: list[Policy] = []
     datasets = Datasets()
@@ -144,9 +142,7 @@ def gather(sources: Sequence[Path], title: str | None = None, inspected: Sequenc
         paper=beside_the_paper(found),
         deduplication=deduplications,
         datasets=[record_of_dataset(dataset) for dataset in datasets.opened.values()],
-        compute=Compute(
-            _spent(run for place, run in runs.items() if place in named), _spent(before), _spent(runs.values())
-        ),
+        compute=Compute(_spent(reported), _spent(before), _spent(runs.values())),
         inspections=[Inspection(str(folder), figures) for folder, figures in inspected],
         runs=[*map(_reported, items), *(_reported(Item(run.name, run), _BEGUN_WITH) for run in before)],
     )
@@ -227,14 +223,10 @@ def _deduplications(items: Sequence[Item], datasets: Datasets) -> list[Deduplica
 
 def _spent(runs: Iterable[Run]) -> Spent:
     costs = [run.cost for run in runs if run.cost is not None]
+    images, exaflops = sum(cost.images for cost in costs), sum(cost.exaflops for cost in costs)
     seconds = [cost.device_seconds for cost in costs]
-    return Spent(
-        runs=len(costs),
-        images=sum(cost.images for cost in costs),
-        exaflops=sum(cost.exaflops for cost in costs),
-        device_hours=sum(one for one in seconds if one is not None) / 3600,
-        runs_without_device_hours=sum(one is None for one in seconds),
-    )
+    device_hours = sum(one for one in seconds if one is not None) / 3600
+    return Spent(len(costs), images, exaflops, device_hours, runs_without_device_hours=seconds.count(None))
 
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------

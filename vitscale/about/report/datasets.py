@@ -106,13 +106,8 @@ def deduplication(train: Dataset, test: Dataset, role: str) -> Deduplication:
     for index in _indexes(manifest):
         for covered in index.get("test_sets", []):
             if covered in names:
-                return replace(
-                    found,
-                    status="recorded",
-                    index_test_set=covered,
-                    index_sha256=index.get("sha256"),
-                    left_out_for_it=_left_out(manifest, covered),
-                )
+                of_index = {"index_test_set": covered, "index_sha256": index.get("sha256")}
+                return replace(found, status="recorded", left_out_for_it=_left_out(manifest, covered), **of_index)
     return replace(found, status="none recorded")
 
 

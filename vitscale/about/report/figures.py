@@ -43,15 +43,9 @@ def glance(report: Report, policy: str) -> Drawing | None:
         for number, label in enumerate(labels):
             offset = (number - (len(labels) - 1) / 2) * min(0.18, 0.7 / len(labels))
             own = [(task, row) for name, task, row in named if name == label]
-            axes.errorbar(
-                [100 * row.mean for _, row in own],
-                [tasks.index(task) + offset for task, _ in own],
-                xerr=[100 * (row.std or 0) for _, row in own],
-                fmt="osD^vPXd"[number % 8],
-                color=SERIES[number],
-                label=label,
-                capsize=3,
-            )
+            xs, deviations = [100 * row.mean for _, row in own], [100 * (row.std or 0) for _, row in own]
+            ys, mark, color = [tasks.index(task) + offset for task, _ in own], "osD^vPXd"[number % 8], SERIES[number]
+            axes.errorbar(xs, ys, xerr=deviations, fmt=mark, color=color, label=label, capsize=3)
         axes.set_yticks(range(len(tasks)), tasks)
         axes.set_ylim(len(tasks) - 0.5, -0.5)
         axes.set_xlabel("top-1 (%)")

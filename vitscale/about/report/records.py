@@ -91,16 +91,8 @@ def begins_with(run: Run) -> str | None:
 def policy(run: Run, crop: EvalCrop) -> Policy:
     """How images become the model's input in an evaluation; without a name."""
     data = run.recipe.data
-    return Policy(
-        name="",
-        image_size=data.image_size,
-        crop=crop.kind,
-        crop_fraction=crop.fraction,
-        resize=crop.resize,
-        mean=list(data.normalise.mean),
-        std=list(data.normalise.std),
-        positions=_positions(run),
-    )
+    mean, std = list(data.normalise.mean), list(data.normalise.std)
+    return Policy("", data.image_size, crop.kind, crop.fraction, crop.resize, mean, std, _positions(run))
 
 
 def _positions(run: Run) -> str:

@@ -335,12 +335,8 @@ def _anomalies(run: RunFiles, last: Row) -> Anomalies | None:
     if not reports and not left_out:
         return None
     newest = read_object(reports[-1]) if reports else None
-    return Anomalies(
-        left_out=left_out,
-        limit=None if run.recipe is None else run.recipe.anomalies.limit,
-        reports=len(reports),
-        last=None if newest is None else {key: newest.get(key) for key in ("step", "kind", "policy")},
-    )
+    report = None if newest is None else {key: newest.get(key) for key in ("step", "kind", "policy")}
+    return Anomalies(left_out, None if run.recipe is None else run.recipe.anomalies.limit, len(reports), report)
 
 
 def _damage(run: RunFiles) -> list[str]:

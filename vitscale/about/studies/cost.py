@@ -91,15 +91,9 @@ def cost_of(
     hours = _makespan([*expansion.entries.values()], {name: one.hours or 0.0 for name, one in costs.items()}, slots)
     device_hours = sum(one.device_hours or 0.0 for one in costs.values())
     row = cost_row(hours, device_hours, cluster.device, price)
-    return StudyCost(
-        tuple(costs.values()),
-        sum(one.exaflops or 0.0 for one in costs.values()),
-        hours,
-        device_hours,
-        row["energy_kwh"],
-        row["cost"],
-        tuple(dict.fromkeys(line for plan in plans.values() for line in plan.assumptions)),
-    )
+    entries, exaflops = tuple(costs.values()), sum(one.exaflops or 0.0 for one in costs.values())
+    assumptions = tuple(dict.fromkeys(line for plan in plans.values() for line in plan.assumptions))
+    return StudyCost(entries, exaflops, hours, device_hours, row["energy_kwh"], row["cost"], assumptions)
 
 
 def _cost(

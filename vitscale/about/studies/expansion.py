@@ -87,13 +87,10 @@ class Expansion:
 
 
 def expand(study: Study, folder: Path, settings: Sequence[str] = (), beside: Path | None = None) -> Expansion:
-    """Expand a study into all of its runs.
+    """Expand a study into all of its runs, with `settings` KEY=VALUE for the recipes of all entries.
 
-    Args:
-        folder: the folder in which each run has a directory of its name; runs that begin with another's weights refer
-            to it.
-        settings: KEY=VALUE for the recipes of all entries.
-        beside: the folder of the study's file, where recipes given by a path are looked for first.
+    Each run has a directory of its name in a folder, to which runs that begin with another's weights refer. Recipes
+    given by a path are looked for first `beside` the study's file, in its folder.
 
     Raises `RecipeError` for a recipe that is not valid, an edge to nothing, a cycle, two entries of one name, and if a
     choice could see a test split.
@@ -221,6 +218,7 @@ class _PartOfOneParent:
     def __init__(self, expander: _Expander, part: Part, name: str, label: str, parent: str | None) -> None:
         self._expander, self._part, self._name, self._label, self._parent = expander, part, name, label, parent
         self._begin = {} if parent is None else expander.begin(part, parent, name)
+        self._parents = () if parent is None else (parent,)
         self._candidates = list(_combinations(part))
 
     def add(self) -> None:
@@ -265,18 +263,9 @@ class _PartOfOneParent:
 
     def _candidate(self, dataset: str | None, candidate: _Candidate, seed: int | None) -> str:
         name = self._named(dataset, candidate[0], None if seed is None else f"seed{seed}")
-        splits = None if dataset is None else self._part.datasets[dataset]
-        entry = Entry(
-            name,
-            self._name,
-            dataset,
-            None if splits is None else "dev",
-            None if splits is None else splits.dev,
-            self._begin.get("seed", seed),
-            self._parent,
-            (self._option(name, candidate, dataset, seed),),
-            depends_on=() if self._parent is None else (self._parent,),
-        )
+        split, dev = (None, None) if dataset is None else ("dev", self._part.datasets[dataset].dev)
+        options, seed_of_run = (self._option(name, candidate, dataset, seed),), self._begin.get("seed", seed)
+        entry = Entry(name, self._name, dataset, split, dev, seed_of_run, self._parent, options, None, self._parents)
         self._expander.enter(entry, is_final=self._part.refit is None)
         return name
 
@@ -284,7 +273,7 @@ class _PartOfOneParent:
         assert dataset is not None
         name, test = self._named(dataset, "full", f"seed{seed}"), self._part.datasets[dataset].test
         options = tuple(self._option(name, each, dataset, seed, is_refit=True) for each in self._candidates)
-        depends_on = (*choice.entries, *(() if self._parent is None else (self._parent,)))
+        depends_on = (*choice.entries, *self._parents)
         entry = Entry(name, self._name, dataset, "test", test, seed, self._parent, options, choice.name, depends_on)
         self._expander.enter(entry, is_final=True)
 

@@ -174,11 +174,9 @@ def read_results(folder: Path) -> StudyResults | None:
     content, path = read_object(folder / RESULTS_FILE), folder / RESULTS_FILE
     if content is None or "entries" not in content:
         return None
-    if content.get("version") != _VERSION:
-        raise DataError(
-            f"{path}: version {content.get('version')!r}; this vitscale reads {_VERSION}: run the study's command "
-            "again, which rewrites it"
-        )
+    if (version := content.get("version")) != _VERSION:
+        again = "run the study's command again, which rewrites it"
+        raise DataError(f"{path}: version {version!r}; this vitscale reads {_VERSION}: {again}")
     try:
         json.dumps(content, ensure_ascii=False, allow_nan=False).encode()  # neither NaN nor half a character
         return _CONTENT.validate_python(content)

@@ -86,10 +86,9 @@ class SlurmEngine:
 
 def _queued() -> set[str]:
     """The array jobs in the queue, as ARRAY_INDEX. Raises `RecipeError` if Slurm cannot be asked."""
+    command = ["squeue", "--me", "--noheader", "--array", "--format=%F_%K"]
     try:
-        answer = subprocess.run(
-            ["squeue", "--me", "--noheader", "--array", "--format=%F_%K"], capture_output=True, text=True
-        )
+        answer = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
         raise RecipeError("--engine slurm: there is no squeue here: run this where jobs are submitted") from None
     if answer.returncode:
