@@ -110,9 +110,9 @@ class Report:
 
 
 def gather(sources: Sequence[Path], title: str | None = None, inspected: Sequence[tuple[Path, Figures]] = ()) -> Report:
-    """What the report says of directories of runs, and of at most one study; by default it has their name as its title.
+    """What the report says of directories of runs, and of at most one study.
 
-    `inspected` are folders of inspections, with what was drawn there.
+    The title is by default the study's name, or the runs'; `inspected` are folders of inspections, with their figures.
 
     Raises `RecipeError` for what is neither, or is named twice, and `DataError` if records are broken.
     """
