@@ -148,8 +148,8 @@ def _complain(error: VitscaleError) -> None:
 
 
 def _end(outcomes: Mapping[str, Outcome]) -> None:
-    for error in _errors(outcomes):
-        raise typer.Exit(error.exit_code)
+    if errors := _errors(outcomes):
+        raise typer.Exit(errors[0].exit_code)
 
 
 def _console() -> Console:

@@ -447,6 +447,6 @@ def _run(run: ReportedRun) -> Iterator[Part]:
     yield Facts([(name, value) for name, value in facts if value])
     if record is not None and record.metrics:
         at_end = f"at step {record.best_step}, its best" if record.best_step is not None else "at the end"
-        rows = [{"metric": metric, "value": value} for metric, value in record.metrics.items()]
+        rows: list[dict[str, Any]] = [{"metric": key, "value": value} for key, value in record.metrics.items()]
         table = _table(rows, [_of_key("metric", "metric"), _of_key("value", "value", number(4))])
         yield Table(table, f"Metrics, {at_end if run.state == 'done' else 'last known'}")
