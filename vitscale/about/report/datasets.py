@@ -106,9 +106,8 @@ def deduplication(train: Dataset, test: Dataset, role: str) -> Deduplication:
     for index in _indexes(manifest):
         for covered in index.get("test_sets", []):
             if covered in names:
-                left_out, sha256 = _left_out(manifest, covered), index.get("sha256")
-                found = replace(found, status="recorded", index_test_set=covered, index_sha256=sha256)
-                return replace(found, left_out_for_it=left_out)
+                found = replace(found, status="recorded", index_test_set=covered, index_sha256=index.get("sha256"))
+                return replace(found, left_out_for_it=_left_out(manifest, covered))
     return replace(found, status="none recorded")
 
 
