@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from status_of_runs import NOW, shown, status
 
-from vitscale.about.status.liveness import Signs, duration, judge
+from vitscale.about.status.liveness import duration, judge
 from vitscale.launch import Launch, RankCommand, Supervisor
 from vitscale.runs.launches import Event, read_launches
 
@@ -111,7 +111,7 @@ def event(what: str, ago: float, host: str = "here", **more) -> Event:
 def test_what_the_signs_amount_to(held, last_event, line_age, state):
     line_at = None if line_age is None else NOW - line_age
     is_here = last_event is not None and last_event.host == "here" and last_event.what != "finished"
-    assert judge(Signs(held, last_event, is_here, line_at, due_s=50, timeout_s=600), NOW)[0] == state
+    assert judge(held, last_event, is_here, line_at, due_s=50, timeout_s=600, now=NOW)[0] == state
 
 
 def test_durations():

@@ -52,8 +52,8 @@ def train_and_prove(rank: int, world_size: int, port: int, root: Path, work: Any
     found = forbid_pickles()
     world = join(rank, world_size, port)
 
+    from vitscale.about.checks.proving import small_form
     from vitscale.about.checks.rank import Prover
-    from vitscale.about.checks.small_form import small_form
     from vitscale.data.shards.generated import write_generated_dataset
     from vitscale.recipe import load_recipe
     from vitscale.recipe.smoke import TRAIN

@@ -5,9 +5,8 @@ import json
 import pytest
 import yaml
 
-from vitscale.about.studies.choosing import choose
-from vitscale.about.studies.outcomes import read_outcome
-from vitscale.about.studies.schema import Selection
+from vitscale.about.studies.outcomes import choose, read_outcome
+from vitscale.about.studies.reading import Selection
 from vitscale.ground.errors import DataError
 from vitscale.recipe import load_recipe
 

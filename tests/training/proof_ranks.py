@@ -24,8 +24,8 @@ Fault = Callable[[Any], contextlib.AbstractContextManager[None]]
 
 def prove_all(rank: int, world_size: int, port: int, root: Path, cases: dict[str, Any]) -> None:
     """Entry point of a rank. A case is (recipe, settings, updates, fault or None), and leaves `<case>-<world>.json`."""
+    from vitscale.about.checks.proving import small_form
     from vitscale.about.checks.rank import Prover
-    from vitscale.about.checks.small_form import small_form
 
     world = join(rank, world_size, port)
     write_generated_dataset(root / TRAIN, [96])

@@ -26,7 +26,7 @@ from proof_ranks import (
 )
 from ranks import asked, start
 
-from vitscale.about.checks.small_form import MOST_ACCUMULATED, STEPS, small_form
+from vitscale.about.checks.proving import MOST_ACCUMULATED, STEPS, small_form
 from vitscale.ground.errors import ProofError, RecipeError
 from vitscale.recipe import load_recipe
 
@@ -235,7 +235,7 @@ def test_the_oracle_is_short_and_knows_of_training_the_formulas_alone():
     names = {name for node in nodes for name in ([node.module] if isinstance(node, ast.ImportFrom) else [])}
     names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     rooms = {"vitscale.data.batch", "vitscale.data.image_operations", "vitscale.objectives", "vitscale.recipe", "torch"}
-    rooms |= {"vitscale.about.checks.rounding", "vitscale.runs.checkpoint", "vitscale.training.optimizers.rule"}
+    rooms |= {"vitscale.runs.checkpoint", "vitscale.training.optimizers.rule"}
     assert {name for name in names if name.startswith(("vitscale", "torch", "deepspeed"))} == rooms
 
 

@@ -94,7 +94,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def history(root) -> History:
-    return History.of(root / "runs" / "run")
+    return History(root / "runs" / "run")
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def uids(root) -> list[int]:
 
 @pytest.mark.parametrize("name", ["run", "mixed"])
 def test_sightings_and_pixels_are_those_of_the_run(root, uids, name):
-    history = History.of(root / "runs" / name)
+    history = History(root / "runs" / name)
     digests, seen, slots = defaultdict(int), defaultdict(int), {}
     for uid, sightings in zip(uids, history.sightings(history.find(uids)), strict=True):
         for sighting in sightings:
@@ -153,7 +153,7 @@ def test_an_image_is_found_by_its_bytes_and_shown_as_it_was_seen(root, history, 
 
 
 def test_what_a_shard_selects_is_read_once_however_many_of_its_images_are_asked_for(root, uids, tmp_path, monkeypatch):
-    history = History.of(root / "runs" / "run")
+    history = History(root / "runs" / "run")
     for place in history.find(uids[:20]):
         with open_shard(history.manifest, place.at[0][0]) as shard:
             slot = int(np.flatnonzero(shard.file.uid == place.uid)[0])
@@ -189,10 +189,10 @@ def test_what_cannot_be_told_is_said(root, tmp_path, uids):
     with pytest.raises(RecipeError):
         run_seen(root, uids[0], "--near")
     with pytest.raises(RecipeError):
-        History.of(tmp_path)
+        History(tmp_path)
     (tmp_path / "recipe.yaml").write_text((root / "runs" / "run" / "recipe.yaml").read_text())
     with pytest.raises(CheckpointError):
-        History.of(tmp_path)
+        History(tmp_path)
     make_other = tmp_path / "data"
     make_other.mkdir()
     make_data(make_other)
@@ -200,7 +200,7 @@ def test_what_cannot_be_told_is_said(root, tmp_path, uids):
     del manifest["checksum"]
     (make_other / "train" / "manifest.json").write_text(json.dumps(manifest | {"shuffle_seed": 77}))
     with pytest.raises(DataError):
-        History.of(root / "runs" / "run", str(make_other))
+        History(root / "runs" / "run", str(make_other))
 
 
 @pytest.mark.slow
@@ -210,7 +210,7 @@ def test_a_thousand_random_pairs_are_rendered_as_the_run_saw_them(tmp_path):
     launch(tmp_path, [{"name": "run", "stops": [None], "blocks": [blocks]}], 1)
     rows = {line["step"]: line["batch_digest"] for line in metrics(tmp_path, "run")}
     chosen = set(np.random.default_rng(0).choice(sorted(rows), 63, replace=False).tolist())
-    history = History.of(tmp_path / "runs" / "run")
+    history = History(tmp_path / "runs" / "run")
     places = [place for place in history.find(range(200)) if place is not None]
     pairs = [seen for each in history.sightings(places) for seen in each if seen.step in chosen]
     digests = defaultdict(int)

@@ -65,7 +65,7 @@ def logged(root, name):
 
 def told(root, name):
     """The same, as the run's files tell it."""
-    history = History.of(root / "runs" / name)
+    history = History(root / "runs" / name)
     uids = all_uids(history.manifest)
     found = zip(uids, history.sightings(history.find(uids)), strict=True)
     return Counter((seen.step, uid) for uid, sightings in found for seen in sightings if seen.step is not None)
@@ -188,14 +188,14 @@ def test_the_branch_has_never_seen_them(root, gone, name):
     assert not {uid for _, uid in log} & set(gone)
     before = Counter({(step, uid): count for (step, uid), count in logged(root, "run").items() if step <= SAVED})
     assert told(root, name) == log + before
-    history = History.of(root / "runs" / name)
+    history = History(root / "runs" / name)
     assert not any(seen.step for sightings in history.sightings(history.find(gone)) for seen in sightings)
     assert history.left_out == 1
 
 
 def test_its_first_epoch_is_a_whole_one_and_none_of_the_trunks(root):
     """Each image at most once in each epoch of the view, and no crop twice."""
-    history = History.of(root / "runs" / "branch")
+    history = History(root / "runs" / "branch")
     view = Manifest.load(root / "run-view")
     per_epoch = view.num_samples // 16
     log = logged(root, "branch")
@@ -209,7 +209,7 @@ def test_its_first_epoch_is_a_whole_one_and_none_of_the_trunks(root):
 
 @pytest.mark.parametrize("name", ["run", "branch"])
 def test_rendered_again_digests_are_those_of_the_run(root, name):
-    history, digests = History.of(root / "runs" / name), Counter()
+    history, digests = History(root / "runs" / name), Counter()
     uids = all_uids(history.manifest)
     for uid, sightings in zip(uids, history.sightings(history.find(uids)), strict=True):
         for seen in sightings:
@@ -289,7 +289,7 @@ def test_what_was_never_seen_needs_no_branch(root, tmp_path):
 
 
 def test_images_are_taken_by_their_bytes(root, tmp_path):
-    history = History.of(root / "runs" / "run")
+    history = History(root / "runs" / "run")
     (place,) = history.find([all_uids(history.manifest)[40]])
     (tmp_path / "images").mkdir()
     with open_shard(history.manifest, place.at[0][0]) as shard:

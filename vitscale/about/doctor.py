@@ -13,8 +13,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from packaging.requirements import Requirement
 
@@ -37,47 +38,35 @@ _PREFIXES = ("CUDA_", "NCCL_", "GLOO_", "OMP_", "MKL_", "ONEDNN_", "DNNL_", "DS_
 
 
 @dataclass(frozen=True)
-class Finding:
-    """The result of examining one thing.
-
-    Attributes:
-        what: the name of the thing.
-        state: whether it is as it should be, slows runs, or stops them.
-        found: what was found, in words.
-        mend: what to do about it; empty if nothing.
-    """
+class Diagnosis:
+    """The result of examining one thing: whether it is as it should be, slows runs, or stops them."""
 
     what: str
     state: State
     found: str
-    mend: str = ""
+    mend: str = ""  # what to do about it, if anything
+
+    @classmethod
+    def of(cls, what: str, is_good: bool, found: str, mend: str, otherwise: State = "slows") -> Self:
+        """That of a thing which is good, or else has to be mended."""
+        return cls(what, "good", found) if is_good else cls(what, otherwise, found, mend)
 
 
-def examine(folder: Path) -> Iterator[Finding]:
+def examine(folder: Path) -> Iterator[Diagnosis]:
     """Examine everything, one thing after the other; the last ones take seconds.
 
-    Args:
-        folder: the folder that runs will be written to; it need not exist.
+    `folder`: where runs will be written to; it need not exist.
     """
     devices = count_devices()  # in a separate process; this waits for it if the driver is in trouble
-    yield from _packages()
-    yield from _decoder()
-    yield from _processor()
-    yield from _memory()
-    yield from _shared_memory(devices)
-    yield from _limits(devices)
-    yield from _disk(folder)
-    yield from _clock()
-    yield from _network()
-    yield from _variables()
-    yield from _torch(devices)
+    yield from chain(_packages(), _decoder(), _processor(), _memory(), _shared_memory(devices), _limits(devices))
+    yield from chain(_disk(folder), _clock(), _network(), _variables(), _torch(devices))
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[Diagnosis]:
     try:
         required = [Requirement(text) for text in importlib.metadata.requires("vitscale") or []]
     except importlib.metadata.PackageNotFoundError:
-        yield Finding("packages", "stops", "vitscale itself is not installed here", "pip install .")
+        yield Diagnosis("packages", "stops", "vitscale itself is not installed here", "pip install .")
         return
     wrong = []
     for requirement in required:
@@ -92,162 +81,145 @@ def _packages() -> Iterator[Finding]:
     if wrong:
         found = ", ".join(f"{requirement.name} {version}" for requirement, version in wrong)
         wanted = " ".join(f"'{requirement.name}{requirement.specifier}'" for requirement, _ in wrong)
-        yield Finding("packages", "stops", found, f"pip install {wanted}")
+        yield Diagnosis("packages", "stops", found, f"pip install {wanted}")
         return
     shown = {name: importlib.metadata.version(name) for name in ("torch", "deepspeed", "accelerate", "numpy")}
     shown["ffcv"] = installed_version("ffcv")  # an extra
-    yield Finding("packages", "good", ", ".join(f"{name} {version}" for name, version in shown.items()))
+    yield Diagnosis("packages", "good", ", ".join(f"{name} {version}" for name, version in shown.items()))
 
 
-def _decoder() -> Iterator[Finding]:
+def _decoder() -> Iterator[Diagnosis]:
     try:
-        yield Finding("decoder", "good", f"libjpeg-turbo {libjpeg_turbo_version()}")
+        yield Diagnosis("decoder", "good", f"libjpeg-turbo {libjpeg_turbo_version()}")
     except VitscaleError as error:
-        yield Finding("decoder", "stops", "images cannot be decoded", str(error))
+        yield Diagnosis("decoder", "stops", "images cannot be decoded", str(error))
 
 
-def _processor() -> Iterator[Finding]:
+def _processor() -> Iterator[Diagnosis]:
     cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
     if quota is not None and quota < cores:
-        yield Finding(
-            "cores",
-            "slows",
-            f"{cores} cores, of which the control group grants {quota:g}: threads wait for each other",
-            f"keep processes to them (taskset -c 0-{max(0, int(quota) - 1)} COMMAND), or ask for more",
-        )
+        found = f"{cores} cores, of which the control group grants {quota:g}: threads wait for each other"
+        mend = f"keep processes to them (taskset -c 0-{max(0, int(quota) - 1)} COMMAND), or ask for more"
+        yield Diagnosis("cores", "slows", found, mend)
     else:
-        yield Finding("cores", "good", counted(cores, "core"))
-    match has_bf16_instructions():
-        case True:
-            yield Finding("bf16 on CPUs", "good", "the processor has instructions for it")
-        case False:
-            yield Finding(
-                "bf16 on CPUs",
-                "slows",
-                "emulated: the processor has no instructions for it, or ONEDNN_MAX_CPU_ISA forbids them",
-                "nothing with precision: auto, the default, which then trains in fp32 on CPUs",
-            )
+        yield Diagnosis("cores", "good", counted(cores, "core"))
+    has_bf16 = has_bf16_instructions()
+    if has_bf16:
+        yield Diagnosis("bf16 on CPUs", "good", "the processor has instructions for it")
+    elif has_bf16 is False:
+        emulated = "emulated: the processor has no instructions for it, or ONEDNN_MAX_CPU_ISA forbids them"
+        mend = "nothing with precision: auto, the default, which then trains in fp32 on CPUs"
+        yield Diagnosis("bf16 on CPUs", "slows", emulated, mend)
 
 
-def _memory() -> Iterator[Finding]:
+def _memory() -> Iterator[Diagnosis]:
     free = available_memory()
-    if free is None:
-        return
-    enough = free >= _MEMORY
-    mend = "" if enough else "end other processes, or raise the limit of the container"
-    yield Finding("memory", "good" if enough else "slows", f"{free / _GB:,.1f} GB free", mend)
+    if free is not None:
+        mend = "end other processes, or raise the limit of the container"
+        yield Diagnosis.of("memory", free >= _MEMORY, f"{free / _GB:,.1f} GB free", mend)
 
 
-def _shared_memory(devices: int | None) -> Iterator[Finding]:
+def _shared_memory(devices: int | None) -> Iterator[Diagnosis]:
     with suppress(OSError):
-        size = shutil.disk_usage("/dev/shm")
-        enough = size.total >= _SHARED_MEMORY
-        mend = "" if enough else "docker run --shm-size=8g, or an emptyDir of medium Memory at /dev/shm"
-        state: State = "good" if enough else ("stops" if (devices or 0) > 1 else "slows")
-        yield Finding("shared memory", state, f"{size.free / _GB:,.1f} of {size.total / _GB:,.1f} GB free", mend)
+        size, is_for_ranks = shutil.disk_usage("/dev/shm"), (devices or 0) > 1
+        found = f"{size.free / _GB:,.1f} of {size.total / _GB:,.1f} GB free"
+        mend = "docker run --shm-size=8g, or an emptyDir of medium Memory at /dev/shm"
+        is_enough = size.total >= _SHARED_MEMORY
+        yield Diagnosis.of("shared memory", is_enough, found, mend, "stops" if is_for_ranks else "slows")
 
 
-def _limits(devices: int | None) -> Iterator[Finding]:
+def _limits(devices: int | None) -> Iterator[Diagnosis]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    many = soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES
-    mend = "" if many else f"ulimit -n {_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)}"
-    yield Finding("open files", "good" if many else "slows", f"at most {soft:,}", mend)
+    is_many = soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES
+    mend = f"ulimit -n {_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)}"
+    yield Diagnosis.of("open files", is_many, f"at most {soft:,}", mend)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked != resource.RLIM_INFINITY and devices:
-        yield Finding(
-            "locked memory",
-            "slows",
-            f"at most {locked / _GB:,.2f} GB: InfiniBand cannot be used",
-            "ulimit -l unlimited (docker run --ulimit memlock=-1)",
-        )
+        mend = "ulimit -l unlimited (docker run --ulimit memlock=-1)"
+        found = f"at most {locked / _GB:,.2f} GB: InfiniBand cannot be used"
+        yield Diagnosis("locked memory", "slows", found, mend)
 
 
-def _disk(folder: Path) -> Iterator[Finding]:
+def _disk(folder: Path) -> Iterator[Diagnosis]:
     existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     for what, where, room in (("run folder", existing, _ROOM), ("temporary", Path(tempfile.gettempdir()), 1e9)):
         free = shutil.disk_usage(where).free
         if not where.is_dir():
-            yield Finding(what, "stops", f"{where} is not a folder", "choose another one (--run-dir)")
+            yield Diagnosis(what, "stops", f"{where} is not a folder", "choose another one (--run-dir)")
         elif not os.access(where, os.W_OK):
             mend = "chmod it, or choose another one" + (" (TMPDIR)" if what == "temporary" else " (--run-dir)")
-            yield Finding(what, "stops", f"{where} cannot be written", mend)
+            yield Diagnosis(what, "stops", f"{where} cannot be written", mend)
         else:
-            mend = "" if free >= room else "make room; `checkpoint.keep` and `checkpoint.dir` say what is kept where"
-            yield Finding(what, "good" if free >= room else "slows", f"{where}: {free / _GB:,.1f} GB free", mend)
+            mend = "make room; `checkpoint.keep` and `checkpoint.dir` say what is kept where"
+            yield Diagnosis.of(what, free >= room, f"{where}: {free / _GB:,.1f} GB free", mend)
 
 
-def _clock() -> Iterator[Finding]:
+def _clock() -> Iterator[Diagnosis]:
     """Whether the machine's clock is synchronised: events on several nodes are ordered by it."""
     with suppress(OSError, AttributeError):
         # struct timex is shorter than this everywhere; all zeros only queries and sets nothing.
         answer = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(1024))
         if answer == _UNSYNCHRONISED:
-            yield Finding(
-                "clock",
-                "slows",
-                "is not synchronised, or the container does not say so; on several nodes logs are then out of order",
-                "install chrony or ntpd",
-            )
+            found = "is not synchronised, or the container does not say so; on several nodes logs are then out of order"
+            yield Diagnosis("clock", "slows", found, "install chrony or ntpd")
         elif answer >= 0:
-            yield Finding("clock", "good", "is synchronised")
+            yield Diagnosis("clock", "good", "is synchronised")
 
 
-def _network() -> Iterator[Finding]:
+def _network() -> Iterator[Diagnosis]:
     name = socket.gethostname()
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError:
         addresses = []
     if not addresses:
-        yield Finding("host name", "slows", f"{name} has no address", f"echo '127.0.0.1 {name}' >> /etc/hosts")
+        yield Diagnosis("host name", "slows", f"{name} has no address", f"echo '127.0.0.1 {name}' >> /etc/hosts")
     elif all(address.startswith("127.") or address == "::1" for address in addresses):
         mend = "on several nodes name an address to the others: --master ADDRESS, NCCL_SOCKET_IFNAME"
-        yield Finding("host name", "good", f"{name} is {', '.join(addresses)}, which other nodes cannot reach", mend)
+        yield Diagnosis("host name", "good", f"{name} is {', '.join(addresses)}, which other nodes cannot reach", mend)
     else:
-        yield Finding("host name", "good", f"{name} is {', '.join(addresses)}")
+        yield Diagnosis("host name", "good", f"{name} is {', '.join(addresses)}")
 
 
-def _variables() -> Iterator[Finding]:
+def _variables() -> Iterator[Diagnosis]:
     found = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)]
     if found:
-        yield Finding("variables", "good", " ".join(found))
+        yield Diagnosis("variables", "good", " ".join(found))
 
 
-def _torch(devices: int | None) -> Iterator[Finding]:
+def _torch(devices: int | None) -> Iterator[Diagnosis]:
     if devices is None:
-        yield Finding("GPUs", "stops", "CUDA does not answer", "nvidia-smi; dmesg | grep -i nvrm; restart the machine")
+        yield Diagnosis(
+            "GPUs", "stops", "CUDA does not answer", "nvidia-smi; dmesg | grep -i nvrm; restart the machine"
+        )
         return
     try:
         import torch
     except (ImportError, OSError) as error:
-        yield Finding("torch", "stops", f"cannot be imported: {error}", "pip install --force-reinstall torch")
+        yield Diagnosis("torch", "stops", f"cannot be imported: {error}", "pip install --force-reinstall torch")
         return
     if devices == 0:
-        yield Finding("GPUs", "good", "none: runs compute on CPUs")
+        yield Diagnosis("GPUs", "good", "none: runs compute on CPUs")
     elif not torch.cuda.is_available():
         mend = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128"
-        yield Finding("GPUs", "stops", f"{counted(devices, 'GPU')}, and torch {torch.__version__} sees none", mend)
+        yield Diagnosis("GPUs", "stops", f"{counted(devices, 'GPU')}, and torch {torch.__version__} sees none", mend)
     else:
         yield from _gpus()
     try:
         from vitscale.training.beginning.automatic import missing_for_compiling
         from vitscale.training.deepspeed.distributed import stale_build_locks
     except (ImportError, OSError) as error:
-        yield Finding("DeepSpeed", "stops", f"cannot be imported: {error}", "pip install --force-reinstall deepspeed")
+        yield Diagnosis("DeepSpeed", "stops", f"cannot be imported: {error}", "pip install --force-reinstall deepspeed")
         return
     missing = missing_for_compiling("cuda" if torch.cuda.is_available() else "cpu")
-    yield Finding(
-        "compiler",
-        "slows" if missing else "good",
-        f"parallelism.compile cannot be used: no {missing}" if missing else "there for parallelism.compile",
-        "sudo apt-get install -y g++ python3-dev openssl" if missing else "",
-    )
+    found = f"parallelism.compile cannot be used: no {missing}" if missing else "there for parallelism.compile"
+    yield Diagnosis.of("compiler", not missing, found, "sudo apt-get install -y g++ python3-dev openssl")
     for lock in stale_build_locks():
         found = f"{lock}: left by a killed build; whatever needs that build waits forever"
-        yield Finding("build lock", "stops", found, f"rm {lock}")
+        yield Diagnosis("build lock", "stops", found, f"rm {lock}")
 
 
-def _gpus() -> Iterator[Finding]:
+def _gpus() -> Iterator[Diagnosis]:
     from torch import cuda, distributed
 
     for index in range(cuda.device_count()):
@@ -257,12 +229,12 @@ def _gpus() -> Iterator[Finding]:
         formats = [name for name, first in firsts.items() if capability >= first]
         found = f"{model}, {free / _GB:,.1f} of {total / _GB:,.1f} GB free, {' and '.join(formats) or 'no bf16'}"
         if not formats:
-            yield Finding(f"GPU {index}", "slows", found, "--set precision=fp32")
+            yield Diagnosis(f"GPU {index}", "slows", found, "--set precision=fp32")
         elif free < total / 2:
-            yield Finding(f"GPU {index}", "slows", f"{found}: somebody else uses it", "nvidia-smi says who")
+            yield Diagnosis(f"GPU {index}", "slows", f"{found}: somebody else uses it", "nvidia-smi says who")
         else:
-            yield Finding(f"GPU {index}", "good", found)
+            yield Diagnosis(f"GPU {index}", "good", found)
     if not distributed.is_nccl_available():
-        yield Finding("NCCL", "stops", "torch comes without it", "pip install --force-reinstall torch")
+        yield Diagnosis("NCCL", "stops", "torch comes without it", "pip install --force-reinstall torch")
     else:
-        yield Finding("NCCL", "good", ".".join(map(str, cuda.nccl.version())))
+        yield Diagnosis("NCCL", "good", ".".join(map(str, cuda.nccl.version())))

@@ -29,10 +29,7 @@ def prove(
 
     console = Console(stderr=True)
     found = prove_recipe(
-        recipe,
-        settings or [],
-        ranks,
-        say=lambda line: console.print(line, style="dim", markup=False, highlight=False),
+        recipe, settings or [], ranks, lambda line: console.print(line, style="dim", markup=False, highlight=False)
     )
     if as_json:
         print(json.dumps(found, indent=1))
@@ -48,18 +45,16 @@ def _print_table(found: dict[str, Any]) -> None:
     from vitscale.ground.table import Column, ResultTable, render
     from vitscale.ground.wording import counted
 
+    aspects = ("gradient", "update", "moments", "average")
     rows = [
-        {"group": group["group"], "parameters": group["parameters"], "elements": group["elements"]}
-        | {aspect: group.get(aspect) for aspect in ("gradient", "update", "moments", "average")}
-        | {"weights": "as masters" if not group["weights"]["error"] else "OTHERS"}
+        {**dict.fromkeys(aspects), **group, "weights": "OTHERS" if group["weights"]["error"] else "as masters"}
         for group in found["groups"]
     ]
-    aspects = [Column(aspect, aspect, _cell, style=_colour) for aspect in ("gradient", "update", "moments", "average")]
     columns = [
         Column("group", "trained with", is_text=True, folds=True),
         Column("parameters", "tensors", spare=1),
         Column("elements", "elements", "{:,}".format, spare=2),
-        *aspects,
+        *(Column(aspect, aspect, _cell, style=_colour) for aspect in aspects),
         Column("weights", "weights", is_text=True),
     ]
     notes = [

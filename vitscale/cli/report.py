@@ -24,8 +24,7 @@ def report(
     From it every claim can be checked: results beside the paper's, curves, compute, what decided, de-duplication, data,
     versions and recipes.
     """
-    from vitscale.about.report import PAGE_FILE, gather, page, write_report
-    from vitscale.about.report.writing import check_folder
+    from vitscale.about.report import PAGE_FILE, check_folder, gather, page, write_report
     from vitscale.ground.errors import RecipeError
     from vitscale.ground.page import check_drawing, read_figures
 

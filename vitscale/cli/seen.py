@@ -1,11 +1,11 @@
 """`vitscale seen`: at which steps a run has seen an image, and how."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,8 +15,8 @@ from vitscale.ground.table import Console
 from vitscale.ground.wording import counted
 
 if TYPE_CHECKING:
-    from vitscale.about.checks.asked import Asked
-    from vitscale.about.checks.seen import History, SampleLocation, Sighting
+    from vitscale.about.checks.named_samples import NamedSample
+    from vitscale.about.checks.seen import Sighting
 
 _SHOWN = 20  # sightings of a sample that are printed
 _RENDERED = 1000  # sightings of all samples together that are written as PNG
@@ -40,11 +40,13 @@ def seen(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per sample.")] = False,
 ) -> None:
     """Say at which steps a run has seen an image, and with which crop."""
+    from PIL import Image
+
     from data_tools.dedup.near import copies_of
-    from vitscale.about.checks.asked import asked_samples
+    from vitscale.about.checks.named_samples import named_samples
     from vitscale.about.checks.seen import History
 
-    history = History.of(run, root)
+    history = History(run, root)
     console, rendered = Console(), 0
     if not as_json:
         unseen = f", {counted(history.left_out, 'batch')} left out" if history.left_out else ""
@@ -55,68 +57,49 @@ def seen(
         )
     with ExitStack() as stack:
         folder = None if out is None else stack.enter_context(new_folder(str(out), "--out"))
-        all_asked = asked_samples(history, samples, copies_of if near else None)
-        seen = iter(history.sightings([asked.place for asked in all_asked if asked.place is not None]))
-        for asked in all_asked:
-            sightings = [] if asked.place is None else next(seen)
-            if folder is not None and asked.place is not None:
+        named = named_samples(history, samples, copies_of if near else None)
+        seen = iter(history.sightings([sample.place for sample in named if sample.place is not None]))
+        for sample in named:
+            sightings = [] if sample.place is None else next(seen)
+            uid = None if sample.place is None else sample.place.uid
+            if folder is not None:
                 rendered += len(sightings)
                 if rendered > _RENDERED:
                     raise RecipeError(f"--out: more than {_RENDERED:,} pictures; ask for fewer samples")
-                for sighting in sightings:
-                    _render(history, asked.place, sighting, folder)
+                for each in sightings:
+                    picture = Image.fromarray(history.pixels(each).images[0].numpy())
+                    picture.save(folder / f"uid{uid}-batch{each.batch}-slot{each.slot}.png")
             if as_json:
-                print(json.dumps(_plain(asked, sightings)))
+                steps = [asdict(each) for each in sightings]
+                print(json.dumps({"asked": sample.name, "why": sample.why, "uid": uid, "seen": steps}))
             else:
-                _show(console, asked, sightings, history)
+                for line in _lines(sample, sightings, history.epochs):
+                    _say(console, line)
     if out is not None and not as_json:
         _say(console, f"written: {out}: {counted(rendered, 'picture')}")
 
 
-def _render(history: "History", place: "SampleLocation", sighting: "Sighting", folder: Path) -> None:
-    from PIL import Image
-
-    batch = history.pixels(sighting)
-    name = f"uid{place.uid}-batch{sighting.batch}-slot{sighting.slot}.png"
-    Image.fromarray(batch.images[0].numpy()).save(folder / name)
-
-
-def _plain(asked: "Asked", sightings: Sequence["Sighting"]) -> dict[str, Any]:
-    uid = None if asked.place is None else asked.place.uid
-    return {"asked": asked.what, "why": asked.why, "uid": uid, "seen": [asdict(each) for each in sightings]}
-
-
-def _show(console: Console, asked: "Asked", sightings: Sequence["Sighting"], history: "History") -> None:
-    if asked.place is None:
-        _say(
-            console,
-            f"{asked.what}: never seen: no stored image of the training data has these bytes; --near looks for copies",
-        )
+def _lines(sample: "NamedSample", sightings: Sequence["Sighting"], epochs: int) -> Iterator[str]:
+    place = sample.place
+    if place is None:
+        unknown = "no stored image of the training data has these bytes; --near looks for copies"
+        yield f"{sample.name}: never seen: {unknown}"
         return
-    if asked.place.is_left_out:
-        _say(console, f"{asked.what} ({asked.why}): uid {asked.place.uid}: never seen: these data leave it out")
+    what = f"{sample.name} ({sample.why}): uid {place.uid}"
+    if place.is_left_out:
+        yield f"{what}: never seen: these data leave it out"
         return
-    trained = [each for each in sightings if each.step is not None]
-    _say(
-        console,
-        f"{asked.what} ({asked.why}): uid {asked.place.uid}, {asked.place.width} x {asked.place.height} pixels: seen "
-        f"{counted(len(trained), 'time')} in {counted(history.epochs, 'epoch')}"
-        + (
-            f", and {counted(len(sightings) - len(trained), 'time')} in batches left out"
-            if trained != sightings
-            else ""
-        ),
-    )
+    unused = sum(each.step is None for each in sightings)
+    times, more = counted(len(sightings) - unused, "time"), f", and {counted(unused, 'time')} in batches left out"
+    size = f"{place.width} x {place.height} pixels"
+    yield f"{what}, {size}: seen {times} in {counted(epochs, 'epoch')}{more if unused else ''}"
     for each in sightings[:_SHOWN]:
         top, left, height, width = each.box
         step = "left out" if each.step is None else f"step {each.step:,}"
         how = (", mirrored" if each.is_flipped else "") + ("" if each.partner is None else f", with uid {each.partner}")
-        _say(
-            console,
-            f"  {step}, epoch {each.epoch}, slot {each.slot}: {width} x {height} from ({left}, {top}){how}",
-        )
+        yield f"  {step}, epoch {each.epoch}, slot {each.slot}: {width} x {height} from ({left}, {top}){how}"
     if len(sightings) > _SHOWN:
-        _say(console, f"  and {len(sightings) - _SHOWN:,} more: --json has all")
+        yield f"  and {len(sightings) - _SHOWN:,} more: --json has all"
 
 
 def _say(console: Console, line: str) -> None:

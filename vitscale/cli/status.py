@@ -12,11 +12,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from vitscale.about.status import NoRunYetError, RunReader, RunStatus
 from vitscale.about.status.liveness import duration
+from vitscale.about.status.recent import SlowestRank
+from vitscale.about.status.run import Anomalies, Best, Evaluation, Restarts, Saved
 from vitscale.cli.command_line import reader_is_gone
 from vitscale.flops.hardware import find_device
 from vitscale.ground.errors import EXIT_INTERRUPTED, RecipeError, VitscaleError
@@ -28,8 +29,8 @@ _MOST = 1e9
 _EVERY_S = 2.0
 _SHOWN_METRICS = 6
 _UNLIMITED = 2**16  # characters in a line
-_QUIET = {"done": "green", "stopped early": "green", "running": "green"}  # states that need no attention
-_LOUD = {"failed": "red", "not running": "red"}
+_QUIET = ("done", "stopped early", "running")  # states that need no attention
+_STYLES = {**dict.fromkeys(_QUIET, "green"), "failed": "red", "not running": "red"}
 
 Outcome = RunStatus | VitscaleError
 
@@ -86,7 +87,7 @@ def _watch(readers: Mapping[str, RunReader], as_json: bool) -> None:
     console = _console()
     can_redraw = console.is_terminal and not console.is_dumb_terminal
     live = Live(console=console, auto_refresh=False) if can_redraw and not as_json else None
-    news = _News(_json if as_json else _line)
+    said: dict[str, object] = {}
     begun: set[str] = set()
     try:
         with live or nullcontext():
@@ -96,7 +97,7 @@ def _watch(readers: Mapping[str, RunReader], as_json: bool) -> None:
                 if live is not None:
                     live.update(_picture(console, _known(outcomes), _errors(outcomes)), refresh=True)
                 else:
-                    news.say(outcomes)
+                    _say_news(outcomes, said, _json if as_json else _line)
                 is_over = begun.issuperset(outcomes) and all(status.is_done for status in _known(outcomes))
                 if is_over or reader_is_gone():
                     break
@@ -106,29 +107,22 @@ def _watch(readers: Mapping[str, RunReader], as_json: bool) -> None:
     _end(outcomes)
 
 
-class _News:
-    """Prints a run's status only when the run has progressed, ended or failed, not every second."""
-
-    def __init__(self, show: Callable[[RunStatus], str]) -> None:
-        self._show = show
-        self._said: dict[str, object] = {}
-
-    def say(self, outcomes: Mapping[str, Outcome]) -> None:
-        """Print each run whose status has changed."""
-        for run, outcome in outcomes.items():
-            if isinstance(outcome, VitscaleError):
-                new: object = str(outcome)
-            else:
-                new = (outcome.state, outcome.step, outcome.evaluation, outcome.checkpoints.step, outcome.restarts)
-            if self._said.get(run) == new:
-                continue
-            self._said[run] = new
-            if isinstance(outcome, NoRunYetError):
-                print(f"waiting: {outcome}", file=sys.stderr)
-            elif isinstance(outcome, VitscaleError):
-                _complain(outcome)
-            else:
-                print(self._show(outcome), flush=True)
+def _say_news(outcomes: Mapping[str, Outcome], said: dict[str, object], show: Callable[[RunStatus], str]) -> None:
+    """Print a run's status only when the run has progressed, ended or failed since it was `said` last."""
+    for run, outcome in outcomes.items():
+        if isinstance(outcome, VitscaleError):
+            new: object = str(outcome)
+        else:
+            new = (outcome.state, outcome.step, outcome.evaluation, outcome.checkpoints.step, outcome.restarts)
+        if said.get(run) == new:
+            continue
+        said[run] = new
+        if isinstance(outcome, NoRunYetError):
+            print(f"waiting: {outcome}", file=sys.stderr)
+        elif isinstance(outcome, VitscaleError):
+            _complain(outcome)
+        else:
+            print(show(outcome), flush=True)
 
 
 def _read(readers: Mapping[str, RunReader]) -> dict[str, Outcome]:
@@ -154,9 +148,8 @@ def _complain(error: VitscaleError) -> None:
 
 
 def _end(outcomes: Mapping[str, Outcome]) -> None:
-    codes = [error.exit_code for error in _errors(outcomes)]
-    if codes:
-        raise typer.Exit(codes[0])
+    if errors := _errors(outcomes):
+        raise typer.Exit(errors[0].exit_code)
 
 
 def _console() -> Console:
@@ -174,7 +167,8 @@ def _json(status: RunStatus) -> str:
 
 def _picture(console: Console, known: Sequence[RunStatus], errors: Sequence[VitscaleError] = ()) -> RenderableType:
     """The status as a block of lines for one run, or a table for several."""
-    shown = [_table(console, known), *_remarks(known)] if len(known) > 1 else map(_block, known)
+    table = ResultTable(_COLUMNS, [_row(status) for status in known])
+    shown = [fitted(console, table, console.width)[0], *_remarks(known)] if len(known) > 1 else map(_block, known)
     return Group(*shown, *(Text(f"error: {printable(str(error))}") for error in errors))
 
 
@@ -189,7 +183,7 @@ def _block(status: RunStatus) -> RenderableType:
 
 
 def _style(status: RunStatus) -> str:
-    return _QUIET.get(status.state) or _LOUD.get(status.state, "yellow")
+    return _STYLES.get(status.state, "yellow")
 
 
 _COLUMNS = (
@@ -203,34 +197,16 @@ _COLUMNS = (
     Column("precision", "precision", spare=2),
     Column("images_per_s", "images/s", number(1), spare=4),
     Column("mfu", "MFU", percent(1), spare=6),
-    Column("left", "left", duration),
+    Column("left_s", "left", duration),
     Column("exaflops", "exaFLOPs", number(3), spare=7),
     Column("cost", "cost", number(2), spare=1),
 )
 
 
-def _table(console: Console, known: Sequence[RunStatus]) -> Table:
-    table, _ = fitted(console, ResultTable(_COLUMNS, [_row(status) for status in known]), console.width)
-    return table
-
-
 def _row(status: RunStatus) -> Row:
-    values = status.evaluation.values if status.evaluation is not None else {}
-    return {
-        "run": status.run,
-        "state": status,
-        "step": status.step,
-        "total_steps": status.total_steps,
-        "loss": status.loss,
-        "trend": status.trend.direction if status.trend is not None else None,
-        "top1": values.get("validation/top1"),
-        "precision": status.precision,
-        "images_per_s": status.images_per_s,
-        "mfu": status.mfu,
-        "left": status.left_s,
-        "exaflops": status.exaflops,
-        "cost": status.cost,
-    }
+    trend = None if status.trend is None else status.trend.direction
+    top1 = None if status.evaluation is None else status.evaluation.values.get("validation/top1")
+    return {**vars(status), "state": status, "trend": trend, "top1": top1}
 
 
 def _line(status: RunStatus) -> str:
@@ -246,7 +222,7 @@ def _remarks(known: Sequence[RunStatus]) -> list[Text]:
     for status in known:
         said = [] if status.state in _QUIET else [f"{status.state}: {status.why}"]
         if status.slowest_rank is not None and status.slowest_rank.is_straggler:
-            said.append(_facts(status)["slowest rank"])
+            said.append(_slowest_rank(status.slowest_rank))
         remarks += [Text(printable(f"{status.run}: {remark}")) for remark in (*said, *status.notes)]
     return remarks
 
@@ -262,9 +238,9 @@ def _facts(status: RunStatus) -> dict[str, str]:
     ]
     cost = [
         _shown(status.exaflops, number(3), " exaFLOPs"),
-        about + _shown(status.device_hours, hours, " device-hours") if status.device_hours is not None else "",
-        about + _shown(status.energy_kwh, number(1), " kWh at most") if status.energy_kwh is not None else "",
-        f"price {about}{status.cost:,.2f}" if status.cost is not None else "",
+        _shown(status.device_hours, hours, " device-hours", about),
+        _shown(status.energy_kwh, number(1), " kWh at most", about),
+        _shown(status.cost, "{:,.2f}".format, before=f"price {about}"),
     ]
     facts = {
         "state": f"{status.state} ({status.why})" if status.why else status.state,
@@ -274,13 +250,13 @@ def _facts(status: RunStatus) -> dict[str, str]:
         "data wait": _shown(status.data_wait, percent(1), " of the time"),
         "memory": _shown(status.peak_memory_bytes, _size, " at most on a rank"),
         "so far": _joined(cost),
-        "evaluation": f"step {status.evaluation.step:,}: {_values(status)}" if status.evaluation is not None else "",
-        "best": _best(status),
-        "checkpoints": _checkpoints(status),
+        "evaluation": _shown(status.evaluation, _evaluation),
+        "best": _shown(status.best, lambda best: _best(best, status.selects)),
+        "checkpoints": _checkpoints(status.checkpoints),
         "verified": status.verified or "",
-        "restarts": _restarts(status),
-        "anomalies": _anomalies(status),
-        "slowest rank": _slowest_rank(status),
+        "restarts": _shown(status.restarts, _restarts),
+        "anomalies": _shown(status.anomalies, _anomalies),
+        "slowest rank": _shown(status.slowest_rank, _slowest_rank),
     }
     return {name: value for name, value in facts.items() if value}
 
@@ -304,25 +280,19 @@ def _loss(status: RunStatus) -> str:
     return f"{status.loss:.4f}, {trend.direction}{by} over the last {trend.steps:,} steps"
 
 
-def _values(status: RunStatus) -> str:
-    values = {} if status.evaluation is None else status.evaluation.values
-    shown = [f"{name} {_shown(value, '{:.4f}'.format) or 'not finite'}" for name, value in values.items()]
+def _evaluation(evaluation: Evaluation) -> str:
+    values = evaluation.values.items()
+    shown = [f"{name} {_shown(value, '{:.4f}'.format) or 'not finite'}" for name, value in values]
     more = f"  and {len(shown) - _SHOWN_METRICS} more (--json)" if len(shown) > _SHOWN_METRICS else ""
-    return "  ".join(shown[:_SHOWN_METRICS]) + more
+    return f"step {evaluation.step:,}: {'  '.join(shown[:_SHOWN_METRICS])}{more}"
 
 
-def _best(status: RunStatus) -> str:
-    best = status.best
-    if best is None:
-        return ""
-    text = f"step {best.step:,}: {best.metric} {best.value:.4f}"
-    if best.is_kept is False:
-        text += " (no checkpoint of it)" if status.selects else " (not kept; set selection)"
-    return text
+def _best(best: Best, selects: bool) -> str:
+    lost = " (no checkpoint of it)" if selects else " (not kept; set selection)"
+    return f"step {best.step:,}: {best.metric} {best.value:.4f}{lost if best.is_kept is False else ''}"
 
 
-def _checkpoints(status: RunStatus) -> str:
-    saved = status.checkpoints
+def _checkpoints(saved: Saved) -> str:
     if saved.count is None:
         return f"at {saved.where}, which is not asked"
     if saved.step is None or saved.age_s is None:
@@ -338,24 +308,15 @@ def _devices(status: RunStatus) -> str:
     return counted(status.world_size, "device") + (f" ({', '.join(others)} for other steps)" if others else "")
 
 
-def _restarts(status: RunStatus) -> str:
-    restarts = status.restarts
-    if restarts is None:
-        return ""
+def _restarts(restarts: Restarts) -> str:
     text = f"{restarts.count:,} in {counted(restarts.launches, 'launch')}"
     for event in restarts.last[-1:]:
-        text += f"; the last {_when(event.time)} on {event.host}: {event.cause}"
+        when = f"{datetime.fromtimestamp(event.time, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        text += f"; the last {when} on {event.host}: {event.cause}"
     return text
 
 
-def _when(seconds: float) -> str:
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
-
-
-def _anomalies(status: RunStatus) -> str:
-    anomalies = status.anomalies
-    if anomalies is None:
-        return ""
+def _anomalies(anomalies: Anomalies) -> str:
     limit = f" of at most {anomalies.limit:,}" if anomalies.limit is not None else ""
     text = f"{anomalies.left_out:,}{limit} left out, {counted(anomalies.reports, 'report')}"
     if anomalies.last is not None:
@@ -363,10 +324,7 @@ def _anomalies(status: RunStatus) -> str:
     return text
 
 
-def _slowest_rank(status: RunStatus) -> str:
-    slow = status.slowest_rank
-    if slow is None:
-        return ""
+def _slowest_rank(slow: SlowestRank) -> str:
     times = slow.seconds / slow.median_seconds if slow.median_seconds else 0.0
     straggler = f"STRAGGLER, {times:.2f} x the median; " if slow.is_straggler else ""
     return (
@@ -375,8 +333,8 @@ def _slowest_rank(status: RunStatus) -> str:
     )
 
 
-def _shown(value: Any, show: Callable[[Any], str], unit: str = "") -> str:
-    return "" if value is None else show(value) + unit
+def _shown(value: Any, show: Callable[[Any], str], unit: str = "", before: str = "") -> str:
+    return "" if value is None else before + show(value) + unit
 
 
 def _size(size: float) -> str:

@@ -5,6 +5,7 @@ import shlex
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,14 +17,13 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from vitscale.about.status import RunReader, RunStatus
-from vitscale.about.studies.engine import Engine
+from vitscale.about.studies.engine import Engine, LocalEngine
 from vitscale.about.studies.expansion import Entry, Expansion, expand
-from vitscale.about.studies.local import LocalEngine
-from vitscale.about.studies.outcomes import check_unchanged
+from vitscale.about.studies.outcomes import Progress, check_unchanged
 from vitscale.about.studies.ray import RayEngine
 from vitscale.about.studies.reading import find_study, list_studies, load_study, study_schema
 from vitscale.about.studies.results import RESULTS_FILE, About
-from vitscale.about.studies.running import Progress, StudyRun
+from vitscale.about.studies.running import StudyRun
 from vitscale.about.studies.slurm import SlurmEngine
 from vitscale.flops.hardware import find_device
 from vitscale.ground.errors import RecipeError, VitscaleError
@@ -63,10 +63,7 @@ class _RunByDefault(TyperGroup):
 
 
 app = typer.Typer(
-    help="Run a study: many runs from one file.",
-    cls=_RunByDefault,
-    add_completion=False,
-    rich_markup_mode=None,
+    help="Run a study: many runs from one file.", cls=_RunByDefault, add_completion=False, rich_markup_mode=None
 )
 
 
@@ -130,13 +127,16 @@ def run(
 
         check_entries(expansion, folder)
     about = About(file.stem, str(file), engine, settings or [])
-    with _Watch() as watch:
-        made = _engine(engine, folder, slots, engine_options or [])
-        running = StudyRun(expansion, folder, made, about, watch.look)
+    watch = _Watch(Console(stderr=True, highlight=False))
+    with watch.live or nullcontext():
+        runs_them = _engine(engine, folder, slots, engine_options or [])
+        running = StudyRun(expansion, folder, runs_them, about, watch.look)
         code = running.run()
     _show_results(running)
     if code == EXIT_PREEMPTED:
-        print(f"{_done(running)} are done; repeat the command to continue", file=sys.stderr)
+        states = [one.state for one in running.progress.values()]
+        done = f"{states.count('done'):,} of {len(states):,} entries are done"
+        print(f"{done}; repeat the command to continue", file=sys.stderr)
     raise typer.Exit(code)
 
 
@@ -224,11 +224,6 @@ def _engine(name: str, folder: Path, slots: int | None, options: list[str]) -> E
     return LocalEngine(slots)
 
 
-def _done(run: StudyRun) -> str:
-    count = sum(one.state == "done" for one in run.progress.values())
-    return f"{count:,} of {len(run.progress):,} entries"
-
-
 def _list_entries(expansion: Expansion, folder: Path) -> None:
     """Print the command of each entry; an entry that waits for a choice has none yet."""
     for entry in expansion.entries.values():
@@ -245,41 +240,31 @@ def _list_entries(expansion: Expansion, folder: Path) -> None:
 class _Watch:
     """Shows a running study: a live table on a terminal, else a line whenever an entry begins or ends."""
 
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
-        self._live = (
-            Live(console=self._console, auto_refresh=False, transient=True) if self._console.is_terminal else None
-        )
+    def __init__(self, console: Console) -> None:
+        self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._console = console
         self._readers: dict[str, RunReader] = {}
         self._shown: dict[str, str] = {}
         self._looked_at = 0.0
 
-    def __enter__(self) -> "_Watch":
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
     def look(self, run: StudyRun) -> None:
         """Show what has changed."""
-        if self._live is None:
-            for name, progress in run.progress.items():
-                if self._shown.get(name, "waiting") != progress.state:
-                    self._shown[name] = progress.state
-                    self._say(_line(run.expansion.entries[name], progress))
-            for name, winner in run.winners.items():
-                if f"choice {name}" not in self._shown:
-                    self._shown[f"choice {name}"] = str(winner)
-                    self._say(f"{name}: {_winner(winner)}")
-        elif time.monotonic() - self._looked_at > _LOOK_EVERY_SECONDS:
-            self._looked_at = time.monotonic()
-            self._live.update(self._table(run), refresh=True)
-
-    def _say(self, line: str) -> None:
-        self._console.print(Text(f"study: {line}"), soft_wrap=True)
+        if self.live is not None:
+            if time.monotonic() - self._looked_at > _LOOK_EVERY_SECONDS:
+                self._looked_at = time.monotonic()
+                self.live.update(self._table(run), refresh=True)
+            return
+        lines = {}
+        for name, progress in run.progress.items():
+            if self._shown.get(name, "waiting") != progress.state:
+                self._shown[name] = progress.state
+                lines[name] = _line(run.expansion.entries[name], progress)
+        for name, winner in run.winners.items():
+            if f"choice {name}" not in self._shown:
+                self._shown[f"choice {name}"] = str(winner)
+                lines[f"choice {name}"] = f"{name}: {_winner(winner)}"
+        for line in lines.values():
+            self._console.print(Text(f"study: {line}"), soft_wrap=True)
 
     def _table(self, run: StudyRun) -> Table:
         """A table of the entries that are running or have failed, and the number of the others."""
@@ -289,24 +274,19 @@ class _Watch:
         left: list[float | None] = []
         for name, progress in run.progress.items():
             if progress.state == "running":
-                status = self._status(run, name)
+                reader, status = self._readers.setdefault(name, RunReader(str(run.folder / name))), None
+                with suppress(VitscaleError):  # the entry has written nothing yet
+                    status = reader.read()
                 left.append(None if status is None else status.left_s)
                 table.add_row(name, "running", *_figures(status))
             elif progress.state == "failed":
                 table.add_row(name, f"failed ({progress.code})", "", "", "")
         states = Counter(one.state for one in run.progress.values())
         counts = ", ".join(f"{count} {state}" for state, count in states.items())
-        remaining = time_left(run, left)
-        table.caption = counts + ("" if remaining is None else f"; {duration(remaining)} left")
+        remaining = _time_left(run, left)
+        table.caption = counts + ("" if remaining is None else f"; {_duration(remaining)} left")
         table.caption_justify = "left"
         return table
-
-    def _status(self, run: StudyRun, name: str) -> RunStatus | None:
-        reader = self._readers.setdefault(name, RunReader(str(run.folder / name)))
-        try:
-            return reader.read()
-        except VitscaleError:  # the entry has written nothing yet
-            return None
 
 
 def _winner(label: str | None) -> str:
@@ -330,10 +310,10 @@ def _figures(status: RunStatus | None) -> tuple[str, str, str]:
         return "", "", ""
     total = "" if status.total_steps is None else f" of {status.total_steps:,}"
     loss = "" if status.loss is None else f"{status.loss:.4g}"
-    return f"{status.step:,}{total}", loss, "" if status.left_s is None else duration(status.left_s)
+    return f"{status.step:,}{total}", loss, "" if status.left_s is None else _duration(status.left_s)
 
 
-def time_left(run: StudyRun, running: list[float | None]) -> float | None:
+def _time_left(run: StudyRun, running: list[float | None]) -> float | None:
     """The estimated seconds until the study is done, from the mean time of finished entries; None before one is."""
     taken = [one.seconds for one in run.progress.values() if one.state == "done" and one.seconds is not None]
     if not taken:
@@ -344,7 +324,7 @@ def time_left(run: StudyRun, running: list[float | None]) -> float | None:
     return work / max(1, len(running))
 
 
-def duration(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     """Seconds as text: `1:02:03`, or from 48 hours on `2 d 02:03`."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -368,14 +348,8 @@ def _show_results(run: StudyRun) -> None:
     for name, progress in run.progress.items():
         metrics = progress.outcome.metrics if progress.outcome is not None else {}
         key = _SHOWN if _SHOWN in metrics else next(iter(metrics), None)
-        rows.append(
-            {
-                "entry": name,
-                "state": progress.state if progress.code is None else f"{progress.state} ({progress.code})",
-                "dataset": run.expansion.entries[name].evaluated_on,
-                "metric": key,
-                "value": None if key is None else metrics[key],
-            }
-        )
+        state = progress.state if progress.code is None else f"{progress.state} ({progress.code})"
+        dataset, value = run.expansion.entries[name].evaluated_on, None if key is None else metrics[key]
+        rows.append({"entry": name, "state": state, "dataset": dataset, "metric": key, "value": value})
     notes = [f"{name}: {_winner(winner)}" for name, winner in run.winners.items()]
     render(ResultTable(_COLUMNS, rows, notes=[*notes, f"Every metric: {run.folder / RESULTS_FILE}"]), "table")

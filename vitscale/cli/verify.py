@@ -38,18 +38,12 @@ def verify(
     where = None if report is None else str(report)
     asked = Asked(steps, seed, ranks, root, where, not no_shards, not no_evaluations, everything)
     for finding in verify_run(run, asked, lambda line: console.print(line, style="dim", markup=False, highlight=False)):
-        print(
-            json.dumps(asdict(finding))
-            if as_json
-            else f"{_SHOWN[finding.is_sound]:<3}  {finding.what}: {finding.detail}",
-            flush=True,
-        )
+        line = f"{_SHOWN[finding.is_sound]:<3}  {finding.what}: {finding.detail}"
+        print(json.dumps(asdict(finding)) if as_json else line, flush=True)
         findings.append(finding)
     if asked.exit_code(findings):
         unsound = [finding.what for finding in findings if finding.is_sound is False]
         missed = [finding.what for finding in findings if finding.is_sound is None]
-        raise DataError(
-            f"{run} is not what it says: {'; '.join(unsound)}"
-            if unsound
-            else f"--all: not everything of {run} could be looked at: {'; '.join(missed)}"
-        )
+        if unsound:
+            raise DataError(f"{run} is not what it says: {'; '.join(unsound)}")
+        raise DataError(f"--all: not everything of {run} could be looked at: {'; '.join(missed)}")

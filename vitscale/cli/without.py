@@ -43,16 +43,15 @@ def without(
     if as_json:
         print(json.dumps(found))
     else:
-        for line in _told(found):
-            print(line)
+        print(*_lines(found), sep="\n")
 
 
-def _told(found: dict[str, Any]) -> Iterator[str]:
+def _lines(found: dict[str, Any]) -> Iterator[str]:
     run, uids = found["run"], found["uids"]
-    others = [f"{counted(len(found['not_in_data']), 'image')} not stored in the data"] if found["not_in_data"] else []
-    already = found["left_out_already"]
-    others += [f"{counted(len(already), 'sample')} left out already"] if already else []
-    yield f"{found['data']}: {counted(len(uids), 'sample')} to leave out" + "".join(f"; {each}" for each in others)
+    unknown, already = found["not_in_data"], found["left_out_already"]
+    more = f"; {counted(len(unknown), 'image')} not stored in the data" if unknown else ""
+    more += f"; {counted(len(already), 'sample')} left out already" if already else ""
+    yield f"{found['data']}: {counted(len(uids), 'sample')} to leave out{more}"
     if found["first_step"] is None:
         yield f"{run}: never seen in {counted(found['steps'], 'step')}"
     else:
@@ -61,7 +60,7 @@ def _told(found: dict[str, Any]) -> Iterator[str]:
             f"{counted(found['updates'], 'time')}; first at step {found['first_step']:,} (uid {found['first_uid']})"
         )
     yield from (f"note: {note}" for note in found["notes"])
-    yield from _branch_told(found)
+    yield _branch(found)
     view = found["view"]
     if view is not None:
         yield (
@@ -75,19 +74,17 @@ def _told(found: dict[str, Any]) -> Iterator[str]:
         yield f"--out FOLDER writes the dataset without them{' and the recipe of the branch' if found['start'] else ''}"
 
 
-def _branch_told(found: dict[str, Any]) -> Iterator[str]:
+def _branch(found: dict[str, Any]) -> str:
     start, again = found["start"], found["again"]
     if start is None:
-        yield "no branch is needed"
-        return
+        return "no branch is needed"
     beginning = "the beginning: no checkpoint is old enough"
     where = f"step {start['step']:,} of {start['init']['from']}" if start["step"] else beginning
     if not again["steps"]:
-        yield f"continue from {where}: no step is repeated"
-        return
+        return f"continue from {where}: no step is repeated"
     cost = "what they cost is not known: there are no metrics"
     if again["exaflops"] is not None:
         devices = f" on {counted(again['world_size'], 'device')}" if again["world_size"] else ""
         pace = f"{again['images_per_s']:,.4g} images/s{devices}"
         cost = f"{again['exaflops']:.3g} exaFLOPs, {again['hours']:.3g} hours at the run's {pace}"
-    yield f"a branch starts from {where}; {counted(again['steps'], 'step')} are taken again: {cost}"
+    return f"a branch starts from {where}; {counted(again['steps'], 'step')} are taken again: {cost}"

@@ -10,11 +10,11 @@ where it does); an update and its moments are in double precision.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vitscale.about.checks.rounding import ways
 from vitscale.data.batch import Batch
 from vitscale.data.image_operations import TrainingInput
 from vitscale.objectives import build_objective
@@ -31,19 +31,12 @@ Kept = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of one parameter.
+    """The gradient of one parameter."""
 
-    Attributes:
-        value: the gradient in double precision and host memory, clipped.
-        size: the root of the sum of squares of what micro-batches add to it; rounding errors are proportional to it.
-        way: the number of operations on the longest way from the loss to the parameter.
-        noise: how far off plain torch is in the engine's number format, relative to `size`.
-    """
-
-    value: Tensor
-    size: float
-    way: int
-    noise: float
+    value: Tensor  # in double precision and host memory, clipped
+    size: float  # the root of the sum of squares of what micro-batches add to it, as rounding errors grow with that
+    way: int  # the number of operations on the longest way from the loss to the parameter
+    noise: float  # how far off plain torch is in the engine's number format, relative to `size`
 
 
 class Oracle:
@@ -78,14 +71,14 @@ class Oracle:
 
     def gradients(self, masters: Mapping[str, Tensor], batch: Batch, rows: int) -> tuple[dict[str, Gradient], float]:
         """Clipped gradients of the mean loss of a global batch, `rows` rows at a time; their norm before clipping."""
-        parts, sizes, found_ways = self._sums(masters, batch, rows, torch.float32)
+        parts, sizes, ways = self._sums(masters, batch, rows, torch.float32)
         norm = math.sqrt(sum(float(part.square().sum()) for part in parts.values()))
         limit = self.recipe.optimizer.clip_norm
         clipping = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))  # as torch clips
         rough = parts if self._dtype == torch.float32 else self._sums(masters, batch, rows, self._dtype)[0]
         noise = {name: float((rough[name] - parts[name]).norm()) / max(sizes[name], 1e-30) for name in parts}
         return {
-            name: Gradient((part * clipping).cpu(), sizes[name] * clipping, found_ways[name], noise[name])
+            name: Gradient((part * clipping).cpu(), sizes[name] * clipping, ways[name], noise[name])
             for name, part in parts.items()
         }, norm
 
@@ -101,19 +94,19 @@ class Oracle:
         plan = self.module.plan(batch.keys.numpy(), batch.position)
         images = self._to_input(batch.images, batch.keys, self._device, self._dtype).to(dtype)
         sums = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in trained.items()}
-        squares, found_ways = dict.fromkeys(trained, 0.0), dict.fromkeys(trained, 0)
+        squares, ways = dict.fromkeys(trained, 0.0), dict.fromkeys(trained, 0)
         for start in range(0, len(batch.labels), rows):
             part = slice(start, start + rows)
             labels, mask, *planned = (each[part].to(self._device) for each in (batch.labels, batch.mask, *plan))
             losses = self.module(images[part], labels, tuple(planned)).per_sample
             loss = torch.where(mask, losses, 0.0).sum() / int(batch.mask.sum())
-            found_ways = found_ways if start else ways(loss, trained)
-            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-            for name, gradient in zip(trained, found, strict=True):
+            ways = ways if start else _ways(loss, trained)
+            gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            for name, gradient in zip(trained, gradients, strict=True):
                 if gradient is not None:
                     sums[name] += gradient
                     squares[name] += float(gradient.double().square().sum())
-        return sums, {name: math.sqrt(square) for name, square in squares.items()}, found_ways
+        return sums, {name: math.sqrt(square) for name, square in squares.items()}, ways
 
     # ---- Updates -----------------------------------------------------------------------------------------------------
 
@@ -139,3 +132,27 @@ class Oracle:
         assert settings is not None
         part = min(settings.decay, (1 + updates) / (10 + updates)) if settings.warmup else settings.decay
         return part * old + (1 - part) * weight
+
+
+def _ways(loss: Tensor, weights: Mapping[str, Tensor]) -> dict[str, int]:
+    """The number of operations on the longest way from a loss to each of some leaves, in autograd's graph."""
+    length: dict[Any, int] = {loss.grad_fn: 0}
+    missing: dict[Any, int] = {}  # node -> ways to it that are not known yet
+    stack: list[Any] = [loss.grad_fn]
+    while stack:
+        for following, _ in stack.pop().next_functions:
+            if following is not None:
+                if following not in missing:
+                    stack.append(following)
+                missing[following] = missing.get(following, 0) + 1
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        for following, _ in node.next_functions:
+            if following is not None:
+                length[following] = max(length.get(following, 0), length[node] + 1)
+                missing[following] -= 1
+                if missing[following] == 0:
+                    stack.append(following)
+    leaves = {node.variable: of_node for node, of_node in length.items() if hasattr(node, "variable")}
+    return {name: leaves.get(weight, 0) for name, weight in weights.items()}

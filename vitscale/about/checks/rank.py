@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 
-from vitscale.about.checks.batches import make_batch, part_of
 from vitscale.about.checks.comparison import Comparison, State
 from vitscale.about.checks.oracle import Oracle
-from vitscale.about.checks.proving import PROOF_FILE
-from vitscale.about.checks.small_form import STEPS, small_form
+from vitscale.about.checks.proving import PROOF_FILE, STEPS, make_batch, part_of, small_form
 from vitscale.ground.errors import PeerLostError, VitscaleError
 from vitscale.ground.ranks import gather, gather_rows
 from vitscale.ground.safe_text import protect_output
@@ -97,41 +95,36 @@ class Prover:
 
     def _gather(self, step: int, gradients: list[GradientPiece]) -> tuple[State | None, list[list[GradientPiece]]]:
         """On rank 0, what all ranks hold, and their pieces of the gradients; compares the weights of every rank."""
-        learner = self.learner
-        held = [
+        learner, recipe = self.learner, self._recipe
+        pieces = [
             (kind, each.name, each.start, value.float().cpu())
             for each in learner.fragments()
             for kind, value in each.tensors.items()
         ]
-        held += [(_GRADIENT, *piece) for piece in gradients]
+        pieces += [(_GRADIENT, *piece) for piece in gradients]
         with learner.reading([learner.objective]):
             sums = {name: checksum(weight) for name, weight in learner.objective.named_weights()}
-        by_rank = gather([[(kind, name, start, len(value)) for kind, name, start, value in held], sums])
-        rows = gather_rows(torch.cat([torch.empty(0), *(each[-1] for each in held)]).to(self._world.device))
+        by_rank = gather([[(kind, name, start, len(value)) for kind, name, start, value in pieces], sums])
+        rows = gather_rows(torch.cat([torch.empty(0), *(each[-1] for each in pieces)]).to(self._world.device))
         if rows is None or self._comparison is None:
             return None, []
-        values = {kind: {name: self._unset(kind, name) for name in learner.shapes} for kind in self._kinds()}
+        shapes = {name: tuple(shape) for name, shape in learner.shapes.items()}
+        of_kind = dict.fromkeys((MASTER, *([EMA] if recipe.ema is not None else [])), shapes)
+        for kind in learner.moments():
+            of_kind[kind] = {name: recipe.kept(name, shape).get(kind, ()) for name, shape in shapes.items()}
+        values = {kind: {name: torch.full(of_kind[kind][name], torch.nan) for name in shapes} for kind in of_kind}
         applied: list[list[GradientPiece]] = [[] for _ in by_rank]
         left = rows[0]
-        for rank, (pieces, _) in enumerate(by_rank):
-            for kind, name, start, length in pieces:
+        for rank, (where, _) in enumerate(by_rank):
+            for kind, name, start, length in where:
                 value, left = left[:length], left[length:]
                 if kind == _GRADIENT:
                     applied[rank].append(GradientPiece(name, start, value))
                 else:
                     values[kind][name].view(-1)[start : start + length] = value
         state = State(values, [sums for _, sums in by_rank])
-        self._comparison.weights(step, state, checksum)
+        self._comparison.weights(step, state)
         return state, applied
-
-    def _kinds(self) -> list[str]:
-        return [MASTER, *self.learner.moments(), *([EMA] if self._recipe.ema is not None else [])]
-
-    def _unset(self, kind: str, name: str) -> torch.Tensor:
-        shape = tuple(self.learner.shapes[name])
-        if kind not in (MASTER, EMA):
-            shape = self._recipe.kept(name, shape).get(kind, ())
-        return torch.full(shape, torch.nan)
 
     def _result(self, steps: int, comparison: Comparison) -> dict[str, Any]:
         return {
@@ -147,11 +140,7 @@ class Prover:
             "objective": self._recipe.objective.kind,
             "clipped_steps": comparison.clipped,
             "norm": comparison.norm.plain(),
-            "groups": [
-                {"group": group.name, "parameters": group.parameters, "elements": group.elements}
-                | {aspect: worst.plain() for aspect, worst in group.worst.items()}
-                for group in comparison.groups.values()
-            ],
+            "groups": comparison.groups(),
             "findings": comparison.findings,
             "deepspeed": self._plan.config,
         }

@@ -16,7 +16,7 @@ from vitscale.data.shards.opening import OpenShard, open_shard
 from vitscale.data.training import training_loader, training_order
 from vitscale.ground.errors import CheckpointError, DataError
 from vitscale.ground.images import crc32c
-from vitscale.recipe import Recipe, validate_recipe
+from vitscale.recipe import validate_recipe
 from vitscale.recipe.datasets import find_dataset
 from vitscale.runs.checkpoint import CheckpointIndex, checkpoint_directory
 from vitscale.runs.checkpoint_index import data_root
@@ -26,19 +26,14 @@ from vitscale.training.watching.anomalies import AnomalyRecord, SkippedData
 
 @dataclass(frozen=True)
 class SampleLocation:
-    """Where a sample is stored, and its size in pixels.
-
-    Attributes:
-        uid: the sample's uid.
-        height, width: the stored image's size, in pixels.
-        at: for each dataset that the run has trained on, oldest first: (number of the sample's shard, the sample's
-            position among the shard's selected samples), or None if that dataset leaves the sample out.
-    """
+    """Where a sample is stored, and its size in pixels."""
 
     uid: int
     height: int
     width: int
     at: tuple[tuple[int, int] | None, ...]
+    """For each dataset that the run has trained on, oldest first: (number of the sample's shard, the sample's position
+    among the shard's selected samples), or None if that dataset leaves the sample out."""
 
     @property
     def is_left_out(self) -> bool:
@@ -61,25 +56,15 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True)
 class Sighting:
-    """One appearance of a sample in a batch.
+    """One appearance of a sample in a batch."""
 
-    Attributes:
-        step: the update made with the batch, from 1; None if a policy skipped the batch.
-        batch: the batch's position in the order, from 0.
-        epoch: the epoch of the order, from 0.
-        slot: the sample's slot in the global batch, from 0.
-        box: the crop: top, left, height and width, in pixels of the stored image.
-        is_flipped: whether the crop was mirrored.
-        partner: the uid of the sample that it was mixed with; None if the recipe mixes none.
-    """
-
-    step: int | None
-    batch: int
-    epoch: int
-    slot: int
-    box: tuple[int, int, int, int]
+    step: int | None  # the update made with the batch, from 1; None if a policy skipped the batch
+    batch: int  # the batch's position in the order, from 0
+    epoch: int  # of the order, from 0
+    slot: int  # in the global batch, from 0
+    box: tuple[int, int, int, int]  # the crop: top, left, height and width, in pixels of the stored image
     is_flipped: bool
-    partner: int | None
+    partner: int | None  # the uid of the sample that it was mixed with; None if the recipe mixes none
 
 
 @dataclass(frozen=True)
@@ -92,74 +77,53 @@ class _Stretch:
     stop: int
 
     @property
-    def epochs(self) -> range:
-        """The epochs of this order that the run has begun."""
+    def epochs(self) -> range:  # that the run has begun
         return range(self.start // self.order.steps_per_epoch, -(-self.stop // self.order.steps_per_epoch))
 
 
+_Occurrence = tuple[_Stretch, int, np.ndarray, np.ndarray, np.ndarray]
+"""Samples in one epoch of a stretch: their rows in the query, batches and first slots, each int64 (m,)."""
+
+
 class History:
-    """What a run has trained on, up to its newest checkpoint.
+    """What a run has trained on, up to its newest checkpoint; its data are now below `root`, or where its recipe says.
 
-    Args:
-        recipe: the run's recipe.
-        index: the index of its newest checkpoint.
-        manifests: the manifest of the training data, preceded in a branch by those that its trunks were trained on,
-            oldest first. Each is a view of the one before.
+    The manifest of the training data is preceded in a branch by those that its trunks were trained on, oldest first.
+    Each is a view of the one before: `manifest`, the oldest, holds all samples; the run would continue with `newest`.
+    `steps` are the updates done, `left_out` the batches of the order that a policy skipped.
 
-    Attributes:
-        steps: updates done.
-        left_out: the number of batches of the order that a policy skipped.
-        manifest: the manifest of the oldest data, which hold all samples.
-        newest: the manifest of the data that the run would continue with.
-
-    Raises `DataError` if the data are not the run's, or the checkpoint has another version of the order.
+    Raises `RecipeError` if there is no run, `CheckpointError` if it has no checkpoint, `DataError` if its data are
+    missing or others than it had, or its order has another version, `StorageError`.
     """
 
-    def __init__(self, recipe: Recipe, index: CheckpointIndex, manifests: Sequence[Manifest]) -> None:
-        if index.data.get("order_version") != ORDER_VERSION:
-            raise DataError(
-                f"the run's order has version {index.data.get('order_version')}; this vitscale reads {ORDER_VERSION}"
-            )
+    def __init__(self, run_dir: Path, root: str | None = None) -> None:
+        self.index = index = _newest_index(run_dir)
+        self.recipe = recipe = validate_recipe(index.recipe, f"the recipe in the checkpoint of step {index.step}")
         before = _data_before(index)
-        sha = [*(each["manifest_sha256"] for each in before), index.data.get("manifest_sha256")]
+        places = [each["where"] if root is None else find_dataset(each["train"], root) for each in before]
+        places.append(find_dataset(recipe.data.train, root or data_root(recipe, index)))
+        manifests = [Manifest.load(place) for place in places]
+        version = index.data.get("order_version")
+        if version != ORDER_VERSION:
+            raise DataError(f"the run's order has version {version}; this vitscale reads {ORDER_VERSION}")
+        sha256 = [*(each["manifest_sha256"] for each in before), index.data.get("manifest_sha256")]
+        for manifest, then in zip(manifests, sha256, strict=True):
+            if manifest.sha256 != then:
+                told = f"the run was trained on data of manifest_sha256 {then}; these have {manifest.sha256}"
+                raise DataError(f"{manifest.where}: {told}")
         starts = [0, *(each["start"] for each in before)]
         stops = [*(each["stop"] for each in before), index.position]
-        for manifest, then in zip(manifests, sha, strict=True):
-            if manifest.sha256 != then:
-                raise DataError(
-                    f"{manifest.where}: the run was trained on data of manifest_sha256 {then}; these have "
-                    f"{manifest.sha256}"
-                )
-        self.recipe, self.index, self.manifest, self.newest = recipe, index, manifests[0], manifests[-1]
         self._stretches = [
             _Stretch(manifest, training_order(recipe, manifest), start, stop)
             for manifest, start, stop in zip(manifests, starts, stops, strict=True)
         ]
-        self.steps = index.step
+        self.manifest, self.newest, self.steps = manifests[0], manifests[-1], index.step
         self.left_out = sum(stretch.stop - stretch.start for stretch in self._stretches) - index.step
         self._skipped = AnomalyRecord.of(index.anomalies).skipped
         self._transform = train_transform(recipe.data.crop, recipe.data.flip)
-        self._first_uids = np.array([each.first_uid for each in self.manifest.shards])
         self._number_of = [
             {each.first_uid: number for number, each in enumerate(manifest.shards)} for manifest in manifests
         ]
-
-    @classmethod
-    def of(cls, run_dir: Path, root: str | None = None) -> Self:
-        """The history of the run in a directory.
-
-        Args:
-            run_dir: the run's directory.
-            root: where its data are now; by default where its recipe says.
-
-        Raises `RecipeError` if there is no run, `CheckpointError` if it has no checkpoint, `DataError` if its data are
-        missing or have changed, `StorageError`.
-        """
-        index = newest_index(recipe_of_run(run_dir), run_dir)
-        recipe = validate_recipe(index.recipe, f"the recipe in the checkpoint of step {index.step}")
-        places = [each["where"] if root is None else find_dataset(each["train"], root) for each in _data_before(index)]
-        places.append(find_dataset(recipe.data.train, root or data_root(recipe, index)))
-        return cls(recipe, index, [Manifest.load(place) for place in places])
 
     @property
     def epochs(self) -> int:
@@ -170,17 +134,12 @@ class History:
 
     def find(self, uids: Sequence[int]) -> list[SampleLocation | None]:
         """Where samples are stored, one per uid; None for a uid that no shard has. Opens each shard once."""
-        found: dict[int, SampleLocation] = {}
+        places: dict[int, SampleLocation] = {}
         wanted = np.unique(np.array([uid for uid in uids if uid < 2**63], np.int64))
-        numbers = np.searchsorted(self._first_uids, wanted, side="right") - 1
-        for number in np.unique(numbers[numbers >= 0]).tolist():
-            of_shard = wanted[numbers == number]
-            with open_shard(self.manifest, number, with_keys=False) as shard:
-                slots = np.searchsorted(shard.file.uid, of_shard)
-                there = slots < shard.file.samples
-                there[there] = shard.file.uid[slots[there]] == of_shard[there]
-                found |= {place.uid: place for place in self._locations(shard, slots[there])}
-        return [found.get(uid) for uid in uids]
+        for shard, of_shard in shards_with(self.manifest, wanted):
+            slots, is_there = _positions(shard.file.uid, of_shard)
+            places |= {place.uid: place for place in self._locations(shard, slots[is_there])}
+        return [places.get(uid) for uid in uids]
 
     def holding(self, images: Sequence[Content]) -> Iterator[tuple[int, SampleLocation]]:
         """Find the samples whose stored bytes are those of given images; reads through all shards once.
@@ -194,13 +153,13 @@ class History:
         for number in range(len(self.manifest.shards)):
             with open_shard(self.manifest, number, with_keys=False) as shard:
                 alike = np.flatnonzero(np.isin(_key(shard.file.crc, shard.file.size), keys))
-                found = [
+                pairs = [
                     (which, slot)
                     for slot in np.intersect1d(alike, shard.slots).tolist()
                     for which in wanted.get(Content.of(shard.file.read(slot)), ())
                 ]
-                if found:
-                    which, slots = zip(*found, strict=True)
+                if pairs:
+                    which, slots = zip(*pairs, strict=True)
                     yield from zip(which, self._locations(shard, np.array(slots)), strict=True)
 
     def _locations(self, shard: OpenShard, slots: np.ndarray) -> list[SampleLocation]:
@@ -212,10 +171,8 @@ class History:
                 at.append([None] * len(slots))
                 continue
             selected = shard.slots if stretch.manifest is self.manifest else stretch.manifest.slots(number)
-            positions = np.searchsorted(selected, slots)
-            inside = positions < len(selected)
-            inside[inside] = selected[positions[inside]] == slots[inside]
-            at.append([(number, int(place)) if is_in else None for place, is_in in zip(positions, inside, strict=True)])
+            pairs = zip(*_positions(selected, slots), strict=True)
+            at.append([(number, int(position)) if is_there else None for position, is_there in pairs])
         file = shard.file
         return [
             SampleLocation(int(file.uid[slot]), int(file.height[slot]), int(file.width[slot]), tuple(places))
@@ -227,9 +184,9 @@ class History:
     def updates(self, places: Sequence[SampleLocation]) -> tuple[np.ndarray, np.ndarray]:
         """The first update made with each sample, from 1 (0: none), and the number of updates; both int64 (n,)."""
         first, times = np.zeros((2, len(places)), np.int64)
-        for found in self._occurrences(places):
-            steps = steps_of(found.batches, self._skipped)
-            rows, steps = found.rows[steps > 0], steps[steps > 0]
+        for _, _, rows, batches, _ in self._occurrences(places):
+            steps = steps_of(batches, self._skipped)
+            rows, steps = rows[steps > 0], steps[steps > 0]
             times[rows] += 1
             is_first = first[rows] == 0  # epochs come in order
             first[rows[is_first]] = steps[is_first]
@@ -238,37 +195,26 @@ class History:
     def sightings(self, places: Sequence[SampleLocation]) -> list[list[Sighting]]:
         """Every appearance of each sample in a batch of the run, in order: at most one per epoch and view."""
         seen: list[list[Sighting]] = [[] for _ in places]
-        for found in self._occurrences(places):
-            order = found.stretch.order
-            views = [order.views(slot) for slot in found.slots.tolist()]
+        for stretch, epoch, rows, batches, first_slots in self._occurrences(places):
+            views = [stretch.order.views(slot) for slot in first_slots.tolist()]
             each = np.repeat(np.arange(len(views)), [len(slots) for slots in views])
             slots = np.array([slot for slots in views for slot in slots], np.int64)
             view = np.array([number for slots in views for number in range(len(slots))], np.int64)
-            samples = [places[row] for row in found.rows[each].tolist()]
-            keys = sample_keys(self.recipe.seed, found.epoch, np.array([place.uid for place in samples]), view)
-            boxes = self._transform.boxes(
-                keys, np.array([place.height for place in samples]), np.array([place.width for place in samples])
-            ).tolist()
-            flips, batches = self._transform.flips(keys), found.batches[each]
-            partners = self._partners(found.stretch, batches, slots)
+            rows, batches = rows[each], batches[each]
+            samples = [places[row] for row in rows.tolist()]
+            keys = sample_keys(self.recipe.seed, epoch, np.array([place.uid for place in samples]), view)
+            heights, widths = (np.array([getattr(place, side) for place in samples]) for side in ("height", "width"))
+            boxes = self._transform.boxes(keys, heights, widths).tolist()
+            flips, partners = self._transform.flips(keys).tolist(), self._partners(stretch, batches, slots)
             steps = steps_of(batches, self._skipped).tolist()
-            for number, row in enumerate(found.rows[each].tolist()):
-                top, left, height, width = boxes[number]
-                seen[row].append(
-                    Sighting(
-                        step=steps[number] or None,
-                        batch=int(batches[number]),
-                        epoch=found.epoch,
-                        slot=int(slots[number]),
-                        box=(top, left, height, width),
-                        is_flipped=bool(flips[number]),
-                        partner=partners[number],
-                    )
-                )
+            columns = (rows.tolist(), steps, batches.tolist(), slots.tolist(), boxes, flips, partners)
+            for row, step, batch, slot, (top, left, height, width), is_flipped, partner in zip(*columns, strict=True):
+                box = (top, left, height, width)
+                seen[row].append(Sighting(step or None, batch, epoch, slot, box, bool(is_flipped), partner))
         return seen
 
-    def _occurrences(self, places: Sequence[SampleLocation]) -> Iterator["_Occurrence"]:
-        """The batches and slots of samples in the order, epoch after epoch."""
+    def _occurrences(self, places: Sequence[SampleLocation]) -> Iterator[_Occurrence]:
+        """Epoch after epoch, the samples in its batches."""
         for number, stretch in enumerate(self._stretches):
             lying = [(row, *at) for row, place in enumerate(places) if (at := place.at[number]) is not None]
             if not lying:
@@ -278,21 +224,18 @@ class History:
                 batches, slots = stretch.order.find(shard, position, epoch)
                 seen = (batches >= stretch.start) & (batches < stretch.stop)
                 if seen.any():
-                    yield _Occurrence(stretch, epoch, rows[seen], batches[seen], slots[seen])
+                    yield stretch, epoch, rows[seen], batches[seen], slots[seen]
 
     def _partners(self, stretch: _Stretch, batches: np.ndarray, slots: np.ndarray) -> list[int | None]:
         """The uids of the samples that those in given slots of batches are mixed with; opens each shard once."""
         partners = [self.recipe.objective.partner(slot) for slot in slots.tolist()]
         if not partners or partners[0] is None:
             return partners
-        drawn = [
-            stretch.order.batch(batch, slot, slot + 1)
-            for batch, slot in zip(batches.tolist(), partners, strict=True)
-            if slot is not None
-        ]
-        shards = np.array([int(each.shard[0]) for each in drawn])
-        positions = np.array([int(each.position[0]) for each in drawn])
-        uids = np.empty(len(drawn), np.int64)
+        pairs = zip(batches.tolist(), partners, strict=True)
+        mixed_in = [stretch.order.batch(batch, slot, slot + 1) for batch, slot in pairs if slot is not None]
+        shards = np.array([int(each.shard[0]) for each in mixed_in])
+        positions = np.array([int(each.position[0]) for each in mixed_in])
+        uids = np.empty(len(mixed_in), np.int64)
         for number in np.unique(shards).tolist():
             with open_shard(stretch.manifest, number, with_keys=False) as shard:
                 of_shard = shards == number
@@ -300,10 +243,7 @@ class History:
         return list(uids.tolist())
 
     def pixels(self, sighting: Sighting) -> Batch:
-        """The pixels that the loader made of the sample: a batch of one, with the digest of these pixels.
-
-        Raises as `Loader`.
-        """
+        """The pixels that the loader made of the sample: a batch of one, with their digest. Raises as `Loader`."""
         stretch = next(each for each in self._stretches if each.start <= sighting.batch < each.stop)
         with training_loader(
             self.recipe,
@@ -318,22 +258,28 @@ class History:
             return next(loader)
 
 
-class _Occurrence(NamedTuple):
-    """Samples in one epoch: their rows in the query, batches and first slots, each int64 (m,)."""
-
-    stretch: _Stretch
-    epoch: int
-    rows: np.ndarray
-    batches: np.ndarray
-    slots: np.ndarray
+def shards_with(manifest: Manifest, uids: np.ndarray) -> Iterator[tuple[OpenShard, np.ndarray]]:
+    """Each shard that, by its first uid, may have some of `uids`, which are sorted; opened, and with these."""
+    numbers = np.searchsorted([each.first_uid for each in manifest.shards], uids, side="right") - 1
+    for number in np.unique(numbers[numbers >= 0]).tolist():
+        with open_shard(manifest, number, with_keys=False) as shard:
+            yield shard, uids[numbers == number]
 
 
-def newest_index(recipe: Recipe, run_dir: Path) -> CheckpointIndex:
+def _positions(among: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where each value is among sorted ones, and whether it is there at all."""
+    positions = np.searchsorted(among, values)
+    is_there = positions < len(among)
+    is_there[is_there] = among[positions[is_there]] == values[is_there]
+    return positions, is_there
+
+
+def _newest_index(run_dir: Path) -> CheckpointIndex:
     """The index of a run's newest checkpoint. Its own checksum is verified, its files are not.
 
     Raises `CheckpointError` if there is no checkpoint or it cannot be read.
     """
-    place = checkpoint_directory(recipe, run_dir)
+    place = checkpoint_directory(recipe_of_run(run_dir), run_dir)
     try:
         steps = place.steps()
     except OSError as error:
@@ -345,12 +291,12 @@ def newest_index(recipe: Recipe, run_dir: Path) -> CheckpointIndex:
 
 def _data_before(index: CheckpointIndex) -> list[Mapping[str, Any]]:
     """The index's entries on the data that the trunks of branches onto views were trained on, oldest first."""
-    found: list[Mapping[str, Any]] = []
+    data: list[Mapping[str, Any]] = []
     init = index.data.get("init")
     while init is not None and "continues" in init:
-        found += [init["data_before"]] if "data_before" in init else []
+        data += [init["data_before"]] if "data_before" in init else []
         init = init.get("init")
-    return found[::-1]
+    return data[::-1]
 
 
 def _key(crc: Any, size: Any) -> Any:

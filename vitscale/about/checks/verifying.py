@@ -68,43 +68,25 @@ _LIMITS_OF_BF16 = _Limits(5e-2, 0.1, 1e-2)
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one comparison.
-
-    Attributes:
-        what: what was compared: a checkpoint, a file, a line, some steps.
-        is_sound: whether it is as it should be; None if some of it was not looked at.
-        detail: what was found.
-    """
+    """The result of one comparison: of a checkpoint, a file, a line, some steps."""
 
     what: str
-    is_sound: bool | None
+    is_sound: bool | None  # None if some of it was not looked at
     detail: str
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What to look at.
+    """What to look at."""
 
-    Attributes:
-        steps: the largest number of steps to repeat.
-        seed: the seed for choosing them.
-        ranks: the number of ranks to repeat them on; by default as many as the run had, if this machine has so many
-            devices or cores, else one.
-        root: where the data are now; by default where the recipe says.
-        report: the folder of a report whose results.json is compared, too.
-        shards: whether to read every byte of the training data.
-        evaluations: whether to evaluate the newest and the best checkpoint again.
-        everything: whether to repeat all steps and all evaluations.
-    """
-
-    steps: int = 50
-    seed: int = 0
-    ranks: int | None = None
-    root: str | None = None
-    report: str | None = None
-    shards: bool = True
-    evaluations: bool = True
-    everything: bool = False
+    steps: int = 50  # at most, to repeat
+    seed: int = 0  # for choosing them
+    ranks: int | None = None  # by default as many as the run had, if this machine has so many devices or cores, else 1
+    root: str | None = None  # where the data are now; by default where the recipe says
+    report: str | None = None  # the folder of a report whose results.json is compared, too
+    shards: bool = True  # whether to read every byte of the training data
+    evaluations: bool = True  # whether to evaluate the newest and the best checkpoint again
+    everything: bool = False  # whether to repeat all steps and all evaluations
 
     def exit_code(self, findings: Sequence[Finding]) -> int:
         """0 if what was asked for was looked at and is sound."""
@@ -131,7 +113,7 @@ def verify_run(run_dir: Path, asked: Asked, say: Callable[[str], None] = lambda 
 
 
 class _Verification:
-    """One run, and what has been found out about it."""
+    """One run, and what is known of it."""
 
     def __init__(self, run_dir: Path, asked: Asked, say: Callable[[str], None]) -> None:
         self.run_dir, self.asked, self.say = run_dir, asked, say
@@ -145,7 +127,6 @@ class _Verification:
         self.computed: dict[int, _Values] = {}  # evaluations
 
     def run(self) -> Iterator[Finding]:
-        """Yield all findings."""
         asked, readers = self.asked, self.readers
         for step in self.store.steps():
             self.say(f"reading the checkpoint of step {step:,}")
@@ -331,15 +312,16 @@ class _Verification:
 
     # ---- Steps and evaluations, repeated -----------------------------------------------------------------------------
 
-    def _ranks(self, of_run: int) -> int:
+    def _ranks(self, step: int) -> int:
+        of_run = self.readers[min(saved for saved in self.readers if saved >= step)].index.world_size
         room = count_devices() or len(os.sched_getaffinity(0))
         return self.asked.ranks or (of_run if of_run <= room else 1)
 
     def _again(self, first: int, last: int) -> Iterator[Finding]:
         """Repeat steps (first, last] from the checkpoint of `first`, and compare them with what the run recorded."""
         evaluation = self.trained.dump()["evaluation"] if self.asked.everything and self.asked.evaluations else {}
-        ranks = self._ranks(self.readers[min(step for step in self.readers if step >= last)].index.world_size)
-        with repeated(bare_recipe(self.trained, evaluation), self.readers.get(first), last, ranks) as (log, store):
+        once = bare_recipe(self.trained, evaluation)
+        with repeated(once, self.readers.get(first), last, self._ranks(last)) as (log, store):
             ours = {row["step"]: row for row in log.rows}
             if last in self.readers:
                 self.states[last] = self._compare_state(first, last, store.open(last))
@@ -361,10 +343,8 @@ class _Verification:
             if (far := [key for key in keys if _far(key, rows[step].get(key), ours[step].get(key), limit)])
         ]
         if wrong:
-            why = (
-                f"{counted(len(wrong), 'line')} edited, as all weights are bit-identical: " if exact is not None else ""
-            )
-            return Finding(what, False, why + "; ".join(wrong[:3]))
+            edited = f"{counted(len(wrong), 'line')} edited, as all weights are bit-identical: "
+            return Finding(what, False, ("" if exact is None else edited) + "; ".join(wrong[:3]))
         if any(apart.values()):
             return Finding(what, True, f"within {limit:g} of the run's, not to the last bit")
         return Finding(what, True, "equal to the last bit" if apart else "taken; the run has logged none of them")
@@ -417,7 +397,7 @@ class _Verification:
         """Evaluate a checkpoint as the run did."""
         reader, recipe = self.readers[step], self._here(step)
         once = bare_recipe(recipe, recipe.dump()["evaluation"] | {"every": {"steps": step}})
-        with repeated(once, reader, step, self._ranks(reader.index.world_size)) as (log, _):
+        with repeated(once, reader, step, self._ranks(step)) as (log, _):
             return dict(log.evaluations).get(step, {})
 
     def _compare_evaluation(self, step: int) -> Finding:

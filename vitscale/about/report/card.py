@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from vitscale.about.report.datasets import deduplication, open_dataset
+from vitscale.about.report.datasets import deduplication, open_dataset, tests_of
 from vitscale.ground.safe_text import printable, without_secrets
 from vitscale.ground.weight_formats import Format
 from vitscale.ground.wording import counted, shortened
@@ -29,14 +29,11 @@ def model_card(
 
     Args:
         description: the model, as written: without classes if its head was left out.
-        form: the format.
         lines: Python that opens the model.
-        run: the run that the weights are from, if any.
-        is_as_evaluated: whether the model is the one that the run evaluates, at its image size.
+        run: the run that the weights are from; `is_as_evaluated` if that evaluates this model, at its image size.
         licence: the hub's name of the licence; by default `unknown`.
     """
-    classes, step = description.num_classes, description.step
-    evaluation: dict[str, float | None] = {}
+    classes, step, evaluation = description.num_classes, description.step, dict[str, float | None]()
     front: dict[str, object] = {
         "license": _plain(licence or "unknown"),
         "library_name": _LIBRARIES.get(form, "vitscale"),
@@ -48,8 +45,8 @@ def model_card(
     if evaluation:
         front["metrics"] = ["accuracy"]
     parameters = sum(parameter.numel() for parameter in description.build().parameters())
-    facts = [("parameters", f"{parameters:,}"), ("images", description.pictures)]
-    facts += [("classes", "none" if classes is None else f"{classes:,}")]
+    of_head = "none" if classes is None else f"{classes:,}"
+    facts = [("parameters", f"{parameters:,}"), ("images", description.pictures), ("classes", of_head)]
     text = ["---", yaml.safe_dump(front, sort_keys=False, allow_unicode=True).rstrip(), "---", ""]
     text += [f"# {_escaped(description.title)}", "", "```python", *lines, "```", "", *_table(("model", ""), facts)]
     if run is None:
@@ -82,11 +79,8 @@ def _of_training(run: Run, step: int | None) -> list[tuple[str, str]]:
 
 def _of_copies(run: Run) -> Iterable[tuple[str, str, str, str]]:
     """For each training set of the run and those before it and each test set: what is recorded about copies."""
-    evaluation = run.recipe.evaluation
-    tests = [task.test for task in evaluation.fewshot.tasks] if evaluation.fewshot is not None else []
-    tests += [] if evaluation.validation is None else [evaluation.validation]
     for each in run.chain:
-        for name in tests:
+        for name in tests_of(run):
             train = open_dataset(each, each.recipe.data.train)
             found = deduplication(train, open_dataset(run, name), "training")
             yield train.name, name, found.status, str(found.left_out_for_it or found.left_out_in_all or "")

@@ -1,44 +1,46 @@
-"""What the report says, as data: everything that the page shows, numbers first."""
+"""What the report says, as data: everything that the page shows, numbers first; and how it is written."""
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vitscale.about.report.datasets import DatasetRecord, Deduplication, deduplication, shown_path
+from vitscale.about.report.datasets import DatasetRecord, Deduplication, deduplication, shown_path, tests_of
 from vitscale.about.report.datasets import record_of as record_of_dataset
 from vitscale.about.report.paper import PaperTable, VtabTable, beside_the_paper
 from vitscale.about.report.records import Policy, RunRecord, read_run, record_of
 from vitscale.about.report.results import Datasets, Item, Result, results
 from vitscale.about.studies.reading import studies_dir
 from vitscale.about.studies.results import About, Decision, EntryResult, StudyResults, VtabScore, plain, read_results
-from vitscale.ground.errors import RecipeError, VitscaleError
+from vitscale.ground.errors import DataError, RecipeError, VitscaleError
+from vitscale.ground.files.durable import make_folder, remove_leftovers, write_text
 from vitscale.ground.page import Figures
 from vitscale.ground.versions import versions
 from vitscale.runs.names import RECIPE_FILE
+from vitscale.runs.reading import read_object
 from vitscale.runs.run import Run
 
-KIND = "vitscale report"
+PAGE_FILE = "index.html"
+RESULTS_FILE = "results.json"
+_KIND = "vitscale report"
 _VERSION = 1
 _BEGUN_WITH = "begun with"
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run of the report: a `run` that was named, an `entry` of the study, or one that others have `begun with`.
-
-    `record` is None before it has begun, and if `why` says that it cannot be read.
-    """
+    """A run of the report: a `run` that was named, an `entry` of the study, or one that others have `begun with`."""
 
     role: str
     name: str
     state: str
-    why: str
-    recipe: str | None
-    settings: list[str]
-    recipe_sha256: str | None
-    record: RunRecord | None
+    why: str = ""
+    recipe: str | None = None
+    settings: list[str] = field(default_factory=list)
+    recipe_sha256: str | None = None
+    record: RunRecord | None = None  # None before it has begun, and if `why` says that it cannot be read
 
 
 @dataclass(frozen=True)
@@ -99,39 +101,34 @@ class Report:
             del inspection["version"]
             for figure in inspection["figures"]:
                 del figure["svg"], figure["width"]
-        content["runs"] = [_flat(run, run.pop("record") or {}) for run in content["runs"]]
+        for place, run in enumerate(content["runs"]):
+            record = run.pop("record") or {}
+            if run["role"] == _BEGUN_WITH:  # it has no place in the study
+                run = {key: run[key] for key in ("role", "state", "why")}
+            content["runs"][place] = run | record
         return content
 
 
-def _flat(run: dict[str, Any], record: dict[str, Any]) -> dict[str, Any]:
-    if run["role"] == _BEGUN_WITH:  # it has no place in the study
-        run = {key: run[key] for key in ("role", "state", "why")}
-    return run | record
-
-
 def gather(sources: Sequence[Path], title: str | None = None, inspected: Sequence[tuple[Path, Figures]] = ()) -> Report:
-    """What the report says.
+    """What the report says of directories of runs, and of at most one study.
 
-    Args:
-        sources: directories of runs, and of at most one study.
-        title: the page's title; by default the study's name, or the runs'.
-        inspected: folders of inspections, with what was drawn there.
+    The title is by default the study's name, or the runs'; `inspected` are folders of inspections, with their figures.
 
     Raises `RecipeError` for what is neither, or is named twice, and `DataError` if records are broken.
     """
     study, items = _items(sources)
-    named = [item.run for item in items if item.run is not None]
-    given = {run.directory.resolve() for run in named}
+    named = {item.run.directory.resolve(): item.run for item in items if item.run is not None}
     runs: dict[Path, Run] = {}
-    for run in [run for start in named for run in start.chain]:
+    for run in [run for start in named.values() for run in start.chain]:
         runs.setdefault(run.directory.resolve(), run)
-    before = [run for place, run in runs.items() if place not in given]
+    reported = [run for place, run in runs.items() if place in named]
+    before = [run for place, run in runs.items() if place not in named]
     policies: list[Policy] = []
     datasets = Datasets()
     found = list(results(items, policies, datasets))
     deduplications = _deduplications(items, datasets)
     return Report(
-        kind=KIND,
+        kind=_KIND,
         version=_VERSION,
         title=title or (study.study if study is not None else ", ".join(item.name for item in items)),
         sources=[str(source) for source in sources],
@@ -145,11 +142,9 @@ def gather(sources: Sequence[Path], title: str | None = None, inspected: Sequenc
         paper=beside_the_paper(found),
         deduplication=deduplications,
         datasets=[record_of_dataset(dataset) for dataset in datasets.opened.values()],
-        compute=Compute(
-            _spent(run for place, run in runs.items() if place in given), _spent(before), _spent(runs.values())
-        ),
+        compute=Compute(_spent(reported), _spent(before), _spent(runs.values())),
         inspections=[Inspection(str(folder), figures) for folder, figures in inspected],
-        runs=[*map(_reported, items), *map(_begun_with, before)],
+        runs=[*map(_reported, items), *(_reported(Item(run.name, run), _BEGUN_WITH) for run in before)],
     )
 
 
@@ -195,24 +190,13 @@ def _entry_item(folder: Path, entry: EntryResult) -> Item:
         return Item(entry.name, None, entry, str(error))
 
 
-def _reported(item: Item) -> ReportedRun:
+def _reported(item: Item, role: str = "run") -> ReportedRun:
     entry, record = item.entry, None if item.run is None else replace(record_of(item.run), name=item.name)
-    return ReportedRun(
-        role="run" if entry is None else "entry",
-        name=item.name,
-        state=item.state,
-        why=item.problem or ("" if entry is None else entry.why),
-        recipe=None if entry is None else entry.recipe,
-        settings=[] if entry is None else _shown_settings(entry.settings or []),
-        recipe_sha256=entry.recipe_sha256 if record is None and entry is not None else None,
-        record=record,
-    )
-
-
-def _begun_with(run: Run) -> ReportedRun:
-    return ReportedRun(
-        _BEGUN_WITH, run.name, "done" if run.is_done else "unfinished", "", None, [], None, record_of(run)
-    )
+    if entry is None:
+        return ReportedRun(role, item.name, item.state, item.problem, record=record)
+    settings, sha256 = _shown_settings(entry.settings or []), entry.recipe_sha256 if record is None else None
+    why = item.problem or entry.why
+    return ReportedRun("entry", item.name, item.state, why, entry.recipe, settings, sha256, record)
 
 
 def _deduplications(items: Sequence[Item], datasets: Datasets) -> list[Deduplication]:
@@ -221,14 +205,9 @@ def _deduplications(items: Sequence[Item], datasets: Datasets) -> list[Deduplica
     for item in items:
         if item.run is None:
             continue
-        fewshot = item.run.recipe.evaluation.fewshot
-        names = [task.test for task in fewshot.tasks] if fewshot is not None else []
-        validation = item.run.recipe.evaluation.validation
+        names, validation, role = tests_of(item.run), item.run.recipe.evaluation.validation, "training"
         if validation is not None and item.split == "dev":
-            datasets.of(item.run, validation)  # its manifest is listed; a part of the training set is no test
-        elif validation is not None:
-            names.append(validation)
-        role = "training"
+            datasets.of(item.run, names.pop())  # its manifest is listed; a part of the training set is no test
         for run in item.run.chain:
             opened = datasets.of(run, run.recipe.data.train)
             for name in names:
@@ -244,11 +223,39 @@ def _deduplications(items: Sequence[Item], datasets: Datasets) -> list[Deduplica
 
 def _spent(runs: Iterable[Run]) -> Spent:
     costs = [run.cost for run in runs if run.cost is not None]
+    images, exaflops = sum(cost.images for cost in costs), sum(cost.exaflops for cost in costs)
     seconds = [cost.device_seconds for cost in costs]
-    return Spent(
-        runs=len(costs),
-        images=sum(cost.images for cost in costs),
-        exaflops=sum(cost.exaflops for cost in costs),
-        device_hours=sum(one for one in seconds if one is not None) / 3600,
-        runs_without_device_hours=sum(one is None for one in seconds),
-    )
+    device_hours = sum(one for one in seconds if one is not None) / 3600
+    return Spent(len(costs), images, exaflops, device_hours, runs_without_device_hours=seconds.count(None))
+
+
+# ---- Writing ---------------------------------------------------------------------------------------------------------
+
+
+def check_folder(folder: Path) -> None:
+    """Raise `RecipeError` for a folder that holds something other than a report: no other results are overwritten."""
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise RecipeError(f"--out {folder}: is a file; expected a folder")
+        if (folder / RECIPE_FILE).exists():
+            raise RecipeError(f"--out {folder}: is a run's directory; choose another folder")
+        there = [name for name in (PAGE_FILE, RESULTS_FILE) if (folder / name).exists()]
+    except OSError as error:
+        raise RecipeError(f"--out {str(folder)[:100]}: {error.strerror}") from None
+    if there and (read_object(folder / RESULTS_FILE) or {}).get("kind") != _KIND:
+        raise RecipeError(f"--out {folder}: contains {there[0]}, which no report wrote; choose another folder")
+
+
+def write_report(folder: Path, report: Report, page: str) -> None:
+    """Write both files, each complete or absent; an earlier report is replaced.
+
+    Raises `RecipeError` as `check_folder`, and `DataError`.
+    """
+    check_folder(folder)
+    try:
+        make_folder(folder)
+        remove_leftovers(folder)
+        write_text(folder / RESULTS_FILE, json.dumps(report.plain(), indent=1, allow_nan=False) + "\n")
+        write_text(folder / PAGE_FILE, page)
+    except OSError as error:
+        raise DataError(f"--out {folder}: cannot be written: {error.strerror}") from None

@@ -26,8 +26,7 @@ class Dataset:
     problem: str = ""
 
     @property
-    def samples(self) -> int | None:
-        """The number of its samples; None if that cannot be read."""
+    def samples(self) -> int | None:  # the number of them
         return None if self.manifest is None else self.manifest.num_samples
 
 
@@ -48,24 +47,24 @@ class DatasetRecord:
 
 @dataclass(frozen=True)
 class Deduplication:
-    """What a training set's manifest records about a test set.
-
-    Attributes:
-        role: `training`, or `pre-training` if the trained model began with such a run.
-        status: `recorded`, `none recorded`, or `unknown` if the manifest cannot be read.
-        left_out_for_it: training images left out as copies of that test set's.
-        left_out_in_all: the same for all test sets.
-    """
+    """What a training set's manifest records about a test set."""
 
     train: str
-    role: str
+    role: str  # `training`, or `pre-training` if the trained model began with such a run
     test: str
-    status: str = "unknown"
+    status: str = "unknown"  # the manifest cannot be read; or `recorded`, `none recorded`
     index_test_set: str | None = None
     index_sha256: str | None = None
-    left_out_for_it: int | None = None
-    left_out_in_all: int | None = None
+    left_out_for_it: int | None = None  # training images, as copies of that test set's
+    left_out_in_all: int | None = None  # the same for all test sets
     samples_left: int | None = None
+
+
+def tests_of(run: Run) -> list[str]:
+    """The datasets that a run is evaluated on, as its recipe names them."""
+    fewshot, validation = run.recipe.evaluation.fewshot, run.recipe.evaluation.validation
+    names = [] if fewshot is None else [task.test for task in fewshot.tasks]
+    return names if validation is None else [*names, validation]
 
 
 def open_dataset(run: Run, name: str) -> Dataset:
@@ -107,13 +106,8 @@ def deduplication(train: Dataset, test: Dataset, role: str) -> Deduplication:
     for index in _indexes(manifest):
         for covered in index.get("test_sets", []):
             if covered in names:
-                return replace(
-                    found,
-                    status="recorded",
-                    index_test_set=covered,
-                    index_sha256=index.get("sha256"),
-                    left_out_for_it=_left_out(manifest, covered),
-                )
+                found = replace(found, status="recorded", index_test_set=covered, index_sha256=index.get("sha256"))
+                return replace(found, left_out_for_it=_left_out(manifest, covered))
     return replace(found, status="none recorded")
 
 

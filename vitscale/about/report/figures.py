@@ -43,15 +43,9 @@ def glance(report: Report, policy: str) -> Drawing | None:
         for number, label in enumerate(labels):
             offset = (number - (len(labels) - 1) / 2) * min(0.18, 0.7 / len(labels))
             own = [(task, row) for name, task, row in named if name == label]
-            axes.errorbar(
-                [100 * row.mean for _, row in own],
-                [tasks.index(task) + offset for task, _ in own],
-                xerr=[100 * (row.std or 0) for _, row in own],
-                fmt="osD^vPXd"[number % 8],
-                color=SERIES[number],
-                label=label,
-                capsize=3,
-            )
+            xs, deviations = [100 * row.mean for _, row in own], [100 * (row.std or 0) for _, row in own]
+            ys, mark, color = [tasks.index(task) + offset for task, _ in own], "osD^vPXd"[number % 8], SERIES[number]
+            axes.errorbar(xs, ys, xerr=deviations, fmt=mark, color=color, label=label, capsize=3)
         axes.set_yticks(range(len(tasks)), tasks)
         axes.set_ylim(len(tasks) - 0.5, -0.5)
         axes.set_xlabel("top-1 (%)")
@@ -97,14 +91,9 @@ def means_over_steps(report: Report) -> Iterator[Drawing]:
             figure.legend(loc="outside lower left", ncols=2)
 
         ends = "; ".join(f"{label}: {points[-1][1]:.2f} %" for label, points in found.items() if points)
-        yield draw(
-            f"steps-{task}",
-            f"Top-1 of {task} over steps. At the end, {ends}",
-            put,
-            width=860,
-            height=300 + 11 * len(found),
-            caption=f"Top-1 of {task} over steps: mean, and standard deviation over seeds.",
-        )
+        alt, height = f"Top-1 of {task} over steps. At the end, {ends}", 300 + 11 * len(found)
+        caption = f"Top-1 of {task} over steps: mean, and standard deviation over seeds."
+        yield draw(f"steps-{task}", alt, put, width=860, height=height, caption=caption)
 
 
 def curves(report: Report) -> Iterator[Drawing]:
@@ -130,19 +119,18 @@ def curves(report: Report) -> Iterator[Drawing]:
                         style = ".-" if len(points) < 30 else "-"
                         label = name if axes is panels[0] and run is runs[0] else None
                         axes.plot(*zip(*points, strict=True), style, color=color, label=label) if points else None
-                _finish(axes, what)
+                axes.set_title(_title(what))
+                axes.set_xlabel("step")
+                axes.ticklabel_format(axis="x", style="plain", useOffset=False)
+                axes.margins(x=0.03)
+                axes.locator_params(axis="x", nbins=5)
             figure.legend(loc="outside lower left", ncols=columns)
 
         rows, names = -(-len(chosen) // columns), ", ".join(name for name, _ in chosen)
         of = f" {start + 1} to {start + len(chosen)} of {len(groups)}" if len(groups) > _MOST_LINES else ""
-        yield draw(
-            f"curves-{start}",
-            f"Curves over steps of {', '.join(shown)} for {names}",
-            put,
-            width=1080,
-            height=290 + 20 * rows,
-            caption=f"Runs{of}: {', '.join(_title(what) for what in shown)}, over steps.",
-        )
+        alt = f"Curves over steps of {', '.join(shown)} for {names}"
+        caption = f"Runs{of}: {', '.join(_title(what) for what in shown)}, over steps."
+        yield draw(f"curves-{start}", alt, put, width=1080, height=290 + 20 * rows, caption=caption)
 
 
 def _evaluated(runs: Sequence[Curves]) -> list[str]:
@@ -150,14 +138,6 @@ def _evaluated(runs: Sequence[Curves]) -> list[str]:
     keys = sorted({key for run in runs for key in run.evaluations})
     keys.sort(key=lambda key: (key != TOP1, not key.endswith("shot"), key != "validation/loss"))
     return keys[:2]
-
-
-def _finish(axes: "Axes", what: str) -> None:
-    axes.set_title(_title(what))
-    axes.set_xlabel("step")
-    axes.ticklabel_format(axis="x", style="plain", useOffset=False)
-    axes.margins(x=0.03)
-    axes.locator_params(axis="x", nbins=5)
 
 
 def _title(what: str) -> str:
@@ -169,22 +149,20 @@ def _title(what: str) -> str:
 
 def figure_3(report: Report) -> Drawing | None:
     """Top-1 on ImageNet after fine-tuning against the pre-training set: Table 5's, and own results with these sets."""
+    places = list(_PRETRAINING)
     tuned = [result for result in transfers(report.results) if result.task == "imagenet"]
-    own = [((result.pretraining_data or "").partition("/")[0], result) for result in tuned]
-    own = [(data, result) for data, result in own if data in _PRETRAINING]
+    data = [((result.pretraining_data or "").partition("/")[0], result) for result in tuned]
+    own = [(places.index(name), result) for name, result in data if name in places]
     if not own:
         return None
 
     def put(figure: "Figure") -> None:
         axes = figure.subplots()
-        places = list(_PRETRAINING)
         for index, model in enumerate(dict.fromkeys(row.model for row in table_5())):
-            rows = [row for row in table_5() if row.model == model]
-            xs = [places.index(row.pretraining) for row in rows]
-            axes.plot(
-                xs, [row.imagenet for row in rows], "o--", color=SERIES[index], label=f"{model} (Table 5)", alpha=0.7
-            )
-        _put_own(axes, [(places.index(data), result) for data, result in own])
+            points = [(places.index(row.pretraining), row.imagenet) for row in table_5() if row.model == model]
+            label = f"{model} (Table 5)"
+            axes.plot(*zip(*points, strict=True), "o--", color=SERIES[index], label=label, alpha=0.7)
+        _put_own(axes, own)
         axes.set_xticks(range(3), _PRETRAINING.values())
         axes.set_ylabel("ImageNet top-1 (%)")
         figure.legend(loc="outside lower left")  # in the axes it would lie on marks
@@ -211,9 +189,8 @@ def figure_4(report: Report) -> Drawing | None:
         axes.set_ylabel("ImageNet 5-shot top-1 (%)")
         axes.legend()
 
-    caption = (
-        "As Figure 4, which the paper draws without numbers: 5-shot accuracy on ImageNet against pre-training images."
-    )
+    caption = "5-shot accuracy on ImageNet against pre-training images."
+    caption = f"As Figure 4, which the paper draws without numbers: {caption}"
     return draw("figure-4", caption, put, width=760, height=380, caption=caption)
 
 
@@ -226,13 +203,12 @@ def figure_5(report: Report) -> Drawing | None:
 
     def put(figure: "Figure") -> None:
         axes = figure.subplots()
-        kinds = {"ViT (Table 6)": lambda m: m.startswith("ViT"), "ResNet (Table 6)": lambda m: m.startswith("ResNet")}
-        kinds["hybrid (Table 6)"] = lambda m: "+" in m
-        for index, (label, is_kind) in enumerate(kinds.items()):
-            rows = [
-                row for row in table_6() if is_kind(row.model) and (("+" in row.model) == label.startswith("hybrid"))
-            ]
-            axes.plot([r.exaflops for r in rows], [r.imagenet for r in rows], "o", color=SERIES[index], label=label)
+        points: dict[str, list[tuple[float, float]]] = {"ViT": [], "ResNet": [], "hybrid": []}
+        for row in table_6():
+            kind = "hybrid" if "+" in row.model else "ViT" if row.model.startswith("ViT") else "ResNet"
+            points[kind].append((row.exaflops, row.imagenet))
+        for index, (kind, of_kind) in enumerate(points.items()):
+            axes.plot(*zip(*of_kind, strict=True), "o", color=SERIES[index], label=f"{kind} (Table 6)")
         _put_own(axes, own)
         _log(axes, [*(row.exaflops for row in table_6()), *(exaflops for exaflops, _ in own)])
         axes.set_xlabel("compute (exaFLOPs)")

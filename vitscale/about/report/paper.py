@@ -13,6 +13,7 @@ VTAB = "vtab/"
 # Tasks of Tables 2, 5 and 6, with the images of their test sets (appendix B.1.1 names the splits; sizes are the
 # data sets' own).
 TEST_IMAGES = {"imagenet": 50_000, "cifar10": 10_000, "cifar100": 10_000, "pets": 3_669, "flowers": 6_149}
+_KEYS = ("name", "model", "pretraining", "epochs", "exaflops", "tpuv3_core_days")  # of rows, beside those of tasks
 _TABLES = {
     "2": ("comparison with the state of the art; mean and standard deviation of three fine-tuning runs", table_2),
     "5": ("pre-training on ImageNet, ImageNet-21k and JFT-300M; fine-tuned at 384 pixels (Figure 3)", table_5),
@@ -42,29 +43,19 @@ class PaperTable:
 
 @dataclass(frozen=True)
 class VtabTable:
-    """The results for tasks of VTAB-1k beside the paper's Table 9.
-
-    Attributes:
-        columns: titles: one for each model here, and the paper's three.
-        policies: title -> the policies of that model's results.
-        by_group: `group`, `task` and, by title, top-1 in percent.
-    """
+    """The results for tasks of VTAB-1k beside the paper's Table 9."""
 
     table: str
     about: str
-    columns: list[str]
-    policies: dict[str, list[str]]
-    by_group: list[dict[str, Any]]
+    columns: list[str]  # titles: one for each model here, and the paper's three
+    policies: dict[str, list[str]]  # title -> those of that model's results
+    by_group: list[dict[str, Any]]  # `group`, `task` and, by title, top-1 in percent
     results: list[Result]
 
 
 def transfers(results: Sequence[Result]) -> list[Result]:
     """The results of the kind that the paper's tables have: top-1, after fine-tuning, not on a development split."""
-    return [
-        result
-        for result in results
-        if is_tested_top1(result) and result.begins_with is not None and result.task is not None
-    ]
+    return [result for result in results if is_tested_top1(result) and None not in (result.begins_with, result.task)]
 
 
 def is_tested_top1(result: Result) -> bool:
@@ -76,12 +67,11 @@ def beside_the_paper(results: Sequence[Result]) -> list[PaperTable | VtabTable]:
     """Each table that concerns a task of the results."""
     own = transfers(results)
     found: list[PaperTable | VtabTable] = []
-    for number, (about, rows) in _TABLES.items():
-        tasks = [task for task in TEST_IMAGES if any(result.task == task for result in own)]
-        if not tasks:
-            continue
+    tasks = [task for task in TEST_IMAGES if any(result.task == task for result in own)]
+    keys = {*_KEYS, *tasks, *(f"{task}_std" for task in tasks)}
+    for number, (about, rows) in _TABLES.items() if tasks else ():
         published = [
-            {key: value for key, value in asdict(row).items() if _concerns(key, tasks)}  # type: ignore[call-overload]
+            {key: value for key, value in asdict(row).items() if key in keys}  # type: ignore[call-overload]
             for row in rows()
         ]
         compared = [_compared(result, published, result.task) for result in own if result.task in tasks]
@@ -105,11 +95,6 @@ def _of_vtab(results: Sequence[Result]) -> VtabTable:
         columns[f"{model}, {pretraining}\n(Table 9)"] = {task: row[task] for task in TASKS}
     rows = vtab_table(columns).bare_rows()
     return VtabTable("9", "VTAB-1k, 1,000 training images a task", list(columns), policies, rows, list(results))
-
-
-def _concerns(key: str, tasks: Sequence[str]) -> bool:
-    of_task = key.removesuffix("_std")
-    return of_task in tasks or key in ("name", "model", "pretraining", "epochs", "exaflops", "tpuv3_core_days")
 
 
 def _compared(result: Result, rows: Sequence[dict[str, Any]], task: str) -> Compared:

@@ -84,25 +84,15 @@ def read_run(directory: Path) -> Run:
 
 def begins_with(run: Run) -> str | None:
     """The name of the run, or of the file, whose weights it began with; for a branch, its trunk."""
-    init = run.recipe.init
-    if init is None:
-        return None
-    return Path(init.source).name if run.parent is None else run.parent.name
+    init, parent = run.recipe.init, run.parent
+    return None if init is None else Path(init.source).name if parent is None else parent.name
 
 
 def policy(run: Run, crop: EvalCrop) -> Policy:
     """How images become the model's input in an evaluation; without a name."""
     data = run.recipe.data
-    return Policy(
-        name="",
-        image_size=data.image_size,
-        crop=crop.kind,
-        crop_fraction=crop.fraction,
-        resize=crop.resize,
-        mean=list(data.normalise.mean),
-        std=list(data.normalise.std),
-        positions=_positions(run),
-    )
+    mean, std = list(data.normalise.mean), list(data.normalise.std)
+    return Policy("", data.image_size, crop.kind, crop.fraction, crop.resize, mean, std, _positions(run))
 
 
 def _positions(run: Run) -> str:
@@ -111,31 +101,21 @@ def _positions(run: Run) -> str:
         return "as trained"
     if run.parent is None:
         return f"of the file; where that is for another resolution, {POSITIONS_RULE}"
-    return _positions(run.parent) if _grid(run) == _grid(run.parent) else POSITIONS_RULE
-
-
-def _grid(run: Run) -> object:
-    """What positions depend on: the patches, or what a stem makes of images of this size."""
-    return run.recipe.model.patches(run.recipe.data.image_size) or run.recipe.data.image_size
+    sizes = [(each.recipe.model, each.recipe.data.image_size) for each in (run, run.parent)]
+    own, before = (model.patches(size) or size for model, size in sizes)  # or what a stem makes of such images
+    return _positions(run.parent) if own == before else POSITIONS_RULE
 
 
 def record_of(run: Run) -> RunRecord:
     """What the report says of a run."""
     index, recipe, cost, log = run.index, run.recipe, run.cost, run.metrics
+    crop = recipe.data.crop.model_dump(exclude_none=True)
     last = log.evaluations[-1][1] if log.evaluations else {}
     spent: dict[str, Any] = {}
     if cost is not None:
-        spent = {
-            "step": cost.step,
-            "total_steps": run.total_steps,
-            "best_step": run.best_step,
-            "images": cost.images,
-            "exaflops": cost.exaflops,
-            "hours": cost.seconds / 3600,
-            "device_hours": None if cost.device_seconds is None else cost.device_seconds / 3600,
-            "images_per_s": cost.images_per_s,
-            "mfu": cost.mfu,
-        }
+        spent = {key: getattr(cost, key) for key in ("step", "images", "exaflops", "images_per_s", "mfu")}
+        spent |= {"total_steps": run.total_steps, "best_step": run.best_step, "hours": cost.seconds / 3600}
+        spent["device_hours"] = None if cost.device_seconds is None else cost.device_seconds / 3600
     return RunRecord(
         name=run.name,
         directory=str(run.directory),
@@ -148,9 +128,7 @@ def record_of(run: Run) -> RunRecord:
         optimizer=recipe.optimizer.name,
         lr=recipe.optimizer.lr,
         global_batch=recipe.batch.global_size,
-        training_crop=", ".join(
-            f"{key} {value}" for key, value in recipe.data.crop.model_dump(exclude_none=True).items()
-        ),
+        training_crop=", ".join(f"{key} {value}" for key, value in crop.items()),
         flip=recipe.data.flip,
         **spent,
         world_sizes=[] if cost is None else list(cost.world_sizes),

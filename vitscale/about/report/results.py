@@ -24,8 +24,7 @@ class Item:
     problem: str = ""
 
     @property
-    def split(self) -> str:
-        """`dev`, `test`, or `evaluation` if no study says which of them."""
+    def split(self) -> str:  # as in `Result`
         on = None if self.entry is None else self.entry.evaluated_on
         return "evaluation" if on is None else on.split
 
@@ -65,34 +64,23 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A metric of runs that differ only in their seed.
-
-    Attributes:
-        part: the part of the study; None without one.
-        begins_with: the run, or the file, whose weights it began with; for a branch, its trunk's.
-        pretraining_data, pretraining_samples: the training set of the first of the runs that it goes back to.
-        exaflops: those of one run and of those that it goes back to.
-        split: `dev`, `test`, or `evaluation` if no study says which of them.
-        policy: the name of a `Policy`; None for evaluators that have one of their own.
-        mean, std, n: as in `Spread`; of `n_planned` runs.
-        interval: of 95 %, by Wilson, of the mean for so many images; None for what is no share of `samples`.
-    """
+    """A metric of runs that differ only in their seed."""
 
     label: str
-    part: str | None
+    part: str | None  # of the study
     model: str
-    begins_with: str | None
-    pretraining_data: str | None
+    begins_with: str | None  # the run, or the file, whose weights it began with; for a branch, its trunk's
+    pretraining_data: str | None  # the training set of the first of the runs that it goes back to
     pretraining_samples: int | None
-    exaflops: float | None
+    exaflops: float | None  # of one run and of those that it goes back to
     task: str | None
     dataset: str | None
-    split: str
+    split: str  # `dev`, `test`, or `evaluation` if no study says which of them
     metric: str
-    policy: str | None
-    mean: float
+    policy: str | None  # the name of a `Policy`; None for evaluators that have one of their own
+    mean: float  # as `std` and `n` in `Spread`
     std: float | None
-    interval: tuple[float, float] | None
+    interval: tuple[float, float] | None  # of 95 %, by Wilson, of the mean; None for what is no share of `samples`
     n: int
     n_planned: int
     seeds: list[int | None]
@@ -107,7 +95,6 @@ class Datasets:
         self.opened: dict[tuple[str, str | None], Dataset] = {}
 
     def of(self, run: Run, name: str) -> Dataset:
-        """The dataset that a run's recipe calls so."""
         key = name, run.recipe.data.root
         if key not in self.opened:
             self.opened[key] = open_dataset(run, name)
@@ -117,10 +104,10 @@ class Datasets:
 def results(items: Sequence[Item], policies: list[Policy], datasets: Datasets) -> Iterator[Result]:
     """All results; adds their policies and datasets to those known."""
     for group in _seed_groups(items):
-        first = next((item for item in group if item.run is not None), None)
-        if first is None or first.run is None:
+        begun = [(item, item.run) for item in group if item.run is not None]
+        if not begun:
             continue
-        run, done = first.run, [item for item in group if item.metrics]
+        (first, run), done = begun[0], [item for item in group if item.metrics]
         for metric in sorted({key for item in done for key in item.metrics}):
             measured = [item for item in done if metric in item.metrics]
             spread = Spread.of([item.metrics[metric] for item in measured])

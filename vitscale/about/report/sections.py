@@ -1,5 +1,6 @@
 """The page of a report, from its content alone."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -10,8 +11,8 @@ from vitscale.about.report.datasets import DatasetRecord, Deduplication
 from vitscale.about.report.paper import Compared, PaperTable, VtabTable, is_tested_top1
 from vitscale.about.report.records import Policy
 from vitscale.about.report.results import Result
-from vitscale.about.studies.results import Candidate, Decision, Spread, VtabScore
-from vitscale.ground.page import Drawing, Facts, Folded, Part, Section, Table, Text, check_drawing, page_text
+from vitscale.about.studies.results import Candidate, Spread, VtabScore
+from vitscale.ground.page import Facts, Folded, Part, Section, Table, Text, check_drawing, page_text
 from vitscale.ground.table import Column, ResultTable, number, short
 from vitscale.ground.vtab import OVER_GROUPS, OVER_TASKS
 from vitscale.ground.wording import counted
@@ -70,37 +71,31 @@ def _summary(report: Report) -> Iterator[Part]:
     unfinished = {state: count for state, count in states.items() if state != "done"}
     if unfinished:
         told = ", ".join(f"{count} {state}" for state, count in unfinished.items())
-        yield Text(
-            f"Not everything is done: {told}. What is below is of finished runs unless it says otherwise.", "warning"
-        )
+        below = "What is below is of finished runs unless it says otherwise."
+        yield Text(f"Not everything is done: {told}. {below}", "warning")
     missing = [pair for pair in report.deduplication if pair.status != "recorded"]
     if missing:
-        yield Text(
-            f"No de-duplication is recorded for {counted(len(missing), 'pair')} of a training and a test set: see "
-            f"De-duplication.",
-            "warning",
-        )
+        pairs = f"{counted(len(missing), 'pair')} of a training and a test set"
+        yield Text(f"No de-duplication is recorded for {pairs}: see De-duplication.", "warning")
     elif report.deduplication:
         yield Text("Every training set was compared with every test set: see De-duplication.", "good")
     decided = sorted({name for choice in report.choices for name in choice.decided_by.datasets})
     tested = dict.fromkeys(result.dataset for result in report.results if result.split != "dev" and result.dataset)
-    rows = [("Runs", ", ".join(f"{count} {state}" for state, count in states.items()))]
-    rows.append(("Compute, all runs", f"{short(spent.exaflops)} exaFLOPs, {short(spent.device_hours)} device-hours"))
-    rows.append(("Chosen by", ", ".join(decided) + " (development splits)" if decided else "nothing was chosen here"))
-    rows.append(("Tested on", ", ".join(map(str, tested)) or "no finished run has been tested"))
-    rows.append(("Made by", ", ".join(f"{name} {version}" for name, version in report.made_by.items())))
-    rows.append(("Made from", "\n".join(report.sources)))
-    yield Facts(rows)
-    yield Text(
-        "results.json beside this page holds every number; a pointer over a number shows all its digits.", "note"
+    yield Facts(
+        [
+            ("Runs", ", ".join(f"{count} {state}" for state, count in states.items())),
+            ("Compute, all runs", f"{short(spent.exaflops)} exaFLOPs, {short(spent.device_hours)} device-hours"),
+            ("Chosen by", ", ".join(decided) + " (development splits)" if decided else "nothing was chosen here"),
+            ("Tested on", ", ".join(map(str, tested)) or "no finished run has been tested"),
+            ("Made by", ", ".join(f"{name} {version}" for name, version in report.made_by.items())),
+            ("Made from", "\n".join(report.sources)),
+        ]
     )
+    digits = "results.json beside this page holds every number; a pointer over a number shows all its digits."
+    yield Text(digits, "note")
 
 
 # ---- Results ---------------------------------------------------------------------------------------------------------
-
-
-def _within(result: Result) -> str | None:
-    return result.interval and " to ".join(f"{100 * end:.1f}" for end in result.interval)
 
 
 def _seeds(result: Result) -> str:
@@ -114,7 +109,6 @@ _WHAT: tuple[_Column[Result], ...] = (
     _Column("model", lambda result: result.model),
     _Column("begins with", lambda result: result.begins_with or "from scratch"),
 )
-_INTERVAL: _Column[Result] = _Column("95 %\ninterval", _within)
 _RUNS: tuple[_Column[Result], ...] = (
     _Column("runs", lambda result: result.n, str),
     _Column("seeds", _seeds),
@@ -123,10 +117,16 @@ _RUNS: tuple[_Column[Result], ...] = (
 _SAMPLES: _Column[Result] = _Column("images", lambda result: result.samples, number(0))
 
 
+def _interval(result: Result) -> str | None:
+    return result.interval and " to ".join(f"{100 * end:.1f}" for end in result.interval)
+
+
 def _spread(heading: str, show: Callable[[float], str]) -> tuple[_Column[Result], ...]:
-    """Mean, interval and standard deviation."""
-    deviation: _Column[Result] = _Column("standard\ndeviation", lambda result: result.std, show)
-    return _Column(heading, lambda result: result.mean, show), _INTERVAL, deviation
+    return (
+        _Column(heading, lambda result: result.mean, show),
+        _Column("95 %\ninterval", _interval),
+        _Column("standard\ndeviation", lambda result: result.std, show),
+    )
 
 
 _TOP1 = _spread("top-1\n(%)", _PERCENT)
@@ -171,13 +171,7 @@ def _other_metrics(report: Report, results: Sequence[Result]) -> Iterator[Part]:
 
 
 def _groups(keys: Sequence[Any]) -> list[int]:
-    lengths: list[int] = []
-    for before, key in zip([None, *keys], keys, strict=False):
-        if lengths and before == key:
-            lengths[-1] += 1
-        else:
-            lengths.append(1)
-    return lengths
+    return [len(list(group)) for _, group in itertools.groupby(keys)]
 
 
 def _policy(policy: Policy) -> str:
@@ -210,13 +204,9 @@ def _paper(report: Report) -> Iterator[Part]:
             yield from _of_vtab(table, report.vtab)
         else:
             yield from _of_table(table, repeats=table != report.paper[0])
-    drawings: list[Callable[[Report], Drawing | None]] = [
-        figures.figure_3,
-        figures.figure_4,
-        figures.figure_5,
-        figures.against_compute,
-    ]
-    yield from (drawing for draw in drawings if (drawing := draw(report)) is not None)
+    for draw in (figures.figure_3, figures.figure_4, figures.figure_5, figures.against_compute):
+        if (drawing := draw(report)) is not None:
+            yield drawing
 
 
 _COMPARED: tuple[_Column[Compared], ...] = (
@@ -285,9 +275,8 @@ def _choices(report: Report) -> Iterator[Part]:
     if not report.choices:
         selecting = [run.name for run in report.runs if run.record is not None and run.record.best_step is not None]
         if selecting:
-            yield Text(
-                f"Within these runs the best checkpoint was kept, by their recipes' rule: {', '.join(selecting)}."
-            )
+            kept = ", ".join(selecting)
+            yield Text(f"Within these runs the best checkpoint was kept, by their recipes' rule: {kept}.")
         yield Text("No hyper-parameter was chosen among these runs: there was no selection.")
         return
     sha = {dataset.name: dataset.manifest_sha256 for dataset in report.datasets}
@@ -296,23 +285,19 @@ def _choices(report: Report) -> Iterator[Part]:
     )
     for choice in report.choices:
         by = "; ".join(f"{name} (manifest {sha.get(name) or 'not read'})" for name in choice.decided_by.datasets)
-        yield _choice(choice, f"Decided by {by}")
-
-
-def _choice(choice: Decision, note: str) -> Table:
-    is_percent = choice.metric.endswith(_IN_PERCENT)
-    heading, show = f"{choice.metric}{' (%)' if is_percent else ''}", _PERCENT if is_percent else number(4)
-    columns: tuple[_Column[Candidate], ...] = (
-        _Column("candidate", lambda one: ", ".join(f"{key} {value}" for key, value in one.grid.items()) or one.label),
-        _Column(heading, lambda one: one.mean, show),
-        _Column("runs", lambda one: ", ".join(one.entries)),
-    )
-    marked = frozenset(i for i, one in enumerate(choice.candidates) if one.label == choice.winner)
-    state = "" if choice.is_decided else "; not decided yet"
-    state = "; every candidate has diverged" if choice.is_decided and choice.winner is None else state
-    rule = "highest" if choice.mode == "max" else "lowest"
-    table = _table(choice.candidates, columns, notes=[note])
-    return Table(table, f"{choice.name}: the {rule} {choice.metric}{state}", marked)
+        is_percent = choice.metric.endswith(_IN_PERCENT)
+        heading, show = f"{choice.metric}{' (%)' if is_percent else ''}", _PERCENT if is_percent else number(4)
+        columns: tuple[_Column[Candidate], ...] = (
+            _Column("candidate", lambda one: ", ".join(f"{key} {each}" for key, each in one.grid.items()) or one.label),
+            _Column(heading, lambda one: one.mean, show),
+            _Column("runs", lambda one: ", ".join(one.entries)),
+        )
+        marked = frozenset(i for i, one in enumerate(choice.candidates) if one.label == choice.winner)
+        state = "" if choice.is_decided else "; not decided yet"
+        state = "; every candidate has diverged" if choice.is_decided and choice.winner is None else state
+        table = _table(choice.candidates, columns, notes=[f"Decided by {by}"])
+        rule = "highest" if choice.mode == "max" else "lowest"
+        yield Table(table, f"{choice.name}: the {rule} {choice.metric}{state}", marked)
 
 
 # ---- De-duplication --------------------------------------------------------------------------------------------------
@@ -430,9 +415,8 @@ def _data(report: Report) -> Iterator[Part]:
     now = {None, *(dataset.manifest_sha256 for dataset in rows)}
     changed = [run.name for run in report.runs if run.record and run.record.training_manifest_sha256 not in now]
     if changed:
-        yield Text(
-            f"Trained on a manifest that is not there any more, or was not read: {', '.join(changed)}.", "warning"
-        )
+        names = ", ".join(changed)
+        yield Text(f"Trained on a manifest that is not there any more, or was not read: {names}.", "warning")
     yield Text("Manifests as they are now. What a run trained on is in its checkpoints, and listed below.", "note")
 
 
@@ -462,10 +446,7 @@ def _run(run: ReportedRun) -> Iterator[Part]:
         ]
     yield Facts([(name, value) for name, value in facts if value])
     if record is not None and record.metrics:
-        of = f"at step {record.best_step}, its best" if record.best_step is not None else "at the end"
-        of = of if run.state == "done" else "last known"
-        columns: tuple[_Column[tuple[str, float]], ...] = (
-            _Column("metric", lambda row: row[0]),
-            _Column("value", lambda row: row[1], number(4)),
-        )
-        yield Table(_table([*record.metrics.items()], columns), f"Metrics, {of}")
+        at_end = f"at step {record.best_step}, its best" if record.best_step is not None else "at the end"
+        rows: list[dict[str, Any]] = [{"metric": key, "value": value} for key, value in record.metrics.items()]
+        table = _table(rows, [_of_key("metric", "metric"), _of_key("value", "value", number(4))])
+        yield Table(table, f"Metrics, {at_end if run.state == 'done' else 'last known'}")

@@ -1,58 +1,33 @@
 """Judges whether a run trains, and if not, what ended it."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 from vitscale.ground.errors import EXIT_DONE, PreemptedError
 from vitscale.runs.launches import Event
 
-State = Literal[
-    "done",
-    "stopped early",
-    "running",
-    "starting",
-    "restarting",
-    "preempted",
-    "stopped",
-    "failed",
-    "not running",
-    "unknown",
-]
+_Ended = Literal["done", "stopped early", "preempted", "stopped", "failed"]
+State = Literal[_Ended, "running", "starting", "restarting", "not running", "unknown"]
 """`stopped early` is done: no evaluation was better for long; `stopped` is not: it was started with --stop-at."""
 
 _TO_START_S = 600.0  # importing torch from a slow file system, and starting as many processes as there are devices
 _LATER_S = 5.0  # two clocks may differ by this
 
 
-@dataclass(frozen=True)
-class Signs:
-    """What a run's state is judged by.
-
-    Attributes:
-        is_held: whether a rank holds the directory, seen from this machine; None if that cannot be told.
-        last_event: the last event of the launches; None without any.
-        is_only_here: whether the only launch that has not finished, or else the last rank, ran on this machine.
-        line_at: when the last line of metrics was written, in seconds since 1970; None without one.
-        due_s: seconds between two lines; None if not known.
-        timeout_s: seconds without progress after which a run ends itself.
-    """
-
-    is_held: bool | None
-    last_event: Event | None
-    is_only_here: bool
-    line_at: float | None
-    due_s: float | None
-    timeout_s: float
-
-
-def judge(signs: Signs, now: float) -> tuple[State, str]:
-    """The state of a run that is not done, and the reason for thinking so; `now` in seconds since 1970."""
-    event, line_at = signs.last_event, signs.line_at
+def judge(
+    is_held: bool | None,  # by a rank, seen from this machine; None if that cannot be told
+    event: Event | None,  # the last of the launches
+    is_only_here: bool,  # whether the only launch that has not finished, or else the last rank, ran on this machine
+    line_at: float | None,  # when the last line of metrics was written, in seconds since 1970, as `now`
+    due_s: float | None,  # seconds between two lines
+    timeout_s: float,  # seconds without progress after which a run ends itself
+    now: float,
+) -> tuple[State, str]:
+    """The state of a run that is not done, and the reason for thinking so."""
     line = "no line of metrics yet"
     if line_at is not None:
-        due = f", one is due every {duration(signs.due_s)}" if signs.due_s is not None else ""
+        due = f", one is due every {duration(due_s)}" if due_s is not None else ""
         line = f"last line {duration(now - line_at)} ago{due}"
-    if signs.is_held:
+    if is_held:
         return "running", line
     if event is not None and (line_at is None or line_at < event.time + _LATER_S):
         ended = f"{event.cause} ({duration(now - event.time)} ago on {event.host})"
@@ -66,8 +41,8 @@ def judge(signs: Signs, now: float) -> tuple[State, str]:
             return "restarting", ended
         if event.what == "started" and now - event.time < _TO_START_S:
             return "starting", f"launched {duration(now - event.time)} ago on {event.host}"
-    is_recent = line_at is not None and now - line_at <= 3 * (signs.due_s or 0.0) + signs.timeout_s
-    if signs.is_held is False and signs.is_only_here:
+    is_recent = line_at is not None and now - line_at <= 3 * (due_s or 0.0) + timeout_s
+    if is_held is False and is_only_here:
         has_no_end = event is not None and event.what != "finished"
         how = "; the last launch was on this machine and recorded no end" if has_no_end else ""
         return "not running", f"{line}{how}"

@@ -3,9 +3,10 @@
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
-from vitscale.about.status.summary import Direction, SlowestRank, Trend
 from vitscale.runs.metrics import RECENT_LINES, Row
 from vitscale.runs.reading import number, text
 
@@ -15,6 +16,33 @@ _STRAGGLES_IN = 0.8  # share of the last lines: ranks that share a busy machine 
 _FEWEST_FOR_A_STRAGGLER = 5
 _FEWEST_FOR_A_TREND = 10
 _LINES_OF_RANKS = 10
+
+Direction = Literal["falling", "level", "rising"]
+
+
+@dataclass(frozen=True)
+class Trend:
+    """The straight line through the losses of the last lines of metrics."""
+
+    change: float  # of the line over `steps`
+    steps: int
+    direction: Direction  # level if the slope is less than twice its standard error
+
+
+@dataclass(frozen=True)
+class SlowestRank:
+    """The slowest rank by the last line of metrics; seconds are of its own work a step.
+
+    `is_straggler`: it takes more than 1.2 times as long as the median rank, this is above 5 % of a step, and it was the
+    slowest in four of five of the last lines, of at least five.
+    """
+
+    rank: str  # and its host: `3 (host)`
+    seconds: float
+    median_seconds: float
+    is_straggler: bool
+    lines: int  # of the last `of_lines` that had this rank as the slowest
+    of_lines: int
 
 
 def trend(rows: Sequence[Row]) -> Trend | None:

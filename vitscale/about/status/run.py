@@ -1,15 +1,17 @@
-"""Reads one run directory: whatever state it is in, there is an answer or one readable error."""
+"""How a run is doing, by its directory: whatever state that is in, there is an answer or one readable error."""
 
 import math
 import os
 import socket
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vitscale.about.status import recent
-from vitscale.about.status.liveness import Signs, State, judge
-from vitscale.about.status.summary import Anomalies, Best, Evaluation, Restarts, RunStatus, Saved
+from vitscale.about.status.liveness import State, judge
+from vitscale.about.status.recent import SlowestRank, Trend
 from vitscale.flops.accounting import mfu as model_flops_utilisation
 from vitscale.flops.cost import cost_row
 from vitscale.flops.hardware import Device
@@ -21,7 +23,7 @@ from vitscale.recipe import Recipe, read_recipe
 from vitscale.runs.checkpoint_index import CheckpointIndex
 from vitscale.runs.directory import is_held, last_holder
 from vitscale.runs.done import verification
-from vitscale.runs.launches import Launches
+from vitscale.runs.launches import Event
 from vitscale.runs.metrics import MetricsLog, Row
 from vitscale.runs.names import ANOMALIES_DIR, CHECKPOINTS, DONE_FILE, LAUNCH_FILE, METRICS_FILE, RECIPE_FILE
 from vitscale.runs.reading import count, number, read_object
@@ -31,10 +33,105 @@ _MANIFEST = "manifest.json"  # the name in shards.manifest, which would import N
 _SIGNS_OF_A_RUN = (RECIPE_FILE, METRICS_FILE, LAUNCH_FILE, DONE_FILE, CHECKPOINTS)
 _STEP_TIMEOUT_S = 600.0  # if no recipe gives `check.step_timeout_s`
 _SHOWN_RESTARTS = 5
+_FIGURES = ("loss", "lr", "images_per_s", "step_time_s", "peak_memory_bytes", "exaflops")  # of the last line
+_NO_COST = dict.fromkeys(("hours", "device_hours", "energy_kwh", "cost"))
 
 
 class NoRunYetError(RecipeError):
     """Nothing is at a path yet, or only an empty folder."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Values by evaluator/metric after `step` updates; None for one that is not finite."""
+
+    step: int
+    values: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation by `metric`."""
+
+    step: int
+    metric: str
+    value: float
+    is_kept: bool | None  # whether there is a checkpoint of its step; None for checkpoints at a URL, which is not asked
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The checkpoints, and the newest one's step, age in seconds and size."""
+
+    where: str  # path or URL; nothing more is known about a URL, which is not asked
+    steps: list[int] | None = None  # of the checkpoints there, oldest first
+    count: int | None = None
+    step: int | None = None
+    age_s: float | None = None
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """Restarts by `vitscale launch`."""
+
+    launches: int  # how often it was called
+    count: int  # of restarts by these calls
+    last: list[Event]  # of these, oldest first
+
+
+@dataclass(frozen=True)
+class Anomalies:
+    """Batches that must not be trained on."""
+
+    left_out: int  # how often the run skipped batches or went back
+    limit: int | None  # the recipe's, for that
+    reports: int  # files in anomalies/
+    last: dict[str, Any] | None  # `step`, `kind` and `policy` of the report of the highest step
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How a run is doing; what is not known is None everywhere."""
+
+    run: str  # its directory
+    state: State
+    why: str
+    step: int | None  # updates done
+    total_steps: int | None  # of the whole run
+    precision: str | None  # that the recipe computes in
+    selects: bool  # whether the recipe has a `selection`
+    line_age_s: float | None  # seconds since the last line of metrics
+    loss: float | None  # as the next ones, the value in that line
+    trend: Trend | None
+    lr: float | None
+    images_per_s: float | None
+    mfu: float | None
+    step_time_s: float | None
+    world_size: int | None
+    world_sizes: list[int]  # on which it has run, in the order in which they first appear
+    data_wait: float | None  # the share of the last lines' time that was spent waiting for data, a fraction
+    peak_memory_bytes: float | None
+    left_s: float | None  # that the remaining steps take at the mean pace of the last lines
+    exaflops: float | None  # so far
+    hours: float | None  # as the next ones, for the steps so far, without evaluations, checkpoints and lost steps
+    device_hours: float | None
+    energy_kwh: float | None
+    cost: float | None
+    is_estimated: bool  # whether these four are estimates, from parts of a large file
+    evaluation: Evaluation | None  # the last one
+    best: Best | None  # by the recipe's `selection`, or else by top-1 accuracy
+    checkpoints: Saved
+    verified: str | None  # what `vitscale verify` found, beginning with `yes` or `no`; None before the end
+    restarts: Restarts | None
+    anomalies: Anomalies | None
+    slowest_rank: SlowestRank | None
+    notes: list[str]  # what is damaged or missing
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.state in ("done", "stopped early")
 
 
 class RunReader:
@@ -67,15 +164,24 @@ class RunReader:
         notes = [self._recipe_problem] if self._recipe_problem else []
         notes += [] if run.checkpoints is None else run.checkpoints.problems
         saved = _saved(run)
-        done = _done(run, notes)
+        try:
+            done = run.done
+        except DataError:
+            done = None
+            notes.append(f"{run.directory / DONE_FILE} is damaged and ignored")
         num_samples, num_classes = self._data(run.index)
         last = rows[-1] if rows else {}
-        step = count(done.get("step")) if done else None
+        step, total = (count((done or {}).get(key)) for key in ("step", "total_steps"))
         step = _step(log, saved) if step is None else step
-        total = count(done.get("total_steps")) if done else None
         total = run.steps_for(num_samples) if total is None else total
+        figures: dict[str, Any] = {key: number(last.get(key)) for key in _FIGURES}
+        device_hours = None if log.device_seconds is None else log.device_seconds / 3600
+        figures |= cost_row(log.seconds / 3600, device_hours, self._device, self._price) if rows else _NO_COST
         pace = recent.pace(rows)
+        left_s = None if step is None or total is None or pace is None else max(0, total - step) * pace
         state, why = _state(run, done, pace)
+        events = run.launches
+        restarts = Restarts(events.count, len(events.restarts), events.restarts[-_SHOWN_RESTARTS:])
         notes += _damage(run)
         self._check_is_run()  # what was removed meanwhile is no run at its beginning
         return RunStatus(
@@ -87,25 +193,19 @@ class RunReader:
             precision=None if run.recipe is None else run.recipe.precision,
             selects=run.recipe is not None and run.recipe.selection is not None,
             line_age_s=None if log.line_at is None else _age(log.line_at),
-            loss=number(last.get("loss")),
             trend=recent.trend(rows),
-            lr=number(last.get("lr")),
-            images_per_s=number(last.get("images_per_s")),
             mfu=self._mfu(last, num_classes),
-            step_time_s=number(last.get("step_time_s")),
             world_size=count(last.get("world_size")),
             world_sizes=log.world_sizes,
             data_wait=recent.data_wait(rows),
-            peak_memory_bytes=number(last.get("peak_memory_bytes")),
-            left_s=_left(step, total, pace) if done is None else None,
-            exaflops=number(last.get("exaflops")),
-            **self._cost(log),
+            left_s=left_s if done is None else None,
+            **figures,
             is_estimated=log.is_sampled,
             evaluation=_last_evaluation(log, done or {}),
             best=_best(run, saved),
             checkpoints=saved,
             verified=verification(self._directory, saved.where) if done is not None else None,
-            restarts=_restarts(run.launches),
+            restarts=None if events.last is None else restarts,
             anomalies=_anomalies(run, last),
             slowest_rank=recent.slowest_rank(rows),
             notes=notes,
@@ -148,7 +248,11 @@ class RunReader:
         if index is not None:
             return index.num_samples, index.num_classes
         if self._manifest is None and self._recipe is not None:
-            self._manifest = _read_manifest(self._recipe)
+            self._manifest = {}
+            with suppress(VitscaleError):
+                if not is_url(where := self._recipe.dataset_path(self._recipe.data.train)):
+                    path = Path(where)
+                    self._manifest = read_object(path / _MANIFEST if path.is_dir() else path) or {}
         manifest = self._manifest or {}
         names = manifest.get("class_names")
         return count(manifest.get("num_samples")), len(names) if isinstance(names, list) else None
@@ -166,39 +270,20 @@ class RunReader:
         macs = recipe_work(recipe, num_classes).macs
         return model_flops_utilisation(images_per_s, macs, world_size, device.training_peak[0])
 
-    def _cost(self, log: MetricsLog) -> dict[str, Any]:
-        if not log.rows:
-            return dict.fromkeys(("hours", "device_hours", "energy_kwh", "cost"))
-        device_hours = None if log.device_seconds is None else log.device_seconds / 3600
-        return cost_row(log.seconds / 3600, device_hours, self._device, self._price)
-
 
 # ---- How it is doing -------------------------------------------------------------------------------------------------
-
-
-def _done(run: RunFiles, notes: list[str]) -> dict[str, Any] | None:
-    """The content of DONE; None without one."""
-    try:
-        return run.done
-    except DataError:
-        notes.append(f"{run.directory / DONE_FILE} is damaged and ignored")
-        return None
 
 
 def _state(run: RunFiles, done: dict[str, Any] | None, pace: float | None) -> tuple[State, str]:
     if done is not None:
         return ("stopped early", "because no evaluation was better") if done.get("stopped_early") else ("done", "")
-    return judge(
-        Signs(
-            is_held=is_held(run.directory),
-            last_event=run.launches.last,
-            is_only_here={socket.gethostname()} == (run.launches.unfinished_on or {last_holder(run.directory)}),
-            line_at=run.metrics.line_at,
-            due_s=_due_s(run.recipe, pace),
-            timeout_s=_STEP_TIMEOUT_S if run.recipe is None else run.recipe.check.step_timeout_s,
-        ),
-        time.time(),
-    )
+    due_s, timeout_s, recipe = None, _STEP_TIMEOUT_S, run.recipe
+    if recipe is not None:
+        timeout_s = recipe.check.step_timeout_s
+        due_s = None if pace is None else min(recipe.logging.every * pace, max(recipe.logging.most_s, pace))
+    holds, launches = is_held(run.directory), run.launches  # in this order: an end is noted after ranks have let go
+    is_only_here = {socket.gethostname()} == (launches.unfinished_on or {last_holder(run.directory)})
+    return judge(holds, launches.last, is_only_here, run.metrics.line_at, due_s, timeout_s, time.time())
 
 
 def _step(log: MetricsLog, saved: Saved) -> int | None:
@@ -237,7 +322,7 @@ def _best(run: RunFiles, saved: Saved) -> Best | None:
 def _saved(run: RunFiles) -> Saved:
     found = run.checkpoints
     if found is None:
-        return Saved(without_secrets(run.checkpoints_root), None, None, None, None, None)
+        return Saved(without_secrets(run.checkpoints_root))
     step = found.steps[-1] if found.steps else None
     size = found.newest.bytes if found.newest is not None and found.newest.step == step else None
     age = None if found.saved_at is None else _age(found.saved_at)
@@ -250,12 +335,8 @@ def _anomalies(run: RunFiles, last: Row) -> Anomalies | None:
     if not reports and not left_out:
         return None
     newest = read_object(reports[-1]) if reports else None
-    return Anomalies(
-        left_out=left_out,
-        limit=None if run.recipe is None else run.recipe.anomalies.limit,
-        reports=len(reports),
-        last=None if newest is None else {key: newest.get(key) for key in ("step", "kind", "policy")},
-    )
+    report = None if newest is None else {key: newest.get(key) for key in ("step", "kind", "policy")}
+    return Anomalies(left_out, None if run.recipe is None else run.recipe.anomalies.limit, len(reports), report)
 
 
 def _damage(run: RunFiles) -> list[str]:
@@ -267,34 +348,6 @@ def _damage(run: RunFiles) -> list[str]:
             f"end (vitscale-flops --run reads the whole)"
         )
     return notes
-
-
-def _read_manifest(recipe: Recipe) -> dict[str, Any]:
-    try:
-        where = recipe.dataset_path(recipe.data.train)
-    except VitscaleError:
-        return {}
-    if is_url(where):
-        return {}
-    path = Path(where)
-    return read_object(path / _MANIFEST if path.is_dir() else path) or {}
-
-
-def _restarts(launches: Launches) -> Restarts | None:
-    if launches.last is None:
-        return None
-    return Restarts(launches.count, len(launches.restarts), launches.restarts[-_SHOWN_RESTARTS:])
-
-
-def _due_s(recipe: Recipe | None, pace: float | None) -> float | None:
-    """Seconds between two lines of metrics."""
-    if recipe is None or pace is None:
-        return None
-    return min(recipe.logging.every * pace, max(recipe.logging.most_s, pace))
-
-
-def _left(step: int | None, total: int | None, pace: float | None) -> float | None:
-    return None if step is None or total is None or pace is None else max(0, total - step) * pace
 
 
 def _age(at: float) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vitscale.about.planning.cluster import Cluster
 from vitscale.about.planning.plan import ClusterPlan, make_plan
 from vitscale.about.studies.expansion import Entry, Expansion
-from vitscale.about.studies.schema import Study
+from vitscale.about.studies.reading import Study
 from vitscale.flops.cost import cost_row
 from vitscale.flops.estimate import Estimate, estimate
 from vitscale.ground.errors import RecipeError
@@ -20,44 +20,28 @@ _OF_NO_MATTER = ("seed", "init", "schedule", "evaluation", "selection", "checkpo
 
 @dataclass(frozen=True)
 class EntryCost:
-    """The cost of one entry on its slot; None if nothing says how large its data are.
-
-    Attributes:
-        exaflops: model FLOPs of the run; for a branch, of the steps after its trunk's.
-        images: the images that it trains on in these steps.
-        hours: hours of training; evaluations and interruptions come on top.
-        device_hours: the same hours, summed over the slot's devices.
-        saved_exaflops: exaFLOPs of the steps that a branch takes over from its trunk.
-        problem: why something is None.
-    """
+    """The cost of one entry on its slot; None if nothing says how large its data are."""
 
     name: str
-    exaflops: float | None
-    images: int | None
-    hours: float | None
-    device_hours: float | None
-    saved_exaflops: float = 0.0
-    problem: str = ""
+    exaflops: float | None = None  # model FLOPs of the run; for a branch, of the steps after its trunk's
+    images: int | None = None  # that it trains on in these steps
+    hours: float | None = None  # of training; evaluations and interruptions come on top
+    device_hours: float | None = None  # the same hours, summed over the slot's devices
+    saved_exaflops: float = 0.0  # of the steps that a branch takes over from its trunk
+    problem: str = ""  # why something is None
 
 
 @dataclass(frozen=True)
 class StudyCost:
-    """The cost of a study: sums over the entries whose cost is known.
-
-    Attributes:
-        hours: from the first entry's start to the last one's end, with `slots` entries at a time, each after those it
-            depends on.
-        cost: device-hours times the price; None without a price.
-        assumptions: those of the plans behind the hours.
-    """
+    """The cost of a study: sums over the entries whose cost is known."""
 
     entries: tuple[EntryCost, ...]
     exaflops: float
-    hours: float
+    hours: float  # from the first entry's start to the last one's end, each after those it depends on
     device_hours: float
     energy_kwh: float | None
-    cost: float | None
-    assumptions: tuple[str, ...]
+    cost: float | None  # device-hours times the price; None without a price
+    assumptions: tuple[str, ...]  # those of the plans behind the hours
 
     @property
     def unknown(self) -> list[EntryCost]:
@@ -81,18 +65,14 @@ def cost_of(
     cluster: Cluster,
     slots: int,
     *,
-    samples: int | None = None,
-    price: float | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    samples: int | None,
+    price: float | None,
+    say: Callable[[str], None],
 ) -> StudyCost:
-    """Work out the cost of every entry.
+    """Work out the cost of every entry, `slots` at a time, each on the devices of a `cluster`.
 
-    Args:
-        cluster: the devices of one slot.
-        slots: the number of entries at a time.
-        samples: the size of a training set, if neither a manifest nor the study gives it.
-        price: the price of one device for one hour.
-        say: called with the plan that is being made, as one takes seconds.
+    `samples` is the size of a training set if neither a manifest nor the study gives it, `price` that of one device for
+    one hour. `say` is called with the plan that is being made, as one takes seconds.
 
     Raises `RecipeError` if the devices of a slot do not divide a global batch, a recipe cannot be planned, or no
     entry's cost is known.
@@ -101,7 +81,7 @@ def cost_of(
     costs: dict[str, EntryCost] = {}
     for name, entry in expansion.entries.items():
         found = [
-            _cost(study, entry, option.recipe, cluster, samples, plans, say)
+            _cost(name, _estimate(study, entry, option.recipe, samples), cluster, plans, say)
             for option in {_key(option.recipe, ("seed",)): option for option in entry.options}.values()
         ]
         costs[name] = max(found, key=lambda one: (one.hours is not None, one.hours or 0.0))  # whichever wins
@@ -111,46 +91,31 @@ def cost_of(
     hours = _makespan([*expansion.entries.values()], {name: one.hours or 0.0 for name, one in costs.items()}, slots)
     device_hours = sum(one.device_hours or 0.0 for one in costs.values())
     row = cost_row(hours, device_hours, cluster.device, price)
-    return StudyCost(
-        tuple(costs.values()),
-        sum(one.exaflops or 0.0 for one in costs.values()),
-        hours,
-        device_hours,
-        row["energy_kwh"],
-        row["cost"],
-        tuple(dict.fromkeys(line for plan in plans.values() for line in plan.assumptions)),
-    )
+    entries, exaflops = tuple(costs.values()), sum(one.exaflops or 0.0 for one in costs.values())
+    assumptions = tuple(dict.fromkeys(line for plan in plans.values() for line in plan.assumptions))
+    return StudyCost(entries, exaflops, hours, device_hours, row["energy_kwh"], row["cost"], assumptions)
 
 
 def _cost(
-    study: Study,
-    entry: Entry,
-    recipe: Recipe,
-    cluster: Cluster,
-    samples: int | None,
-    plans: dict[str, ClusterPlan],
-    say: Callable[[str], None],
+    name: str, known: Estimate, cluster: Cluster, plans: dict[str, ClusterPlan], say: Callable[[str], None]
 ) -> EntryCost:
-    known = _estimate(study, entry, recipe, samples)
     if known.work is None or known.images is None:
-        return EntryCost(entry.name, None, None, None, None, problem=str(known.problem))
+        return EntryCost(name, problem=str(known.problem))
     key = _key(known.recipe, _OF_NO_MATTER)
     if key not in plans:
         say(f"planning {known.model_name}")
-        recipe.split(cluster.devices)
+        known.recipe.split(cluster.devices)
         plans[key] = make_plan(known, cluster)
     best = plans[key].best
     if best is None:
         raise RecipeError(
-            f"{entry.name}: {known.model_name} does not fit into {cluster.devices} {cluster.device.name}; more devices "
+            f"{name}: {known.model_name} does not fit into {cluster.devices} {cluster.device.name}; more devices "
             "per entry (fewer --slots) may help"
         )
     assert known.own_images is not None and known.own_exaflops is not None and known.exaflops is not None
     hours = known.own_images / best.images_per_s / 3600
     saved = known.exaflops - known.own_exaflops
-    return EntryCost(
-        entry.name, known.own_exaflops, known.own_images, hours, hours * cluster.devices, saved_exaflops=saved
-    )
+    return EntryCost(name, known.own_exaflops, known.own_images, hours, hours * cluster.devices, saved)
 
 
 def _estimate(study: Study, entry: Entry, recipe: Recipe, samples: int | None) -> Estimate:

@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from vitscale.about.studies.schema import DEV, MOST_RUNS, DataSet, Part, Selection, Study
+from vitscale.about.studies.reading import DEV, MOST_RUNS, Part, Selection, Study
 from vitscale.ground.errors import RecipeError, VitscaleError
 from vitscale.ground.storage import is_url
 from vitscale.recipe import Recipe, find_recipe, override, read_content, recipe_sha256, refuse_secrets
@@ -20,25 +20,19 @@ _VALIDATION = "validation/"
 """The prefix of the metrics of a recipe's `evaluation.validation`."""
 
 _MOST_PROBLEMS = 50
+_Candidate = tuple[str, str, dict[str, Any]]
+"""A label, a recipe, and the grid's values."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A recipe that an entry may come to run.
+    """A recipe that an entry may come to run."""
 
-    Attributes:
-        label: what sets it apart from other candidates, in file names; empty without a grid.
-        source: the recipe's file.
-        settings: KEY=VALUE settings on top of it.
-        values: the grid's values.
-        recipe: the recipe with all of these.
-    """
-
-    label: str
-    source: str
-    settings: tuple[str, ...]
-    values: Mapping[str, Any]
-    recipe: Recipe
+    label: str  # what sets it apart from other candidates, in file names; empty without a grid
+    source: str  # the recipe's file
+    settings: tuple[str, ...]  # KEY=VALUE, on top of it
+    values: Mapping[str, Any]  # of the grid
+    recipe: Recipe  # with all of these
 
     @cached_property
     def recipe_sha256(self) -> str:
@@ -48,28 +42,17 @@ class Option:
 
 @dataclass(frozen=True)
 class Entry:
-    """One run of a study; its directory has its name.
-
-    Attributes:
-        part: the part of the study.
-        dataset: the name of its data set in the study, or None.
-        split: the split of that data set that it is evaluated on, `dev` or `test`; None without a data set.
-        evaluated_on: that split as recipes name it.
-        seed: the seed that the study gives or that is taken from the parent; None for the recipe's own.
-        parent: the entry whose run it begins with, or None.
-        options: a single one; if the entry waits for a choice, one for each candidate that may win.
-        choice: the name of that choice, or None.
-    """
+    """One run of a study; its directory has its name."""
 
     name: str
     part: str
-    dataset: str | None
-    split: str | None
-    evaluated_on: str | None
-    seed: int | None
-    parent: str | None
-    options: tuple[Option, ...]
-    choice: str | None = None
+    dataset: str | None  # its name in the study
+    split: str | None  # of that data set, on which it is evaluated: `dev` or `test`; None without a data set
+    evaluated_on: str | None  # that split as recipes name it
+    seed: int | None  # that the study gives or that is taken from the parent; None for the recipe's own
+    parent: str | None  # the entry whose run it begins with
+    options: tuple[Option, ...]  # a single one; if the entry waits for a choice, one for each candidate that may win
+    choice: str | None = None  # the name of that choice
     depends_on: tuple[str, ...] = ()
 
     def option(self, label: str | None) -> Option:
@@ -81,20 +64,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of one winner among candidates.
+    """A choice of one winner among candidates."""
 
-    Attributes:
-        name: the part and, if there are several, the run that they begin with and the data set.
-        metric: the metric, as runs report it.
-        candidates: label -> entries, over which the metric is averaged.
-        decided_by: the development splits, as recipes name them.
-    """
-
-    name: str
+    name: str  # the part and, if there are several, the run that they begin with and the data set
     rule: Selection
-    metric: str
-    candidates: Mapping[str, tuple[str, ...]]
-    decided_by: tuple[str, ...]
+    metric: str  # as runs report it
+    candidates: Mapping[str, tuple[str, ...]]  # label -> entries, over which the metric is averaged
+    decided_by: tuple[str, ...]  # the development splits, as recipes name them
 
     @property
     def entries(self) -> tuple[str, ...]:
@@ -111,13 +87,10 @@ class Expansion:
 
 
 def expand(study: Study, folder: Path, settings: Sequence[str] = (), beside: Path | None = None) -> Expansion:
-    """Expand a study into all of its runs.
+    """Expand a study into all of its runs, with `settings` KEY=VALUE for the recipes of all entries.
 
-    Args:
-        folder: the folder in which each run has a directory of its name; runs that begin with another's weights refer
-            to it.
-        settings: KEY=VALUE for the recipes of all entries.
-        beside: the folder of the study's file, where recipes given by a path are looked for first.
+    Each run has a directory of its name in a folder, to which runs that begin with another's weights refer. Recipes
+    given by a path are looked for first `beside` the study's file, in its folder.
 
     Raises `RecipeError` for a recipe that is not valid, an edge to nothing, a cycle, two entries of one name, and if a
     choice could see a test split.
@@ -170,17 +143,34 @@ class _Expander:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise RecipeError(f"parts.{name}.from: there is no part or entry {source!r}{hint}")
 
+    def begin(self, part: Part, parent: str, where: str) -> dict[str, Any]:
+        """What a run sets that begins with a parent's: `init.from`, the same everywhere, and what the part takes."""
+        begin: dict[str, Any] = {"init.from": str((self._folder / parent).absolute())}
+        for key in part.take:
+            values = []
+            for option in self.expansion.entries[parent].options:
+                value: Any = option.recipe.dump()
+                for word in key.split("."):
+                    value = value.get(word) if isinstance(value, dict) else None
+                values.append(value)
+            if values[0] is None or any(value != values[0] for value in values):
+                raise RecipeError(
+                    f"parts.{where}.take: {key}: the recipe of {parent} has none, or leaves it to a choice"
+                )
+            begin[key] = values[0]
+        return begin
+
     def option(
         self,
         where: str,
-        label: str,
+        candidate: _Candidate,
         source: str,
-        values: Mapping[str, Any],
-        seed: int | None,
         blocks: Sequence[Mapping[str, Any]],
         last: Mapping[str, Any],
+        seed: int | None,
     ) -> Option:
         """A recipe with settings: the study's, the blocks', the grid's, the command line's, the last ones, the seed."""
+        label, _, values = candidate
         pairs = [pair for block in (self._study.settings, *blocks, values) for pair in block.items()]
         settings = [*map(_setting, pairs), *self._settings, *map(_setting, last.items())]
         beside = None if self._beside is None else self._beside / source
@@ -221,135 +211,87 @@ class _Expander:
             if key := tests.get(_place(text, option.recipe)):
                 raise RecipeError(f"{who} would see {text!r}, which is {key}: no choice may see a test split")
 
-    def run_dir(self, entry: str) -> str:
-        """The absolute path of an entry's run, the same from every working directory."""
-        return str((self._folder / entry).absolute())
-
-    def taken(self, part: Part, parent: str, where: str) -> dict[str, Any]:
-        """The fields that are taken from the parent's recipe."""
-        found = {}
-        for key in part.take:
-            values = []
-            for option in self.expansion.entries[parent].options:
-                value: Any = option.recipe.dump()
-                for word in key.split("."):
-                    value = value.get(word) if isinstance(value, dict) else None
-                values.append(value)
-            if values[0] is None or any(value != values[0] for value in values):
-                raise RecipeError(
-                    f"parts.{where}.take: {key}: the recipe of {parent} has none, or leaves it to a choice"
-                )
-            found[key] = values[0]
-        return found
-
 
 class _PartOfOneParent:
     """The entries of a part that begin with one run, or with no run."""
 
     def __init__(self, expander: _Expander, part: Part, name: str, label: str, parent: str | None) -> None:
         self._expander, self._part, self._name, self._label, self._parent = expander, part, name, label, parent
-        self._begin: dict[str, Any] = {}
-        if parent is not None:
-            self._begin = {"init.from": expander.run_dir(parent), **expander.taken(part, parent, name)}
+        self._begin = {} if parent is None else expander.begin(part, parent, name)
+        self._parents = () if parent is None else (parent,)
+        self._candidates = list(_combinations(part))
 
     def add(self) -> None:
         part = self._part
-        self._validate()
-        candidates: dict[str | None, dict[str, tuple[str, ...]]] = {}
-        seeds: list[int | None] = [*part.seeds] or [None]
-        for dataset in part.datasets or [None]:
-            candidates[dataset] = {
-                label: tuple(self._candidate(dataset, label, recipe, values, seed) for seed in seeds)
-                for label, recipe, values in _combinations(part)
+        datasets: Sequence[str | None] = [*part.datasets] or [None]
+        seeds: Sequence[int | None] = part.seeds or [None]
+        self._validate(datasets)
+        entries = {  # dataset -> label of the candidate -> names
+            dataset: {
+                candidate[0]: tuple(self._candidate(dataset, candidate, seed) for seed in seeds)
+                for candidate in self._candidates
             }
+            for dataset in datasets
+        }
         if part.selection is None:
             return
         choices: dict[str | None, Choice] = {}
         if part.selection.shared:
-            labels = next(iter(candidates.values()))
-            shared = {label: tuple(e for each in candidates.values() for e in each[label]) for label in labels}
-            choices = dict.fromkeys(candidates, self._choice(self._label, part.selection, shared))
+            labels = entries[datasets[0]]
+            shared = {label: tuple(e for each in entries.values() for e in each[label]) for label in labels}
+            choices = dict.fromkeys(datasets, self._choice(self._label, part.selection, shared))
         else:
-            for dataset, found in candidates.items():
-                choices[dataset] = self._choice(self._named(dataset), part.selection, found)
+            for dataset, candidates in entries.items():
+                choices[dataset] = self._choice(self._named(dataset), part.selection, candidates)
         if part.refit is not None:
             for dataset, choice in choices.items():
                 for seed in part.refit.seeds:
                     self._refit(dataset, choice, seed)
 
-    def _validate(self) -> None:
+    def _validate(self, datasets: Sequence[str | None]) -> None:
         """Raise one `RecipeError` for all recipes of the part that are not valid."""
         problems: dict[str, None] = {}  # in order, each once
-        for dataset in self._part.datasets or [None]:
-            splits = None if dataset is None else self._part.datasets[dataset]
-            last = {} if splits is None else {"data.train": splits.train, "evaluation.validation": splits.dev}
-            for label, recipe, values in _combinations(self._part):
-                try:
-                    self._option(self._named(dataset, label, None), label, recipe, values, dataset, splits, last, None)
-                except RecipeError as error:
-                    problems[str(error)] = None
-                    if len(problems) > _MOST_PROBLEMS:
-                        raise RecipeError("\n".join(problems)) from None
+        for dataset, candidate in itertools.product(datasets, self._candidates):
+            try:
+                self._option(self._named(dataset, candidate[0]), candidate, dataset, None)
+            except RecipeError as error:
+                problems[str(error)] = None
+                if len(problems) > _MOST_PROBLEMS:
+                    break
         if problems:
             raise RecipeError("\n".join(problems))
 
-    def _candidate(
-        self, dataset: str | None, label: str, recipe: str, values: Mapping[str, Any], seed: int | None
-    ) -> str:
-        splits = None if dataset is None else self._part.datasets[dataset]
-        name = self._named(dataset, label, None if seed is None else f"seed{seed}")
-        last = {} if splits is None else {"data.train": splits.train, "evaluation.validation": splits.dev}
-        option = self._option(name, label, recipe, values, dataset, splits, last, seed)
-        entry = Entry(
-            name,
-            self._name,
-            dataset,
-            None if splits is None else "dev",
-            None if splits is None else splits.dev,
-            self._begin.get("seed", seed),
-            self._parent,
-            (option,),
-            depends_on=() if self._parent is None else (self._parent,),
-        )
+    def _candidate(self, dataset: str | None, candidate: _Candidate, seed: int | None) -> str:
+        name = self._named(dataset, candidate[0], None if seed is None else f"seed{seed}")
+        split, dev = (None, None) if dataset is None else ("dev", self._part.datasets[dataset].dev)
+        options, seed_of_run = (self._option(name, candidate, dataset, seed),), self._begin.get("seed", seed)
+        entry = Entry(name, self._name, dataset, split, dev, seed_of_run, self._parent, options, None, self._parents)
         self._expander.enter(entry, is_final=self._part.refit is None)
         return name
 
     def _refit(self, dataset: str | None, choice: Choice, seed: int) -> None:
         assert dataset is not None
-        splits = self._part.datasets[dataset]
-        name = self._named(dataset, "full", f"seed{seed}")
-        last = {"data.train": splits.full, "evaluation.validation": splits.test}
-        options = tuple(
-            self._option(name, label, recipe, values, dataset, splits, last, seed)
-            for label, recipe, values in _combinations(self._part)
-        )
-        depends_on = (*choice.entries, *(() if self._parent is None else (self._parent,)))
-        entry = Entry(
-            name, self._name, dataset, "test", splits.test, seed, self._parent, options, choice.name, depends_on
-        )
+        name, test = self._named(dataset, "full", f"seed{seed}"), self._part.datasets[dataset].test
+        options = tuple(self._option(name, each, dataset, seed, is_refit=True) for each in self._candidates)
+        depends_on = (*choice.entries, *self._parents)
+        entry = Entry(name, self._name, dataset, "test", test, seed, self._parent, options, choice.name, depends_on)
         self._expander.enter(entry, is_final=True)
 
     def _option(
-        self,
-        name: str,
-        label: str,
-        recipe: str,
-        values: Mapping[str, Any],
-        dataset: str | None,
-        splits: DataSet | None,
-        last: Mapping[str, Any],
-        seed: int | None,
+        self, name: str, candidate: _Candidate, dataset: str | None, seed: int | None, *, is_refit: bool = False
     ) -> Option:
-        source = recipe.replace("{dataset}", dataset or "{dataset}")
-        own = {} if splits is None else splits.settings
-        return self._expander.option(
-            name, label, source, values, seed, (self._part.settings, own), {**self._begin, **last}
-        )
+        source, settings, last = candidate[1], [self._part.settings], dict(self._begin)
+        if dataset is not None:
+            source, splits = source.replace("{dataset}", dataset), self._part.datasets[dataset]
+            settings.append(splits.settings)
+            last["data.train"] = splits.full if is_refit else splits.train
+            last["evaluation.validation"] = splits.test if is_refit else splits.dev
+        return self._expander.option(name, candidate, source, settings, last, seed)
 
     def _choice(self, name: str, rule: Selection, candidates: Mapping[str, tuple[str, ...]]) -> Choice:
         metric = _VALIDATION + rule.metric.removeprefix(DEV)
         entries = self._expander.expansion.entries
-        names = [entry for found in candidates.values() for entry in found]
+        names = [entry for of_label in candidates.values() for entry in of_label]
         probe = entries[names[0]].options[0].recipe.dump()
         probe["evaluation"]["every"] = {"steps": 1}
         probe["selection"] = {"metric": metric, "mode": rule.mode}
@@ -367,8 +309,8 @@ class _PartOfOneParent:
 # ---- The grid --------------------------------------------------------------------------------------------------------
 
 
-def _combinations(part: Part) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(label, recipe, values) of every recipe with every point of the grid."""
+def _combinations(part: Part) -> Iterator[_Candidate]:
+    """Every recipe with every point of the grid."""
     keys = [key for axis in part.grid for key in axis]
     points = [
         [dict(zip(axis, values, strict=True)) for values in zip(*axis.values(), strict=True)] for axis in part.grid

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vitscale.about.studies.local import start_launch
+from vitscale.about.studies.engine import start_launch
 from vitscale.ground.errors import PeerLostError, PreemptedError, RecipeError
 from vitscale.ground.ray_cluster import connect, import_ray
 from vitscale.launch import Pretraining
@@ -22,40 +22,35 @@ _RETRIES = 3
 class RayEngine:
     """Tasks on the cluster that RAY_ADDRESS names, or on one started on this machine.
 
-    Args:
-        slots: the number of entries at a time; None for one a GPU, or one a node in a cluster without GPUs.
-        options: `gpus` and `cpus` of each entry; by default one CPU, and one GPU if there are any.
+    By default one entry at a time a GPU, or a node in a cluster without GPUs. The options `gpus` and `cpus` are of each
+    entry: by default one CPU, and one GPU if there are any.
 
     Raises `RecipeError` if Ray is missing, there is no cluster, or it can never provide what an entry needs.
     """
 
-    def __init__(self, slots: int | None = None, options: Mapping[str, str] | None = None) -> None:
+    def __init__(self, slots: int | None, options: Mapping[str, str]) -> None:
         self._ray = import_ray()
         connect(self._ray, None)
         there = self._ray.cluster_resources()
-        wanted = {"gpus": min(1, int(there.get("GPU", 0))), "cpus": 1} | _numbers(options or {})
+        wanted = {"gpus": min(1, int(there.get("GPU", 0))), "cpus": 1} | _numbers(options)
         for name, resource in (("gpus", "GPU"), ("cpus", "CPU")):
             if wanted[name] > there.get(resource, 0):
                 raise RecipeError(f"--engine-option {name}={wanted[name]}: the cluster has {there.get(resource, 0):g}")
         own = int(there["GPU"]) // wanted["gpus"] if wanted["gpus"] else len(self._ray.nodes())
         self._slots = slots or own
-        self._perform = self._ray.remote(max_retries=_RETRIES, num_cpus=wanted["cpus"], num_gpus=wanted["gpus"])(
-            perform
-        )
+        remote = self._ray.remote(max_retries=_RETRIES, num_cpus=wanted["cpus"], num_gpus=wanted["gpus"])
+        self._perform = remote(perform)
         self._tasks: dict[Any, str] = {}
 
     @property
     def running(self) -> Collection[str]:
-        """The names of running tasks; they end with the process that started them."""
-        return self._tasks.values()
+        return self._tasks.values()  # they end with the process that started them
 
     @property
     def room(self) -> int:
-        """Free slots."""
         return self._slots - len(self._tasks)
 
     def start(self, works: Sequence[Pretraining]) -> None:
-        """Submit a task for each launch."""
         for what in works:
             assert what.run_dir is not None
             absolute = replace(what, recipe=str(Path(what.recipe).absolute()), run_dir=what.run_dir.absolute())
@@ -89,9 +84,8 @@ class RayEngine:
             self._ray.cancel(task)
 
     def kill(self) -> None:
-        """Cancel the tasks by force; launches die with their workers."""
         for task in self._tasks:
-            self._ray.cancel(task, force=True)
+            self._ray.cancel(task, force=True)  # launches die with their workers
 
 
 def perform(what: Pretraining) -> int:

@@ -5,28 +5,23 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import Annotated, Any, Self
 
 import pydantic
 
-from vitscale.about.studies.choosing import mean_scores
 from vitscale.about.studies.expansion import Choice, Entry
+from vitscale.about.studies.outcomes import StudyState, mean_scores
 from vitscale.ground.errors import DataError
 from vitscale.ground.vtab import TASKS, vtab_means
 from vitscale.ground.wording import describe_mistake
 from vitscale.recipe import recipe_name
 from vitscale.runs.reading import read_object
 
-if TYPE_CHECKING:
-    from vitscale.about.studies.running import StudyRun
-
 RESULTS_FILE = "results.json"
 _VERSION = 1
 _TOP1 = "validation/top1"
 _Name = Annotated[str, pydantic.StringConstraints(pattern=r"^\w[^/]*$")]  # of a folder in the study's
 _From = Annotated[str | None, pydantic.Field(validation_alias="from")]
-
-
 Number = Annotated[int | float, pydantic.Field(ge=-1e18, le=1e18)]
 """A number of a file, with which can be computed."""
 
@@ -40,8 +35,7 @@ class Spread:
     n: int
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
-        """That of at least one value."""
+    def of(cls, values: Sequence[float]) -> Self:  # of at least one
         return cls(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
 
@@ -161,11 +155,11 @@ def plain(results: Any) -> dict[str, Any]:
     return asdict(results, dict_factory=lambda pairs: {key.removesuffix("_"): value for key, value in pairs})
 
 
-def results_text(about: About, run: "StudyRun") -> str:
+def results_text(about: About, study: StudyState) -> str:
     """The content of results.json."""
-    entries = {entry.name: _entry(entry, run) for entry in run.expansion.entries.values()}
-    choices = [_choice(choice, run) for choice in run.expansion.choices.values()]
-    summaries = list(_summaries(entries, run))
+    entries = {entry.name: _entry(entry, study) for entry in study.expansion.entries.values()}
+    choices = [_choice(choice, study) for choice in study.expansion.choices.values()]
+    summaries = list(_summaries(entries, study))
     results = StudyResults(
         **vars(about), entries=[*entries.values()], choices=choices, summaries=summaries, vtab=_vtab(summaries, entries)
     )
@@ -180,11 +174,9 @@ def read_results(folder: Path) -> StudyResults | None:
     content, path = read_object(folder / RESULTS_FILE), folder / RESULTS_FILE
     if content is None or "entries" not in content:
         return None
-    if content.get("version") != _VERSION:
-        raise DataError(
-            f"{path}: version {content.get('version')!r}; this vitscale reads {_VERSION}: run the study's command "
-            "again, which rewrites it"
-        )
+    if (version := content.get("version")) != _VERSION:
+        again = "run the study's command again, which rewrites it"
+        raise DataError(f"{path}: version {version!r}; this vitscale reads {_VERSION}: {again}")
     try:
         json.dumps(content, ensure_ascii=False, allow_nan=False).encode()  # neither NaN nor half a character
         return _CONTENT.validate_python(content)
@@ -206,9 +198,13 @@ def but_for_the_seed(
     return entry.part, origin, entry.dataset, split, entry.choice, grid, entry.recipe
 
 
-def _entry(entry: Entry, run: "StudyRun") -> EntryResult:
-    progress, label = run.progress[entry.name], run.label_of(entry)
-    option, outcome = None if label is None else entry.option(label), progress.outcome
+def _entry(entry: Entry, study: StudyState) -> EntryResult:
+    progress, label = study.progress[entry.name], study.label_of(entry)
+    known: dict[str, Any] = {} if progress.outcome is None else {**vars(progress.outcome)}
+    if label is not None:
+        option = entry.option(label)
+        known |= {"recipe": recipe_name(option.source), "recipe_sha256": option.recipe_sha256}
+        known |= {"settings": list(option.settings), "grid": dict(option.values)}
     return EntryResult(
         name=entry.name,
         part=entry.part,
@@ -220,35 +216,24 @@ def _entry(entry: Entry, run: "StudyRun") -> EntryResult:
         seed=entry.seed,
         from_=entry.parent,
         choice=entry.choice,
-        recipe=None if option is None else recipe_name(option.source),
-        recipe_sha256=None if option is None else option.recipe_sha256,
-        settings=None if option is None else list(option.settings),
-        grid=None if option is None else dict(option.values),
-        metrics={} if outcome is None else outcome.metrics,
-        step=None if outcome is None else outcome.step,
-        steps=None if outcome is None else outcome.steps,
-        exaflops=None if outcome is None else outcome.exaflops,
+        **known,
     )
 
 
-def _choice(choice: Choice, run: "StudyRun") -> Decision:
-    candidates = [
-        Candidate(
-            label,
-            list(choice.candidates[label]),
-            mean,
-            dict(run.expansion.entries[choice.candidates[label][0]].options[0].values),
-        )
-        for label, mean in mean_scores(run.scores(choice)).items()
-    ]
-    is_decided, winner = choice.name in run.winners, run.winners.get(choice.name)
+def _choice(choice: Choice, study: StudyState) -> Decision:
+    candidates = []
+    for label, mean in mean_scores(study.scores(choice)).items():
+        names = choice.candidates[label]
+        values = study.expansion.entries[names[0]].options[0].values
+        candidates.append(Candidate(label, list(names), mean, dict(values)))
+    is_decided, winner = choice.name in study.winners, study.winners.get(choice.name)
     by = Deciders("dev", list(choice.decided_by))
     return Decision(choice.name, by, choice.metric, choice.rule.mode, is_decided, winner, candidates)
 
 
-def _summaries(entries: Mapping[str, EntryResult], run: "StudyRun") -> Iterator[Summary]:
+def _summaries(entries: Mapping[str, EntryResult], study: StudyState) -> Iterator[Summary]:
     """Entries that differ only in their seed, once all are done."""
-    known = run.expansion.entries
+    known = study.expansion.entries
     groups: dict[tuple[Any, ...], list[EntryResult]] = {}
     for entry in entries.values():
         key = but_for_the_seed(entry, entries, lambda name: bool(known[name].options[0].recipe.first_step))

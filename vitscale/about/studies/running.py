@@ -4,67 +4,35 @@ The run directories alone tell what is finished, so that a study may be killed a
 """
 
 import itertools
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from types import FrameType
-from typing import Any, Literal, Self
+from typing import Any
 
-from vitscale.about.studies.choosing import choose
 from vitscale.about.studies.engine import LOG_FILE, Engine
-from vitscale.about.studies.expansion import Choice, Entry, Expansion
-from vitscale.about.studies.outcomes import Outcome, changed_fields, read_outcome
+from vitscale.about.studies.expansion import Entry, Expansion
+from vitscale.about.studies.outcomes import Progress, StudyState, changed_fields, read_outcome
 from vitscale.about.studies.results import RESULTS_FILE, About, results_text
 from vitscale.ground.errors import EXIT_DONE, DataError, RecipeError, VitscaleError
 from vitscale.ground.files.durable import make_folder, write_text
 from vitscale.ground.files.locks import LockFile, try_lock
 from vitscale.ground.storage import regular
-from vitscale.launch import Pretraining
+from vitscale.launch import Pretraining, Supervisor
 from vitscale.launch.ends import EXIT_BUG, EXIT_DATA, EXIT_NON_FINITE, EXIT_PREEMPTED, EXIT_RECIPE, EXIT_RETRY
-from vitscale.launch.supervisor import PASSED_ON
 
-State = Literal["waiting", "running", "done", "failed", "not run"]
 _LOOK_EVERY_SECONDS = 0.2
-_SAME_REQUEST_SECONDS = 1.0
 _LOCK_FILE = ".lock"
 _LOG_END_BYTES = 1 << 16
 # Exit codes of entries, the worst first.
 _SEVERITY = (EXIT_BUG, EXIT_RECIPE, EXIT_DATA, EXIT_NON_FINITE, EXIT_RETRY, EXIT_PREEMPTED)
 
 
-@dataclass
-class Progress:
-    """The progress of an entry.
+class StudyRun(StudyState):
+    """One study in one folder, which has a directory for each entry, and results.json.
 
-    Attributes:
-        code: the exit code of its launch, if that has failed.
-        why: why it has failed or is not run.
-        outcome: its outcome, once it is done.
-        began: its start by the monotonic clock, if this process has started it.
-        seconds: the time that it took in this process.
-    """
-
-    state: State = "waiting"
-    code: int | None = None
-    why: str = ""
-    outcome: Outcome | None = None
-    began: float | None = None
-    seconds: float | None = None
-
-
-class StudyRun:
-    """One study in one folder.
-
-    Args:
-        expansion: its entries and choices.
-        folder: the study's folder, with a directory for each entry, and results.json.
-        engine: starts their launches.
-        about: what results.json says about the study.
-        look: called again and again with this object, to show it to people.
+    `look` is called again and again with this object, to show it to people.
     """
 
     def __init__(
@@ -75,10 +43,9 @@ class StudyRun:
         about: About,
         look: Callable[["StudyRun"], None] = lambda run: None,
     ) -> None:
-        self.expansion, self.folder = expansion, folder
-        self.progress = {name: Progress() for name in expansion.entries}
-        self.winners: dict[str, str | None] = {}
-        self.told: signal.Signals | None = None
+        super().__init__(expansion)
+        self.folder = folder
+        self._is_ending = False  # as a signal has asked
         self._engine, self._about, self._look = engine, about, look
         self._known: Any = None
 
@@ -88,11 +55,10 @@ class StudyRun:
         Raises `RecipeError` if another process runs a study in the folder, and `DataError` if results.json cannot be
         written.
         """
-        self._find_finished()
-        self._find_running()
-        with _claimed(self.folder), _Requests() as requests:
+        self._find_begun()
+        with _claimed(self.folder), Supervisor() as signals:  # without ranks: it only notes the signals to end
             try:
-                while self._step(requests):
+                while self._step(signals):
                     self._look(self)
                     time.sleep(_LOOK_EVERY_SECONDS)
             except BaseException:
@@ -102,36 +68,40 @@ class StudyRun:
             self._write_results()
         return self._code()
 
-    def _step(self, requests: "_Requests") -> bool:
-        """Note what has ended and start what is ready. Returns whether there may be more to do."""
+    def _step(self, signals: Supervisor) -> bool:
+        """Note what has ended and start what is ready. Returns whether there may be more to do.
+
+        The first signal asks all entries to save and end, a later one ends them.
+        """
         for name, code in self._engine.ended().items():
             self._note_end(name, code)
-        if requests.told is not None and self.told is None:
-            self.told = requests.told
+        if signals.told is not None and not self._is_ending:
+            self._is_ending = True
             self._engine.tell_to_end()
-        if requests.at_once:
-            requests.at_once = False
+        if signals.at_once:
+            signals.at_once = False
             self._engine.kill()
-        ready = [] if self.told is not None else list(itertools.islice(self._ready(), self._engine.room))
+        ready = [] if self._is_ending else list(itertools.islice(self._ready(), self._engine.room))
         if ready:
-            works = [self._work(name) for name in ready]
-            for name in ready:
+            options = [(entry.name, entry.option(self.label_of(entry))) for entry in ready]
+            works = [Pretraining(option.source, option.settings, self.folder / name) for name, option in options]
+            for name, _ in options:
                 self.progress[name].state, self.progress[name].began = "running", time.monotonic()
             self._engine.start(works)
         return self._has_changed() or any(one.state == "running" for one in self.progress.values())
 
     # ---- What is known -----------------------------------------------------------------------------------------------
 
-    def _find_finished(self) -> None:
-        """Take over what is done already; an entry that waits for a choice, once that is made."""
+    def _find_begun(self) -> None:
+        """Take over what is done already, or started by an earlier process and still run by the engine.
+
+        An entry that waits for a choice counts once that is made.
+        """
         for entry in self.expansion.entries.values():  # each after those it depends on
-            self._decide_choices()
+            self.decide_choices()
             if self.label_of(entry) is not None:
                 self._take_if_finished(entry)
-        self._decide_choices()
-
-    def _find_running(self) -> None:
-        """Take over what an earlier process has started and the engine still runs."""
+        self.decide_choices()
         for name in self._engine.running:
             if name in self.progress and self.progress[name].state == "waiting":
                 self.progress[name] = Progress("running")
@@ -154,40 +124,20 @@ class StudyRun:
             progress.why = f"its directory holds a run of another recipe: {'; '.join(changed)}"
         return bool(changed)
 
-    def label_of(self, entry: Entry) -> str | None:
-        """The label of the option that runs; None if that is not known yet."""
-        return entry.options[0].label if entry.choice is None else self.winners.get(entry.choice)
-
-    def _decide_choices(self) -> None:
-        for choice in self.expansion.choices.values():
-            if choice.name not in self.winners and all(self._has_scored(name) for name in choice.entries):
-                self.winners[choice.name] = choose(choice.rule, self.scores(choice))
-
-    def _has_scored(self, name: str) -> bool:
-        """Whether a candidate's run has ended; one that has diverged has lost."""
-        progress = self.progress[name]
-        return progress.state == "done" or progress.code == EXIT_NON_FINITE
-
-    def scores(self, choice: Choice) -> dict[str, list[float | None]]:
-        """The scores that the runs of each candidate have reached so far."""
-        found: dict[str, list[float | None]] = {}
-        for label, entries in choice.candidates.items():
-            outcomes = [self.progress[name].outcome for name in entries]
-            found[label] = [None if outcome is None else outcome.metrics.get(choice.metric) for outcome in outcomes]
-        return found
-
     # ---- Starting and ending -----------------------------------------------------------------------------------------
 
-    def _ready(self) -> Iterator[str]:
+    def _ready(self) -> Iterator[Entry]:
         """Entries that can be started, in the study's order; notes those that never can."""
-        for name, entry in self.expansion.entries.items():
-            progress = self.progress[name]
+        for entry in self.expansion.entries.values():
+            progress = self.progress[entry.name]
             if progress.state != "waiting":
                 continue
             if blocker := self._blocker(entry):
                 progress.state, progress.why = "not run", blocker
-            elif self._can_start(entry) and not self._take_if_finished(entry) and not self._is_refused(entry):
-                yield name
+            elif any(self.progress[before].state in ("waiting", "running") for before in entry.depends_on):
+                continue
+            elif self.label_of(entry) is not None and not self._take_if_finished(entry) and not self._is_refused(entry):
+                yield entry
 
     def _blocker(self, entry: Entry) -> str:
         """Why an entry can never be run, in words; empty if it may."""
@@ -195,20 +145,11 @@ class StudyRun:
         for name in entry.depends_on:
             if self.progress[name].state == "not run":
                 return f"{name} is not run"
-            if self.progress[name].state == "failed" and not (name in of_choice and self._has_scored(name)):
+            if self.progress[name].state == "failed" and not (name in of_choice and self.has_scored(name)):
                 return f"{name} has failed"
         if entry.choice is not None and self.winners.get(entry.choice, "") is None:
             return f"every candidate of {entry.choice} has diverged"
         return ""
-
-    def _can_start(self, entry: Entry) -> bool:
-        waits = any(self.progress[name].state in ("waiting", "running") for name in entry.depends_on)
-        return not waits and self.label_of(entry) is not None
-
-    def _work(self, name: str) -> Pretraining:
-        entry = self.expansion.entries[name]
-        option = entry.option(self.label_of(entry))
-        return Pretraining(option.source, option.settings, self.folder / name)
 
     def _note_end(self, name: str, code: int) -> None:
         progress = self.progress.get(name)
@@ -223,19 +164,19 @@ class StudyRun:
                 code, progress.why = error.exit_code, str(error)
         if code == EXIT_DONE and progress.outcome is not None:
             progress.state = "done"
-            self._decide_choices()
+            self.decide_choices()
             return
-        if self.told is not None and code in (EXIT_PREEMPTED, EXIT_RETRY):  # a new launch dies of a signal
+        if self._is_ending and code in (EXIT_PREEMPTED, EXIT_RETRY):  # a new launch dies of a signal
             progress.state = "waiting"
             return
         progress.state, progress.code = "failed", code or EXIT_RETRY
         progress.why = progress.why or last_words(self.folder / name / LOG_FILE)
-        self._decide_choices()
+        self.decide_choices()
 
     def _code(self) -> int:
         if all(one.state == "done" for one in self.progress.values()):
             return EXIT_DONE
-        if self.told is not None:
+        if self._is_ending:
             return EXIT_PREEMPTED
         codes = {one.code for one in self.progress.values() if one.state == "failed"}
         return next((code for code in _SEVERITY if code in codes), EXIT_BUG)
@@ -280,31 +221,3 @@ def _claimed(folder: Path) -> Iterator[None]:
         if not is_free:
             raise RecipeError(f"{folder}: another process runs a study there; wait for it, or use another --dir")
         yield
-
-
-class _Requests:
-    """Signals such as Ctrl-C during a study: the first asks all entries to save and end, a later one ends them."""
-
-    def __init__(self) -> None:
-        self.told: signal.Signals | None = None
-        self.at_once = False
-        self._told_at = 0.0
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        for number in PASSED_ON:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored on purpose, as by nohup
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        now = time.monotonic()
-        if self.told is None:
-            self.told, self._told_at = signal.Signals(number), now
-        elif now - self._told_at >= _SAME_REQUEST_SECONDS:
-            self.at_once = True

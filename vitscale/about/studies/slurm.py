@@ -28,18 +28,14 @@ _ASK_EVERY_SECONDS = 5.0
 
 
 class SlurmEngine:
-    """Submits array jobs and watches the queue.
+    """Submits array jobs, by default of as many entries at a time as there is room for, and watches the queue.
 
-    Args:
-        folder: the study's folder; all nodes must reach it.
-        slots: the number of an array's entries at a time; None for as many as there is room for.
-        options: sbatch's options, and `python` and `srun` as in `vitscale launch --cluster slurm`.
-
-    Raises `RecipeError` if there is no Slurm.
+    All nodes must reach the study's folder. Options are sbatch's, and `python` and `srun` as in
+    `vitscale launch --cluster slurm`. Raises `RecipeError` if there is no Slurm.
     """
 
-    def __init__(self, folder: Path, slots: int | None = None, options: Mapping[str, str] | None = None) -> None:
-        self._folder, self._slots, self._options = folder, slots, dict(options or {})
+    def __init__(self, folder: Path, slots: int | None, options: Mapping[str, str]) -> None:
+        self._folder, self._slots, self._options = folder, slots, options
         self._told = False
         self._asked_at = time.monotonic()
         known = read_object(folder / JOBS_FILE) or {}
@@ -48,24 +44,20 @@ class SlurmEngine:
 
     @property
     def running(self) -> Collection[str]:
-        """Entries whose jobs are in the queue."""
         return self._jobs.keys()
 
     @property
     def room(self) -> int:
-        """Unlimited: Slurm takes them all."""
-        return sys.maxsize
+        return sys.maxsize  # Slurm takes them all
 
     def start(self, works: Sequence[Pretraining]) -> None:
         """Submit one array. Raises `RecipeError` if sbatch does not take it."""
-        for what in works:
-            assert what.run_dir is not None
-            make_folder(what.run_dir)
+        run_dirs = [what.run_dir for what in works if what.run_dir is not None]
+        for run_dir in run_dirs:
+            make_folder(run_dir)
         jobs = [Job(what, options=self._options) for what in works]
         number = hand_in(render_array(jobs, self._folder.absolute().name, self._folder, LOG_FILE, self._slots))
-        for index, what in enumerate(works):
-            assert what.run_dir is not None
-            self._jobs[what.run_dir.name] = f"{number}_{index}"
+        self._jobs |= {run_dir.name: f"{number}_{index}" for index, run_dir in enumerate(run_dirs)}
         write_text(self._folder / JOBS_FILE, json.dumps(self._jobs, indent=1) + "\n")
 
     def ended(self) -> Mapping[str, int]:
@@ -86,8 +78,7 @@ class SlurmEngine:
         return found
 
     def tell_to_end(self) -> None:
-        """Stop watching: the jobs continue, and `scancel` ends them."""
-        self._told = True
+        self._told = True  # to watch no longer: the jobs continue, and `scancel` ends them
 
     def kill(self) -> None:
         """Do nothing: the jobs continue."""
@@ -95,10 +86,9 @@ class SlurmEngine:
 
 def _queued() -> set[str]:
     """The array jobs in the queue, as ARRAY_INDEX. Raises `RecipeError` if Slurm cannot be asked."""
+    command = ["squeue", "--me", "--noheader", "--array", "--format=%F_%K"]
     try:
-        answer = subprocess.run(
-            ["squeue", "--me", "--noheader", "--array", "--format=%F_%K"], capture_output=True, text=True
-        )
+        answer = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
         raise RecipeError("--engine slurm: there is no squeue here: run this where jobs are submitted") from None
     if answer.returncode:

@@ -1,4 +1,4 @@
-"""The samples that people ask about, given by uids, image files, folders, and lists of these."""
+"""The samples that people name: by uids, image files, folders, and lists of these."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,41 +16,29 @@ from vitscale.ground.wording import counted
 _NAMED = 20  # uids in a message
 _HEAD = 4096  # bytes of a file that are enough to tell a list from an image
 
-
 Near = Callable[[Sequence[Path], str], Sequence[tuple[str, int, str]]]
 """(files of images, a dataset's path or URL) -> the file, the copy's uid and the rule that found it, for each copy."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A sample of the dataset and why it is shown: it was named, it is a named image, or it is a copy of one.
+class NamedSample:
+    """What a person named, why a sample is shown for it, and the sample's place; None if there is no such sample."""
 
-    Attributes:
-        what: what the person named.
-        why: why this sample is shown for it.
-        place: the sample's place; None if there is no such sample.
-    """
-
-    what: str
+    name: str
     why: str
     place: SampleLocation | None
 
 
-def asked_samples(history: History, named: Sequence[str], near: Near | None = None) -> list[Asked]:
-    """The samples that were named, in that order, followed by the copies of the images that `near` finds.
+def named_samples(history: History, names: Sequence[str], near: Near | None) -> list[NamedSample]:
+    """The samples that were named, in that order, followed by the copies of the images that `near`, if any, finds.
 
-    Args:
-        history: the run's history, which finds the samples.
-        named: uids, image files, folders of these, text files with a uid or a file per line, or `-` for such lines on
-            standard input.
-        near: finds copies of images, as de-duplication does; None to find none.
-
-    Raises `DataError` for unknown uids, files that are neither images nor lists, and if nothing is named; `RecipeError`
-    for `near` without an image; `StorageError`.
+    Names are uids, image files, folders of these, text files with a uid or a file per line, or `-` for such lines on
+    standard input. Raises `DataError` for unknown uids, files that are neither images nor lists, and if nothing is
+    named; `RecipeError` for `near` without an image; `StorageError`.
     """
-    entries = [entry for name in named for entry in _entries(name)]
+    entries = [entry for name in names for entry in _entries(name)]
     if not entries:
-        raise DataError(f"{', '.join(named)}: nothing is named there; expected a uid or a file of an image a line")
+        raise DataError(f"{', '.join(names)}: nothing is named there; expected a uid or a file of an image a line")
     uids = [entry for entry in entries if isinstance(entry, int)]
     images = list(dict.fromkeys(entry for entry in entries if isinstance(entry, Path)))
     if near and not images:
@@ -65,15 +53,20 @@ def asked_samples(history: History, named: Sequence[str], near: Near | None = No
     of_image: dict[Path, list[SampleLocation]] = {image: [] for image in images}
     for which, place in history.holding([_content(history, image) for image in images]):
         of_image[images[which]].append(place)
-    found: list[Asked] = []
+    samples: list[NamedSample] = []
     for entry in dict.fromkeys(entries):
         if isinstance(entry, int):
-            found.append(Asked(str(entry), "uid", of_uid[entry]))
+            samples.append(NamedSample(str(entry), "uid", of_uid[entry]))
             continue
-        found += [Asked(str(entry), "the image itself", place) for place in of_image[entry]]
+        samples += [NamedSample(str(entry), "the image itself", place) for place in of_image[entry]]
         if not of_image[entry] and not near:
-            found.append(Asked(str(entry), "not in the data", None))
-    return found + (_copies(history, images, near) if near is not None else [])
+            samples.append(NamedSample(str(entry), "not in the data", None))
+    if near is not None:
+        copies = near(images, history.manifest.where)
+        places = history.find([uid for _, uid, _ in copies])
+        pairs = zip(copies, places, strict=True)
+        samples += [NamedSample(image, f"a copy by {rule}", place) for (image, _, rule), place in pairs]
+    return samples
 
 
 def _entries(name: str) -> Iterator[int | Path]:
@@ -95,7 +88,6 @@ def _entries(name: str) -> Iterator[int | Path]:
 
 
 def _is_list(path: Path) -> bool:
-    """Whether a file is text."""
     if path.name.lower().endswith(IMAGE_SUFFIXES):
         return False
     try:
@@ -125,23 +117,14 @@ def _content(history: History, file: Path) -> Content:
         content = read_bytes(file)
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror or error}; expected a file, or a uid") from None
-    options = history.manifest.options
-    stored = store_image(
-        content,
-        ImageOptions(
-            short_side=options.get("short_side"),
-            long_side=options.get("long_side"),
-            quality=options.get("jpeg_quality", ImageOptions.quality),
-            pass_through=options.get("pass_through", True),
-        ),
+    recorded = history.manifest.options
+    options = ImageOptions(
+        short_side=recorded.get("short_side"),
+        long_side=recorded.get("long_side"),
+        quality=recorded.get("jpeg_quality", ImageOptions.quality),
+        pass_through=recorded.get("pass_through", True),
     )
+    stored = store_image(content, options)
     if isinstance(stored, Reject):
         raise DataError(f"{file}: {stored.reason}")
     return Content.of(stored.jpeg)
-
-
-def _copies(history: History, images: Sequence[Path], near: Near) -> list[Asked]:
-    """The samples that de-duplication considers copies of the images."""
-    found = near(images, history.manifest.where)
-    places = history.find([uid for _, uid, _ in found])
-    return [Asked(image, f"a copy by {rule}", place) for (image, _, rule), place in zip(found, places, strict=True)]
