@@ -13,7 +13,7 @@ from ranks import make_recipe
 
 from vitscale.ground.errors import RecipeError
 from vitscale.recipe.watching import Logging, Tracker
-from vitscale.training.loop.metrics import MetricsWriter
+from vitscale.training.loop.reporting import MetricsWriter
 from vitscale.training.watching import trackers
 
 RELEASED = threading.Event()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vitscale.about.checks import rounding
 from vitscale.about.checks.oracle import Gradient, Oracle, Rates
-from vitscale.training.deepspeed.applied_gradients import GradientPiece
+from vitscale.training.deepspeed.fragments import GradientPiece
 
 Aspect = Literal["gradient", "update", "moments", "average", "weights"]
 ASPECTS: tuple[Aspect, ...] = ("gradient", "update", "moments", "average", "weights")

@@ -29,9 +29,9 @@ from vitscale.runs.names import RECIPE_FILE
 from vitscale.training.beginning.automatic import settle
 from vitscale.training.beginning.run_plan import plan_run
 from vitscale.training.beginning.teacher import load_teacher
-from vitscale.training.deepspeed import distributed, fragments
-from vitscale.training.deepspeed.applied_gradients import AppliedGradients, GradientPiece
+from vitscale.training.deepspeed import distributed
 from vitscale.training.deepspeed.attention import Attention
+from vitscale.training.deepspeed.fragments import AppliedGradients, GradientPiece, InPieces
 from vitscale.training.loop.learner import Learner
 from vitscale.training.watching.preflight import preflight
 from vitscale.training.watching.replicas import checksum
@@ -47,11 +47,11 @@ class Prover:
     def __init__(self, recipe: Recipe, world: distributed.World, folder: Path) -> None:
         self._recipe, self._world = recipe, world
         self._plan = plan = plan_run(recipe, world.rank, world.size)
-        preflight(recipe, plan, folder, world, fragments.checkpoint_bytes(recipe, plan.num_classes))
-        self.learner = Learner(recipe, plan, world, lambda line: None)
+        preflight(plan, folder, world)
+        self.learner = Learner(plan, world, lambda line: None)
         self.learner.load(None)
-        fragments.load(self.learner.engine, fragments.InPieces(self._start), optimizer_steps=0)
-        self._applied = AppliedGradients(self.learner.engine)
+        self.learner.engine.load(InPieces(self._start), optimizer_steps=0)
+        self._applied = AppliedGradients(self.learner.engine.pieces, self.learner.engine.optimizer)
         distributed.set_timeout_everywhere(_TIMEOUT_S)
         self._comparison = self._make_comparison() if world.is_main else None
 
@@ -64,11 +64,11 @@ class Prover:
             teacher.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(dtype),))
             oracle.module.learn_from(teacher)
         roundings = 2 + (world.size if recipe.parallelism.reduce_dtype == "bf16" else 0)
-        return Comparison(oracle, self.learner.shapes, dtype, roundings)
+        return Comparison(oracle, self.learner.engine.shapes, dtype, roundings)
 
     def _start(self, name: str) -> torch.Tensor:
         """The initial value with noise added, so that no part of it is zero."""
-        shape = torch.Size(self.learner.shapes[name])
+        shape = torch.Size(self.learner.engine.shapes[name])
         value = initial_value(self.learner.objective, name, shape, self._recipe.seed)
         generator = torch.Generator().manual_seed(len(name))
         return value + _SPREAD * torch.randn(shape, generator=generator)
@@ -110,7 +110,7 @@ class Prover:
         rows = gather_rows(torch.cat([torch.empty(0), *(each[-1] for each in held)]).to(self._world.device))
         if rows is None or self._comparison is None:
             return None, []
-        values = {kind: {name: self._unset(kind, name) for name in learner.shapes} for kind in self._kinds()}
+        values = {kind: {name: self._unset(kind, name) for name in learner.engine.shapes} for kind in self._kinds()}
         applied: list[list[GradientPiece]] = [[] for _ in by_rank]
         left = rows[0]
         for rank, (pieces, _) in enumerate(by_rank):
@@ -128,7 +128,7 @@ class Prover:
         return [MASTER, *self.learner.moments(), *([EMA] if self._recipe.ema is not None else [])]
 
     def _unset(self, kind: str, name: str) -> torch.Tensor:
-        shape = tuple(self.learner.shapes[name])
+        shape = tuple(self.learner.engine.shapes[name])
         if kind not in (MASTER, EMA):
             shape = self._recipe.kept(name, shape).get(kind, ())
         return torch.full(shape, torch.nan)

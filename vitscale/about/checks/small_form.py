@@ -9,7 +9,7 @@ import torch
 from vitscale.ground.errors import RecipeError
 from vitscale.objectives import build_objective
 from vitscale.recipe import Recipe, smoke_form, validate_recipe
-from vitscale.training.deepspeed.engine import derive_config
+from vitscale.training.deepspeed.config import derive_config
 
 STEPS = 10
 MOST_ACCUMULATED = 4

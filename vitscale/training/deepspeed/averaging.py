@@ -6,13 +6,12 @@ parameter, divided as the masters are.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from vitscale.recipe import Ema
-from vitscale.training.deepspeed import fragments
+from vitscale.training.deepspeed.engine import Engine
 
 _EXCHANGED_AT_ONCE = 1 << 24  # elements copied at a time while weights and average change places
 
@@ -26,12 +25,12 @@ class WeightAverage:
     """The average of one engine's masters; it begins with their present values.
 
     Attributes:
-        values: each master tensor of this rank -> its average, of the same shape.
+        values: each of the engine's `masters` -> its average, of the same shape.
     """
 
-    def __init__(self, engine: Any, settings: Ema) -> None:
+    def __init__(self, engine: Engine, settings: Ema) -> None:
         self._engine, self._settings = engine, settings
-        self.values: dict[Tensor, Tensor] = {flat: flat.detach().clone() for flat in fragments.masters(engine)}
+        self.values: dict[Tensor, Tensor] = {flat: flat.detach().clone() for flat in engine.masters}
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
@@ -47,14 +46,14 @@ class WeightAverage:
         exception may have come from one alone.
         """
         self._exchange()
-        fragments.refresh_weights(self._engine)
+        self._engine.refresh_weights()
         try:
             yield
         except BaseException:
             self._exchange()
             raise
         self._exchange()
-        fragments.refresh_weights(self._engine)
+        self._engine.refresh_weights()
 
     @torch.no_grad()
     def _exchange(self) -> None:

@@ -1,29 +1,63 @@
-"""What a run reports: lines for people, metrics, and DONE at its end."""
+"""What a run reports: lines for people, metrics in `metrics.jsonl` and for trackers, and DONE at its end."""
 
 import contextlib
 import resource
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from vitscale.data.batch import Batch
 from vitscale.flops import accounting, hardware
 from vitscale.flops.work import recipe_work
 from vitscale.ground.ranks import gather, gather_numbers, sum_integers
-from vitscale.recipe import Recipe
 from vitscale.runs.done import write_done
+from vitscale.runs.metrics import OF_EVALUATIONS, MetricsLines
+from vitscale.runs.names import METRICS_FILE
 from vitscale.training.beginning.inspections import Pictures
 from vitscale.training.beginning.run_plan import RunPlan
 from vitscale.training.deepspeed import distributed
 from vitscale.training.deepspeed.progress import TrainingProgress, tell
 from vitscale.training.deepspeed.step_timer import StepTimer
 from vitscale.training.loop.learner import Update
-from vitscale.training.loop.metrics import MetricsWriter
 from vitscale.training.loop.state import RunState
+from vitscale.training.watching.trackers import Trackers
+
+
+class MetricsWriter:
+    """Appends to the metrics of one run; rank 0 alone has one. A write that fails is reported once, as in MetricsLines.
+
+    Args:
+        run_dir: the run's directory; must exist.
+        resume_step: the step that training continues from, 0 for a new run.
+        trackers: names of the trackers that get the same, as in `logging.trackers`.
+    """
+
+    def __init__(self, run_dir: Path, resume_step: int, trackers: Sequence[str]) -> None:
+        self._lines = MetricsLines(run_dir / METRICS_FILE, resume_step)
+        self._trackers = Trackers(trackers, run_dir, resume_step)
+
+    def training(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Write the metrics of training after `step` updates."""
+        self._lines.training(step, values)
+        self._trackers.log(step, values)
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Write what `evaluation.evaluate` returned after `step` updates."""
+        self._lines.evaluation(step, values)
+        self._trackers.log(step, {f"{OF_EVALUATIONS}{key}": value for key, value in values.items()})
+
+    def pictures(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
+        """Hand pictures uint8 (height, width, 3) to the trackers."""
+        self._trackers.draw(step, pictures)
+
+    def close(self) -> None:
+        """Write out what trackers still hold in memory."""
+        self._trackers.close()
 
 
 class Report:
@@ -33,8 +67,9 @@ class Report:
         logged_step: the step of the last line of metrics.
     """
 
-    def __init__(self, recipe: Recipe, plan: RunPlan, run_dir: Path, world: distributed.World) -> None:
-        self._recipe, self._plan, self._run_dir, self._world = recipe, plan, run_dir, world
+    def __init__(self, plan: RunPlan, run_dir: Path, world: distributed.World) -> None:
+        self._recipe, self._plan, self._run_dir, self._world = plan.recipe, plan, run_dir, world
+        recipe = plan.recipe
         self._hosts = gather(socket.gethostname())
         self._work = recipe_work(recipe, plan.num_classes)
         self._peak_flops = None

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from vitscale.recipe import Adafactor as Settings
 from vitscale.runs.checkpoint import MASTER
-from vitscale.training.optimizers.pieces import Piece
 from vitscale.training.optimizers.rule import Expected, Rule, State, Update, decoupled
-from vitscale.training.optimizers.whole_tensors import Group, Part, WholeTensorOptimizer
+from vitscale.training.optimizers.whole_tensors import Group, Part, Piece, WholeTensorOptimizer
 
 _EPS = 1e-30  # added to every square
 _DECAY_RATE = 0.8

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from vitscale.recipe import Muon as Settings
 from vitscale.runs.checkpoint import MASTER
-from vitscale.training.optimizers.pieces import Piece
 from vitscale.training.optimizers.rule import LEAST, OF_TERMS, Expected, Rule, State, Update, adam, decoupled
-from vitscale.training.optimizers.whole_tensors import Group, WholeTensorOptimizer, update_means
+from vitscale.training.optimizers.whole_tensors import Group, Piece, WholeTensorOptimizer, update_means
 
 # Coefficients (a, b, c) of the polynomials a x + b x^3 + c x^5 that take singular values to 1, one for each step
 # (modded-nanogpt, 2025).

@@ -1,22 +1,34 @@
-"""Notices that a rank makes no progress, shows the stacks of its threads, and ends it so that it is started again.
+"""Notices that a rank makes no progress, names the rank that is missing, and ends this one so that it starts again.
 
-A rank in a collective waits silently for the slowest one, until the process group's timeout.
+A rank in a collective waits silently for the slowest one, until the process group's timeout. So every rank leaves a
+message at the rendezvous every second. To find missing ranks, one looks twice: a rank whose message has not changed in
+between has ended, was stopped or is cut off.
 """
 
 import contextlib
 import faulthandler
 import os
+import socket
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
 
 from vitscale.ground.errors import PeerLostError
 from vitscale.ground.heartbeat import HEARTBEAT_VARIABLE, Beat
 from vitscale.training.deepspeed.distributed import World
-from vitscale.training.watching.missing_ranks import INTERVAL_SECONDS, MissingRanks
 
+_INTERVAL_SECONDS = 1.0
 _AFTER_THE_STACKS_SECONDS = 3.0
+_LOOK_SECONDS = 4.0
+_STORE_SECONDS = 10.0
+_JOIN_SECONDS = 0.1
+_ONLY_ZERO = "rank 0, or the machine that it runs on"
 
 
 class Watchdog(threading.Thread):
@@ -53,7 +65,7 @@ class Watchdog(threading.Thread):
         self._tell_the_launch(step, phase, time.monotonic() - since)  # the last beat may be a second old
 
     def run(self) -> None:
-        while not self._ended.wait(INTERVAL_SECONDS):
+        while not self._ended.wait(_INTERVAL_SECONDS):
             step, phase, since = self._where
             seconds = time.monotonic() - since
             self._tell_the_launch(step, phase, seconds)
@@ -69,12 +81,10 @@ class Watchdog(threading.Thread):
     def _end(self, step: int, phase: str, seconds: float) -> None:
         stacks = _stacks()
         # The other ranks' watchdogs look as well, so this one must keep answering while it looks.
-        who: list[str] = []
-        looking = threading.Thread(target=lambda: who.append(self.who_is_missing()), daemon=True)
-        looking.start()
+        looking, who = _in_a_thread(self.who_is_missing)
         while looking.is_alive():
             self._missing_ranks.answer(step, phase)
-            looking.join(INTERVAL_SECONDS)
+            looking.join(_INTERVAL_SECONDS)
         with contextlib.suppress(OSError):  # a terminal that was closed, a disk that is full
             sys.stderr.write(
                 f"error: rank {self._rank} has made no progress for {seconds:,.0f} s (check.step_timeout_s is "
@@ -95,3 +105,75 @@ def _stacks() -> str:
             return file.read().decode(errors="replace")
     except OSError as error:
         return f"not available: {error.strerror or error}\n"
+
+
+def _in_a_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """A thread that was started, and a list to which it adds its result."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
+    thread.start()
+    return thread, results
+
+
+class MissingRanks:
+    """One rank's part. Failing to reach the rendezvous is no error: it means that rank 0, which holds it, is gone."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._count = 0
+        self._host = socket.gethostname()
+        self._store = _connect()
+        self._is_cut_off = False
+
+    def answer(self, step: int, phase: str) -> None:
+        """Leave a message. Raises nothing."""
+        if self._is_cut_off:
+            return  # a connection that was closed never comes back, and torch prints a trace for each attempt
+        self._count += 1
+        try:
+            self._store.set(_key(self._world.rank), f"{self._count}|{self._host}|{step}|{phase}")
+        except RuntimeError:
+            self._is_cut_off = True
+
+    def missing(self) -> list[str]:
+        """The ranks that no longer answer, each in words; empty if all do. Takes some seconds.
+
+        Another thread should keep answering meanwhile: it notices at once if rank 0 has ended.
+        """
+        thread, results = _in_a_thread(self._look)  # the connection to a machine that is gone may take minutes to fail
+        until = time.monotonic() + _LOOK_SECONDS + _STORE_SECONDS
+        while thread.is_alive() and time.monotonic() < until and not self._is_cut_off:
+            thread.join(_JOIN_SECONDS)
+        return results[0] if results else [_ONLY_ZERO]
+
+    def _look(self) -> list[str]:
+        try:
+            store = _connect()
+            before = self._messages(store)
+            time.sleep(_LOOK_SECONDS)
+            after = self._messages(store)
+        except RuntimeError:
+            return [_ONLY_ZERO]
+        unchanged = {rank: message for rank, message in after.items() if message == before[rank]}
+        return [_describe(rank, message) for rank, message in unchanged.items() if rank != self._world.rank]
+
+    def _messages(self, store: dist.TCPStore) -> dict[int, str | None]:
+        keys = {rank: _key(rank) for rank in range(self._world.size)}
+        return {rank: store.get(key).decode() if store.check([key]) else None for rank, key in keys.items()}
+
+
+def _describe(rank: int, message: str | None) -> str:
+    if message is None:
+        return f"rank {rank}"
+    _, host, step, phase = message.split("|", 3)
+    return f"rank {rank} on {host} (step {int(step):,}, {phase})"
+
+
+def _connect() -> dist.TCPStore:
+    """A connection for one caller: waiting for an answer blocks the connection that was asked."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_STORE_SECONDS))
+
+
+def _key(rank: int) -> str:
+    return f"vitscale/present/{rank}"
