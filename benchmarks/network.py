@@ -202,7 +202,7 @@ def make_engine(name: str, ranks: int, given: Any) -> tuple[Callable[[], None], 
     from rank_engines import build
 
     from vitscale.about.planning.communication import communication
-    from vitscale.training.beginning.parameters import model_parameters
+    from vitscale.training.beginning.tensors import model_parameters
 
     recipe = make_recipe(ranks, given.accumulate, *CONTENDERS[name])
     engine = build(recipe, CLASSES, ranks).deepspeed

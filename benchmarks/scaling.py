@@ -79,7 +79,7 @@ def planned(options: argparse.Namespace, stage: int, ranks: int, alone_s: float,
     from vitscale.flops.accounting import training_flops_per_image
     from vitscale.flops.hardware import Device
     from vitscale.flops.work import recipe_work
-    from vitscale.training.beginning.parameters import model_parameters
+    from vitscale.training.beginning.tensors import model_parameters
 
     parallelism = {"zero_stage": stage}
     recipe = make_recipe(options.model, options.batch, ranks, num_classes=CLASSES, parallelism=parallelism)

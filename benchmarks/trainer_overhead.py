@@ -34,7 +34,7 @@ def work(_: int, model: str, batch: int, rounds: int, folder: Path) -> None:
     from vitscale.ground.machine import free_port
     from vitscale.models import weight_dtype
     from vitscale.training.beginning.run_plan import open_loader, plan_run
-    from vitscale.training.deepspeed.step_timer import StepTimer
+    from vitscale.training.deepspeed.profile import StepTimer
     from vitscale.training.loop.trainer import Trainer
 
     write_generated_dataset(folder / "train", [8 * batch])

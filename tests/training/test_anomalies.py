@@ -19,7 +19,7 @@ LOSSES = st.lists(st.floats(-1e6, 1e6), min_size=5, max_size=40)
 def test_skipped_positions_are_a_set(ranges, position):
     data, left_out = SkippedData(), set()
     for start, stop in ranges:
-        data = data.adding(start, stop)
+        data = data.adding((start, stop))
         left_out |= set(range(start, stop))
     assert {at for start, stop in data.ranges for at in range(start, stop)} == left_out
     assert list(data.ranges) == sorted(data.ranges)

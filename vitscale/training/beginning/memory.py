@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 
 from vitscale.models.layers import CHANNELS
 from vitscale.recipe import Recipe
-from vitscale.training.beginning.parameters import Parameters, model_parameters
-from vitscale.training.beginning.tensors import DeviceType, StepTensors, step_tensors
+from vitscale.training.beginning.tensors import DeviceType, Parameters, StepTensors, model_parameters, step_tensors
 from vitscale.training.deepspeed.bucket_sizes import MOST_UNDER_WAY, elements_in_flight
 
 _CPU_RUNTIME = 160 << 20  # threads, kernels and buffers of libraries, measured from the imports to the third step

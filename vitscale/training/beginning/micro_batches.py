@@ -10,8 +10,7 @@ from vitscale.objectives import objective_class
 from vitscale.recipe import MICRO_MAX_ON_CPU, Recipe, override, read_recipe
 from vitscale.runs.names import RECIPE_FILE
 from vitscale.training.beginning.memory import memory_of
-from vitscale.training.beginning.parameters import model_parameters
-from vitscale.training.beginning.tensors import StepTensors, step_tensors
+from vitscale.training.beginning.tensors import StepTensors, model_parameters, step_tensors
 
 USABLE = 0.95
 """The share of a device's memory that is planned for: CUDA and NCCL take the rest, or it is lost to fragmentation."""

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from types import TracebackType
 
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -25,20 +24,12 @@ class TrainingProgress:
         total_steps: steps of the whole run.
         step: steps done before this process.
         console: where to write; None is standard output.
-        clock: seconds from an arbitrary start.
     """
 
     def __init__(
-        self,
-        total_steps: int,
-        step: int = 0,
-        *,
-        console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, total_steps: int, step: int = 0, *, console: Console | None = None, clock: Callable = time.monotonic
     ) -> None:
-        self._total = total_steps
-        self._console = console or Console()
-        self._clock = clock
+        self._total, self._console, self._clock = total_steps, console or Console(), clock
         self._first: tuple[int, float] | None = None  # step and time of the first one of this process
         self._last_line = -PLAIN_INTERVAL_S
         self._status = ""
@@ -55,9 +46,7 @@ class TrainingProgress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             with _without_terminal():
                 self._live.stop()

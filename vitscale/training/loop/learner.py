@@ -30,8 +30,7 @@ from vitscale.training.deepspeed.averaging import WeightAverage
 from vitscale.training.deepspeed.config import is_plain
 from vitscale.training.deepspeed.engine import Engine
 from vitscale.training.deepspeed.lean_deepspeed import deepspeed
-from vitscale.training.deepspeed.profile import part
-from vitscale.training.deepspeed.step_timer import OwnWork
+from vitscale.training.deepspeed.profile import OwnWork, part
 from vitscale.training.watching import replicas
 from vitscale.training.watching.anomalies import Anomaly, Kind, Suspects
 from vitscale.training.watching.audit import Audit, Finding

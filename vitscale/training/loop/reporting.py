@@ -21,8 +21,8 @@ from vitscale.runs.names import METRICS_FILE
 from vitscale.training.beginning.inspections import Pictures
 from vitscale.training.beginning.run_plan import RunPlan
 from vitscale.training.deepspeed import distributed
+from vitscale.training.deepspeed.profile import StepTimer
 from vitscale.training.deepspeed.progress import TrainingProgress, tell
-from vitscale.training.deepspeed.step_timer import StepTimer
 from vitscale.training.loop.learner import Update
 from vitscale.training.loop.state import RunState
 from vitscale.training.watching.trackers import Trackers

@@ -27,8 +27,7 @@ from vitscale.runs.checkpoint import CheckpointReader
 from vitscale.training.beginning.run_plan import RunPlan, open_loader
 from vitscale.training.deepspeed import distributed
 from vitscale.training.deepspeed.attention import Attention
-from vitscale.training.deepspeed.profile import StepProfiler, part
-from vitscale.training.deepspeed.step_timer import StepTimer
+from vitscale.training.deepspeed.profile import StepProfiler, StepTimer, part
 from vitscale.training.loop.learner import Learner, Update
 from vitscale.training.loop.reporting import Report
 from vitscale.training.loop.resuming import Claim, checkpoint_to_resume, newest_checkpoint, trunk_checkpoint

@@ -111,15 +111,12 @@ class AdafactorRule(Rule[Settings]):
     """Zhai et al., 2022, section 3.5: weights follow a mean in bf16 of directions, divided by factored mean squares."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """As `Rule.build`."""
         return Adafactor(groups, self.settings)
 
     def roundings(self, before: State) -> tuple[torch.dtype, int]:
-        """As `Rule.roundings`."""
         return torch.bfloat16, super().roundings(before)[1]
 
     def reference(self, update: Update, before: State, gradient: Tensor) -> State:
-        """As `Rule.reference`."""
         step, means = self._direction(update, before, gradient)
         step = step.bfloat16().double()
         mean = before["exp_avg"].lerp(step, 1 - update.momentum).bfloat16().double()

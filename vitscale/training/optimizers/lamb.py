@@ -54,11 +54,9 @@ class LambRule(Rule[Settings]):
     """In NVIDIA's form, where the direction of what has no weight decay is not scaled."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """As `Rule.build`."""
         return Lamb(groups, (self.settings.betas[0], self.settings.betas[1]), self.settings.eps)
 
     def reference(self, update: Update, before: State, gradient: Tensor) -> State:
-        """As `Rule.reference`."""
         return self._scaled(update, before, gradient, None)
 
     def _scaled(self, update: Update, before: State, gradient: Tensor, after: State | None) -> State:
@@ -74,7 +72,6 @@ class LambRule(Rule[Settings]):
         return {MASTER: weights - update.rate * ratio * direction, **kept}
 
     def of_elements(self, update: Update, before: State, gradient: Tensor, after: State) -> Expected:
-        """As `Rule.of_elements`."""
         found = self.within(lambda state, slope: self._scaled(update, state, slope, after), before, gradient)
         weights, limit = found[MASTER]
         change = (weights - before[MASTER]).abs()

@@ -73,11 +73,9 @@ class MuonRule(Rule[Settings]):
     """Its matrices are those that it keeps a momentum of; AdamW's rule is for all else."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """As `Rule.build`."""
         return Muon(groups, self.settings)
 
     def reference(self, update: Update, before: State, gradient: Tensor) -> State:
-        """As `Rule.reference`."""
         if "momentum_buffer" not in before:
             betas = (self.settings.betas[0], self.settings.betas[1])
             direction, kept = adam(betas, self.settings.eps, update, before, gradient)

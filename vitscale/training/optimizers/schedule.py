@@ -92,11 +92,9 @@ def _cycle_at(step: int, length: float, factor: float) -> tuple[int, float]:
 
 
 def course(step: int, *, start: float, end: float, steps: int, shape: Literal["linear", "cosine"]) -> float:
-    """The value of the update after `step` completed ones: it goes from `start` to `end` in `steps` steps and stays
-    there.
+    """A value after `step` completed updates that goes from `start` to `end` in `steps` steps and stays there.
 
-    Args:
-        shape: `linear`, or `cosine`, which leaves `start` and reaches `end` slowly (the weight decay of DINO).
+    `cosine` leaves `start` and reaches `end` slowly (the weight decay of DINO).
     """
     progress = min(step / max(steps, 1), 1.0)
     done = progress if shape == "linear" else 0.5 * (1.0 - math.cos(math.pi * progress))

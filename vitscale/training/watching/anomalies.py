@@ -30,10 +30,10 @@ class SkippedData:
 
     ranges: tuple[tuple[int, int], ...] = ()
 
-    def adding(self, start: int, stop: int) -> "SkippedData":
-        """This with positions [start, stop) added; they may overlap ranges that are already left out."""
+    def adding(self, *ranges: tuple[int, int]) -> "SkippedData":
+        """This with more positions; they may overlap ranges that are already left out."""
         merged: list[tuple[int, int]] = []
-        for low, high in sorted([*self.ranges, (start, stop)]):
+        for low, high in sorted([*self.ranges, *ranges]):
             if merged and low <= merged[-1][1]:
                 merged[-1] = merged[-1][0], max(merged[-1][1], high)
             else:
@@ -104,14 +104,11 @@ class AnomalyRecord:
 
     def leaving_out(self, start: int, stop: int) -> "AnomalyRecord":
         """The record with the batches at positions [start, stop) left out."""
-        return replace(self, skipped=self.skipped.adding(start, stop))
+        return replace(self, skipped=self.skipped.adding((start, stop)))
 
     def knowing(self, later: "AnomalyRecord") -> "AnomalyRecord":
         """This earlier record, with the count and the skipped data of a `later` one."""
-        skipped = self.skipped
-        for start, stop in later.skipped.ranges:
-            skipped = skipped.adding(start, stop)
-        return replace(self, count=later.count, skipped=skipped)
+        return replace(self, count=later.count, skipped=self.skipped.adding(*later.skipped.ranges))
 
     def policy(self, kind: Kind, settings: Anomalies) -> Policy:
         """What to do about one more anomaly."""
@@ -128,13 +125,11 @@ class Anomaly:
     """A step that must not be taken.
 
     Attributes:
-        kind: what is wrong.
         step: the update that it would have been, from 1.
-        position: the position of its batch in the order.
+        position: its batch's, in the order.
         loss: the mean over the global batch.
         rate: the learning rate.
         gradient_norm: the norm that DeepSpeed reports.
-        ranks: the samples of each rank.
     """
 
     kind: Kind
@@ -145,33 +140,26 @@ class Anomaly:
     gradient_norm: float
     ranks: "list[Suspects]"
 
-    @property
-    def key(self) -> str:
-        """The recipe's key, below `anomalies`, that decides what is done about it."""
-        return "spike.policy" if self.kind == "spike" else "non_finite"
-
     def describe(self, policy: Policy) -> str:
         """What happened and what is done about it, in words."""
-        then = {
-            "stop": "",
-            "skip": "; the batch is left out",
-            "rewind": "; going back to a checkpoint, and leaving out the batches since",
-        }
+        rewind = "; going back to a checkpoint, and leaving out the batches since"
+        then = {"stop": "", "skip": "; the batch is left out", "rewind": rewind}[policy]
         if self.kind == "spike":
-            return f"step {self.step:,}: the loss leaps to {self.loss:.6g}{then[policy]}"
+            return f"step {self.step:,}: the loss leaps to {self.loss:.6g}{then}"
         where = [
             f"rank {rank} (uids {', '.join(map(str, bad[:_SHOWN]))}{' ...' if len(bad) > _SHOWN else ''})"
             for rank, suspects in enumerate(self.ranks)
             if (bad := suspects.bad())
         ]
         losses = f"the loss is not finite on {'; '.join(where)}" if where else "every loss is"
-        return f"step {self.step:,}: the gradient is not finite (learning rate {self.rate:.3g}); {losses}{then[policy]}"
+        return f"step {self.step:,}: the gradient is not finite (learning rate {self.rate:.3g}); {losses}{then}"
 
     def error(self, message: str, newest: int, count: int, limit: int) -> NonFiniteError:
         """The error that ends the run: the message, the step of the newest checkpoint, and what can be done."""
+        key = "spike.policy" if self.kind == "spike" else "non_finite"
         return NonFiniteError(
             f"{message}. The newest checkpoint is that of step {newest:,}. In another --run-dir, lower optimizer.lr or "
-            f"set optimizer.clip_norm; or have such batches left out (anomalies.{self.key}; "
+            f"set optimizer.clip_norm; or have such batches left out (anomalies.{key}; "
             f"{count} of anomalies.limit {limit} were)"
         )
 
