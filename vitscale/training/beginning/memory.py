@@ -26,41 +26,22 @@ ALL_REDUCE_ELEMENTS = 500_000_000  # elements that DeepSpeed sums at once in sta
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one rank, in bytes.
-
-    Attributes:
-        device: the kind of device that holds all parts but those called `host_`.
-        weights: the weights that the model computes with (under ZeRO 3 the rank's share, with hpZ its share of the
-            node's copy, and small ones whole), and a teacher's weights.
-        optimizer: fp32 masters and moments of the trained parameters.
-        ema: the moving average of the masters.
-        images: batches on a CUDA device.
-        runtime: what libraries take for themselves on the CPU; 0 on CUDA, where it is already missing from the memory
-            that a device reports as available.
-        activations: what is saved for the backward pass.
-        workspace: what the backward pass needs besides: temporary tensors, reduction buckets, gathered parameters.
-        accumulated: gradients summed over micro-batches, held during the backward pass.
-        gradients: all gradients when the update begins, including the accumulated ones.
-        update: what the update needs besides: fp32 copies of gradients.
-        host_optimizer: offloaded state, and the fp32 values of frozen parameters.
-        host_loader: prefetched batches.
-        host_checkpoint: the copy that is written in the background.
-    """
+    """The memory of one rank, in bytes; `device` holds all parts but those called `host_`."""
 
     device: DeviceType
-    weights: int
-    optimizer: int
-    ema: int
-    images: int
-    runtime: int
-    activations: int
-    workspace: int
-    accumulated: int
-    gradients: int
-    update: int
-    host_optimizer: int
-    host_loader: int
-    host_checkpoint: int
+    weights: int  # for computing (ZeRO 3: the rank's share, its share of hpZ's copy, small ones whole), and a teacher's
+    optimizer: int  # fp32 masters and moments of the trained parameters
+    ema: int  # the moving average of the masters
+    images: int  # batches on a CUDA device
+    runtime: int  # what libraries take on the CPU; on CUDA already missing from what a device reports as available
+    activations: int  # what is saved for the backward pass
+    workspace: int  # what the backward pass needs besides: temporary tensors, reduction buckets, gathered parameters
+    accumulated: int  # gradients summed over micro-batches, held during the backward pass
+    gradients: int  # all gradients when the update begins, including the accumulated ones
+    update: int  # what the update needs besides: fp32 copies of gradients
+    host_optimizer: int  # offloaded state, and the fp32 values of frozen parameters
+    host_loader: int  # prefetched batches
+    host_checkpoint: int  # the copy that is written in the background
 
     @property
     def states(self) -> int:
@@ -88,16 +69,9 @@ class Memory:
 
 
 def expected_memory(
-    recipe: Recipe,
-    num_classes: int,
-    world_size: int,
-    micro_batch: int | None = None,
-    device: DeviceType = "cpu",
+    recipe: Recipe, num_classes: int, world_size: int, micro_batch: int | None = None, device: DeviceType = "cpu"
 ) -> Memory:
-    """The memory of one rank of `world_size` that trains `recipe`.
-
-    Args:
-        micro_batch: the number of images that a rank computes at once; None for the recipe's.
+    """The memory of one rank of `world_size` with micro-batches of `micro_batch` images; None for the recipe's.
 
     Raises `RecipeError` if the ranks do not divide the global batch.
     """
@@ -117,50 +91,18 @@ def memory_of(
     device: DeviceType = "cpu",
 ) -> Memory:
     """As `expected_memory`, for callers that already have the model's parameters and a micro-batch's tensors."""
-    memory = _model_states(recipe, parameters, world_size, accumulates, device)
-    per_batch = recipe.batch.global_size // world_size * recipe.data.image_size**2 * CHANNELS
-    return replace(
-        memory,
-        images=_BATCHES_ON_CUDA * per_batch if device == "cuda" else 0,
-        runtime=_CPU_RUNTIME if device == "cpu" else 0,
-        activations=tensors.saved,
-        workspace=memory.workspace + tensors.transient,
-        host_loader=(recipe.data.prefetch + _BATCHES_BESIDE_PREFETCH) * _pinned(per_batch, device),
-    )
-
-
-def largest_micro_batch(
-    recipe: Recipe, num_classes: int, world_size: int, available_bytes: int, device: DeviceType = "cpu"
-) -> int | None:
-    """The largest micro-batch, up to the recipe's, that needs at most `available_bytes`; None if none does."""
-    micro, accumulation = recipe.split(world_size)
-    per_rank = micro * accumulation
-    for size in range(micro, 0, -1):
-        if per_rank % size == 0 and size % recipe.objective.together == 0:
-            memory = expected_memory(recipe, num_classes, world_size, size, device)
-            if memory.device_bytes <= available_bytes:
-                return size
-    return None
-
-
-def _model_states(
-    recipe: Recipe, parameters: Parameters, world_size: int, accumulates: bool, device: DeviceType
-) -> Memory:
-    """The parts that follow from the number of parameters: a `Memory` without those that depend on the micro-batch."""
     sizes, trained = parameters.sizes, parameters.trained
-    total, largest = sum(trained), max(sizes)
+    total = sum(trained)
     frozen = math.ceil((sum(sizes) - total) / world_size)
     stage, is_bf16 = recipe.parallelism.zero_stage, recipe.precision != "fp32"
     elements = elements_in_flight(recipe)
     word = 2 if is_bf16 else 4
     share = optimizer_share(trained, stage, world_size)
-    has_masters = stage > 0 or is_bf16
-    held = share * parameters.kept_bytes // total  # the mean over all parameters
+    kept = share * parameters.kept_bytes // total  # the mean over all parameters
     ema_word = 4 if recipe.ema is not None else 0
-    copied_word = 4 + ema_word if recipe.checkpoint.background else 0
     per_rank = math.ceil(total / world_size)
-    copied_moments = 4 * per_rank * parameters.kept // total if recipe.checkpoint.background else 0
-    copied_frozen_word = 4 + ema_word if recipe.checkpoint.background else 0
+    saved = (4 + ema_word) * (per_rank + frozen) + 4 * per_rank * parameters.kept // total
+    per_batch = recipe.batch.global_size // world_size * recipe.data.image_size**2 * CHANNELS
 
     bucket = elements["reduce_bucket_size"] if device == "cuda" else min(elements["reduce_bucket_size"], total)
     is_summed_in_fp32 = (world_size > 1 or accumulates) and recipe.parallelism.reduce_dtype == "fp32"
@@ -209,18 +151,18 @@ def _model_states(
     memory = Memory(
         device=device,
         weights=weights + word * parameters.of_teacher,
-        optimizer=held + 4 * has_masters * share,
+        optimizer=kept + (4 * share if stage > 0 or is_bf16 else 0),  # and masters
         ema=ema_word * share,
-        images=0,
-        runtime=0,
-        activations=0,
-        workspace=workspace,
+        images=_BATCHES_ON_CUDA * per_batch if device == "cuda" else 0,
+        runtime=_CPU_RUNTIME if device == "cpu" else 0,
+        activations=tensors.saved,
+        workspace=workspace + tensors.transient,
         accumulated=accumulated,
         gradients=gradients,
         update=update + working,
         host_optimizer=4 * frozen,
-        host_loader=0,
-        host_checkpoint=_pinned(copied_word * per_rank + copied_moments + copied_frozen_word * frozen, device),
+        host_loader=(recipe.data.prefetch + _BATCHES_BESIDE_PREFETCH) * _pinned(per_batch, device),
+        host_checkpoint=_pinned(saved, device) if recipe.checkpoint.background else 0,
     )
     if recipe.parallelism.offload == "none":
         return memory
@@ -231,12 +173,24 @@ def _model_states(
         memory,
         optimizer=0,
         ema=0,
-        workspace=workspace + (2 * word * largest if stage < 3 else 0),
+        workspace=memory.workspace + (2 * word * max(sizes) if stage < 3 else 0),
         accumulated=accumulated if stage == 1 else 0,
         gradients=0,
         update=0,
         host_optimizer=memory.host_optimizer + memory.optimizer + (ema_word + 4 + arriving) * share,
     )
+
+
+def largest_micro_batch(
+    recipe: Recipe, num_classes: int, world_size: int, available_bytes: float, device: DeviceType = "cpu"
+) -> int | None:
+    """The largest micro-batch, up to the recipe's, that needs at most `available_bytes`; None if none does."""
+    micro, accumulation = recipe.split(world_size)
+    per_rank, together = micro * accumulation, recipe.objective.together
+    for size in (size for size in range(micro, 0, -1) if per_rank % size == 0 and size % together == 0):
+        if expected_memory(recipe, num_classes, world_size, size, device).device_bytes <= available_bytes:
+            return size
+    return None
 
 
 def _pinned(size: int, device: DeviceType) -> int:

@@ -41,44 +41,26 @@ class Due(NamedTuple):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A recipe worked out in steps.
-
-    Attributes:
-        recipe: the recipe.
-        manifest, order: the training data's manifest, and the order in which they are read.
-        num_classes: the number of classes of the training data, for the objective.
-        micro_batch, accumulation: each rank's samples in a micro-batch, and micro-batches in a step.
-        config: DeepSpeed's configuration.
-        evaluators: in the order in which they run.
-        inspections: those of `evaluation.inspect`; None without it.
-        total_steps: steps of the whole run.
-        evaluate_every, checkpoint_every: steps; None for at the end only.
-        inspect_every: steps; None for never.
-        keep_every: the interval, in steps, of checkpoints that are kept for good; None for none.
-        tail: the step shortly before the end whose checkpoint is kept, too; None for none.
-        rates: the number of updates done -> the rates of the next one.
-        warnings: what is allowed, but hardly meant.
-        working_directory: what a relative `data.root` is relative to; None if it was deleted.
-    """
+    """A recipe worked out in steps."""
 
     recipe: Recipe
-    manifest: Manifest
-    order: TrainOrder
-    num_classes: int
-    micro_batch: int
-    accumulation: int
-    config: dict[str, Any]
-    evaluators: list[Evaluator]
-    inspections: Inspections | None
-    total_steps: int
-    evaluate_every: int | None
-    inspect_every: int | None
-    checkpoint_every: int | None
-    keep_every: int | None
-    tail: int | None
-    rates: Callable[[int], Rates]
-    warnings: list[str]
-    working_directory: str | None
+    manifest: Manifest  # of the training data
+    order: TrainOrder  # in which they are read
+    num_classes: int  # of the training data, for the objective
+    micro_batch: int  # each rank's samples in a micro-batch
+    accumulation: int  # micro-batches in a step
+    config: dict[str, Any]  # DeepSpeed's
+    evaluators: list[Evaluator]  # in the order in which they run
+    inspections: Inspections | None  # those of `evaluation.inspect`
+    total_steps: int  # of the whole run
+    evaluate_every: int | None  # steps; None for at the end only
+    inspect_every: int | None  # steps; None for never
+    checkpoint_every: int | None  # steps; None for at the end only
+    keep_every: int | None  # steps between checkpoints that are kept for good; None for none
+    tail: int | None  # the step shortly before the end whose checkpoint is kept, too; None for none
+    rates: Callable[[int], Rates]  # the number of updates done -> the rates of the next one
+    warnings: list[str]  # of what is allowed, but hardly meant
+    working_directory: str | None  # what a relative `data.root` is relative to; None if it was deleted
 
     def due(self, step: int, last: int) -> Due:
         """What is due when `step` updates are done, in a process that ends after `last`."""

@@ -12,15 +12,8 @@ from vitscale.models.weights import load_weights, parameters
 from vitscale.objectives import build_teacher
 from vitscale.recipe import Recipe
 from vitscale.runs.checkpoint.opening import OpenWeights
-from vitscale.training.beginning.found_weights import (
-    Named,
-    check_classes,
-    check_model,
-    check_normalisation,
-    find_weights,
-    open_found,
-)
-from vitscale.training.deepspeed import distributed
+from vitscale.training.beginning.found_weights import Named, check_classes, check_model, find_weights, open_found
+from vitscale.training.deepspeed.distributed import World
 
 _KEY = "objective.teacher"
 _ADVICE = "the head of the teacher is needed, with the classes of data.train"
@@ -29,21 +22,16 @@ _ADVICE = "the head of the teacher is needed, with the classes of data.train"
 def check_teacher(recipe: Recipe, class_names: list[str]) -> None:
     """Check the teacher by names and shapes alone, before the ranks meet.
 
-    Args:
-        class_names: the classes of the training data.
-
     Raises `RecipeError` if there are no such weights or they contradict the recipe, and `CheckpointError` if they are
     damaged or of another model.
     """
-    settings = recipe.objective
-    if isinstance(settings, recipes.Distillation) and settings.teacher.model.num_classes not in (
-        None,
-        len(class_names),
-    ):
-        raise RecipeError(
-            f"{_KEY}.model.num_classes is {settings.teacher.model.num_classes}, but data.train has {len(class_names)} "
-            "classes, and the teacher's are the same; leave it out"
-        )
+    if isinstance(recipe.objective, recipes.Distillation):
+        num_classes = recipe.objective.teacher.model.num_classes
+        if num_classes not in (None, len(class_names)):
+            raise RecipeError(
+                f"{_KEY}.model.num_classes is {num_classes}, but data.train has {len(class_names)} "
+                "classes, and the teacher's are the same; leave it out"
+            )
     if (named := _named(recipe)) is not None:
         with torch.device("meta"):
             teacher = build_teacher(recipe, len(class_names))
@@ -52,16 +40,12 @@ def check_teacher(recipe: Recipe, class_names: list[str]) -> None:
 
 
 def load_teacher(
-    recipe: Recipe, class_names: list[str], world: distributed.World, say: Callable[[str], None]
+    recipe: Recipe, class_names: list[str], world: World, say: Callable[[str], None]
 ) -> tuple[Model | None, dict[str, Any] | None]:
     """The teacher on this rank's device, in the dtype of the run; all ranks call it together.
 
-    Args:
-        class_names: the classes of the training data.
-        say: prints what is taken from where, on rank 0.
-
-    Returns:
-        The teacher, or None without one; and what identifies its weights, None without a source.
+    `say` prints what is taken from where, on rank 0. Returns the teacher, or None without one; and what identifies its
+    weights, None without a source.
 
     Raises as `check_teacher`, and `CheckpointError` if no checkpoint of a run verifies.
     """
@@ -76,16 +60,16 @@ def load_teacher(
             "nothing can be learned"
         )
     else:
-        found = open_found(named, world, say)
+        weights = open_found(named, world, say)
         try:
-            _check(recipe, class_names, named, found, teacher)
-            load_weights(teacher, found.source, report=lambda note: None)
+            _check(recipe, class_names, named, weights, teacher)
+            load_weights(teacher, weights.source, report=lambda note: None)
         except VitscaleError as error:
             raise error.on_all_ranks() from None
-        for note in found.source.notes:
-            say(f"{found.source.path}: {note}")
-        say(f"teacher: {found.title}")
-        identity = found.identity
+        for note in weights.source.notes:
+            say(f"{weights.source.path}: {note}")
+        say(f"teacher: {weights.title}")
+        identity = weights.identity
     return teacher.to(device=world.device, dtype=weight_dtype(recipe)).requires_grad_(False), identity
 
 
@@ -107,11 +91,10 @@ def _named(recipe: Recipe) -> Named | None:
     return Named(_KEY, settings.teacher.source, settings.teacher.step)
 
 
-def _check(recipe: Recipe, class_names: list[str], named: Named, found: OpenWeights, teacher: Model) -> None:
-    settings = recipe.objective
-    assert isinstance(settings, recipes.Distillation)
-    parameters(teacher, found.source, report=lambda note: None, advice=_ADVICE)
-    check_model(named, found, settings.teacher.model, f"{_KEY}.model's")
-    normalise = settings.teacher.normalise or recipe.data.normalise
-    check_normalisation(named, found, normalise, f"{_KEY}.normalise")
-    check_classes(found, class_names, f"{_KEY}.from", "a teacher names the classes of ")
+def _check(recipe: Recipe, class_names: list[str], named: Named, weights: OpenWeights, teacher: Model) -> None:
+    assert isinstance(recipe.objective, recipes.Distillation)
+    settings = recipe.objective.teacher
+    parameters(teacher, weights.source, report=lambda note: None, advice=_ADVICE)
+    normalise = settings.normalise or recipe.data.normalise
+    check_model(named, weights, settings.model, f"{_KEY}.model's", normalise, f"{_KEY}.normalise")
+    check_classes(weights, class_names, f"{_KEY}.from", "a teacher names the classes of ")

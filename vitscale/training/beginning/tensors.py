@@ -38,33 +38,21 @@ _IN_A_BLOCK = re.compile(r"^backbone\.blocks\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Layer:
-    """A module that has parameters of its own.
+    """A module that has parameters of its own."""
 
-    Attributes:
-        block: the index of the encoder block that it belongs to; None outside the blocks.
-        sizes: the number of elements of each parameter.
-        trained: the number of elements of each parameter that is not frozen.
-    """
-
-    block: int | None
-    sizes: tuple[int, ...]
-    trained: tuple[int, ...]
+    block: int | None  # the index of its encoder block; None outside the blocks
+    sizes: tuple[int, ...]  # elements of each parameter
+    trained: tuple[int, ...]  # elements of each parameter that is not frozen
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """All layers of a model, in the order of the forward pass.
-
-    Attributes:
-        kept: the number of elements of optimizer state, without the trained parameters' own values.
-        kept_bytes: the size of that state in the optimizer's dtypes, in bytes; checkpoints store fp32.
-        of_teacher: the number of a teacher's parameters, which every rank holds whole.
-    """
+    """All layers of a model, in the order of the forward pass."""
 
     layers: tuple[Layer, ...]
-    kept: int
-    kept_bytes: int
-    of_teacher: int = 0
+    kept: int  # elements of optimizer state, without the trained parameters' own values
+    kept_bytes: int  # of that state, in the optimizer's dtypes; checkpoints store fp32
+    of_teacher: int = 0  # parameters of a teacher, which every rank holds whole
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -105,15 +93,10 @@ def model_parameters(recipe: Recipe, num_classes: int) -> Parameters:
 
 @dataclass(frozen=True)
 class StepTensors:
-    """The activation memory of one micro-batch, in bytes.
+    """The activation memory of one micro-batch, in bytes."""
 
-    Attributes:
-        saved: what the forward pass and the loss keep for the backward pass, without parameters.
-        transient: what the passes hold beyond that at their peak, without parameters' gradients.
-    """
-
-    saved: int
-    transient: int
+    saved: int  # what the forward pass and the loss keep for the backward pass, without parameters
+    transient: int  # what the passes hold beyond that at their peak, without parameters' gradients
 
 
 def step_tensors(recipe: Recipe, num_classes: int, micro_batch: int, device: DeviceType = "cpu") -> StepTensors:

@@ -161,6 +161,5 @@ def _check_blocks(config: dict[str, Any]) -> None:
             schema(**config.get(block, {}))
         except pydantic.ValidationError as error:
             details = error.errors()[0]
-            key = ".".join(map(str, ("deepspeed", block, *details["loc"])))
-            what = describe_mistake({**details, "loc": ()})
-            raise RecipeError(f"{key}: {details['input']!r}: {what}") from None
+            key, what = ".".join(map(str, (block, *details["loc"]))), describe_mistake({**details, "loc": ()})
+            raise RecipeError(f"deepspeed.{key}: {details['input']!r}: {what}") from None

@@ -8,7 +8,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -38,29 +38,17 @@ from vitscale.training.watching.audit import Audit, Finding
 
 @dataclass
 class Update:
-    """The figures of one step's update.
+    """The figures of one step's update."""
 
-    Attributes:
-        samples: the number of samples that count, over all ranks.
-        rate: the learning rate.
-        loss_sum: the sum of this rank's losses, () on its device.
-        shown: other figures of the objective, summed in the same way.
-        losses: this rank's losses by sample, one tensor for each micro-batch.
-        mean_loss: the mean over the global batch, if there is a limit.
-        gradient_norm: the norm of the global mean gradient, before clipping.
-        anomaly: why the update was not made; None if it was.
-        findings: what the audit found on all ranks, if the step was audited.
-    """
-
-    samples: int
-    rate: float
-    loss_sum: Tensor
-    shown: dict[str, Tensor] = field(default_factory=dict)
-    losses: list[Tensor] = field(default_factory=list)
-    mean_loss: float | None = None
-    gradient_norm: float = math.nan
-    anomaly: Kind | None = None
-    findings: list[Finding] = field(default_factory=list)
+    samples: int  # that count, over all ranks
+    rate: float  # the learning rate
+    loss_sum: Tensor  # of this rank's losses, () on its device
+    shown: dict[str, Tensor] = field(default_factory=dict)  # other figures of the objective, summed in the same way
+    losses: list[Tensor] = field(default_factory=list)  # this rank's, by sample, one tensor for each micro-batch
+    mean_loss: float | None = None  # over the global batch, if there is a limit
+    gradient_norm: float = math.nan  # of the global mean gradient, before clipping
+    anomaly: Kind | None = None  # why the update was not made; None if it was
+    findings: list[Finding] = field(default_factory=list)  # of an audit, on all ranks
 
     def add(self, losses: Losses, counts: Tensor | None) -> Tensor:
         """Add a micro-batch's losses. Returns them, with 0 for those that do not count (where `counts` is False)."""
@@ -79,9 +67,6 @@ class Update:
 
 class Learner:
     """Trains an objective under DeepSpeed. All ranks make one and call its methods together.
-
-    Args:
-        say: prints a line for people, on rank 0.
 
     Attributes:
         own_work: measures the seconds of this rank's forward passes.
@@ -217,7 +202,7 @@ class Learner:
         return update
 
     def anomaly(self, update: Update, batch: Batch, step: int) -> Anomaly:
-        """The anomaly because of which the update after `step` updates was not made, with the samples of all ranks."""
+        """The reason why the update after `step` updates was not made, with the samples of all ranks."""
         assert update.anomaly is not None
         ranks = [Suspects(*of_rank) for of_rank in gather(update.suspects(batch))]
         mean, norm = self.mean_loss(update), update.gradient_norm
@@ -259,12 +244,10 @@ class Learner:
     def evaluating(self) -> Iterator[None]:
         """A context in which `predict` uses the average of the weights, if there is one, and dropout is off."""
         average = self._average
+        averaged = contextlib.nullcontext() if average is None else average.in_place_of_weights()
         self.engine.deepspeed.eval()
         try:
-            with (
-                average.in_place_of_weights() if average is not None else contextlib.nullcontext(),
-                self.eager(),  # batches of other sizes would each be compiled anew
-            ):
+            with averaged, self.eager():  # batches of other sizes would each be compiled anew
                 yield
         finally:
             self.engine.deepspeed.train()
@@ -272,8 +255,7 @@ class Learner:
     @torch.no_grad()
     def predict(self, images: Tensor) -> Outputs:
         """Outputs of images uint8 (B, S, S, 3)."""
-        outputs: Outputs = self.engine.deepspeed(self._normalised(images))
-        return outputs
+        return cast(Outputs, self.engine.deepspeed(self._normalised(images)))
 
     def _normalised(self, images: Tensor) -> Tensor:
         return to_model_input(images, self._world.device, self._dtype, self._recipe.data.normalise)
@@ -283,10 +265,8 @@ class Learner:
         if self._recipe.parallelism.zero_stage < 3:
             self.engine.settle_weights()
             return contextlib.nullcontext()
-        gathered: contextlib.AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
-            [parameter for module in modules for parameter in module.parameters()]
-        )
-        return gathered
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        return cast(contextlib.AbstractContextManager[None], deepspeed.zero.GatheredParameters(parameters))
 
     def compare_replicas(self, step: int) -> None:
         """Check that all ranks hold the same weights; stage 3 has no replicas. Raises `ReplicaError`."""

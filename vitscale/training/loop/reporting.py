@@ -29,12 +29,12 @@ from vitscale.training.watching.trackers import Trackers
 
 
 class MetricsWriter:
-    """Appends to the metrics of one run; rank 0 alone has one. A write that fails is reported once, as in MetricsLines.
+    """Appends to the metrics of one run, for rank 0; the trackers get the same. A write that fails is reported once.
 
     Args:
         run_dir: the run's directory; must exist.
         resume_step: the step that training continues from, 0 for a new run.
-        trackers: names of the trackers that get the same, as in `logging.trackers`.
+        trackers: names as in `logging.trackers`.
     """
 
     def __init__(self, run_dir: Path, resume_step: int, trackers: Sequence[str]) -> None:
@@ -91,17 +91,14 @@ class Report:
     def begin_at(self, step: int) -> None:
         """Begin at this step, from which the run continues or to which it goes back: later steps are done again."""
         self.logged_step, self._bad_samples = step, 0
-        self.reopen(step)
-
-    def reopen(self, step: int) -> None:
-        """Write metrics where the run directory is now."""
         if self._world.is_main:
             self.close()
             self._metrics = MetricsWriter(self._run_dir, step, self._recipe.logging.trackers)
 
     def go_on_in_new_directory(self, step: int) -> None:
         """Continue in a new run directory after the old one was moved or deleted; called on rank 0 only."""
-        self.reopen(step)
+        self.close()
+        self._metrics = MetricsWriter(self._run_dir, step, self._recipe.logging.trackers)
         self.say(f"WARNING: {self._run_dir} was moved or deleted: the run continues in a new one of that name")
 
     def close(self) -> None:
@@ -136,11 +133,11 @@ class Report:
             stalled_s: seconds since then that training has waited for saves.
         """
         seconds, waited = pace.per_step(state.step)
-        own = waited + computed_s / (state.step - self.logged_step)
+        worked = waited + computed_s / (state.step - self.logged_step)
         self.logged_step, self._logged_at = state.step, time.monotonic()
         shown = {name: value.item() for name, value in update.shown.items()}
-        numbers = [update.loss_sum.item(), waited, _peak_memory(self._world), self._bad_samples, own, *shown.values()]
-        rows = gather_numbers(numbers, self._world.device)
+        numbers = [update.loss_sum.item(), waited, _peak_memory(self._world), self._bad_samples, worked]
+        rows = gather_numbers([*numbers, *shown.values()], self._world.device)
         self._bad_samples = 0
         digest = sum_integers(batch.digest, self._world.device) if batch.digest is not None else None
         if not self._world.is_main:

@@ -25,19 +25,13 @@ from vitscale.training.watching.anomalies import AnomalyRecord
 
 @dataclass(frozen=True)
 class Selection:
-    """What the evaluations so far have shown; saved in checkpoints.
+    """What the evaluations so far have shown; saved in checkpoints."""
 
-    Attributes:
-        best, best_step: the best value of the rule's metric, and its step; None before there is one.
-        without_better: the number of evaluations since then.
-        evaluated: the last step that was evaluated.
-        before: the best value and step before these, for when the best step cannot be saved; not in checkpoints.
-    """
-
-    best: float | None = None
+    best: float | None = None  # value of the rule's metric; None before there is one
     best_step: int | None = None
-    without_better: int = 0
-    evaluated: int = 0
+    without_better: int = 0  # evaluations since then
+    evaluated: int = 0  # the last step that was evaluated
+    # The best value and step before these, for when the best step cannot be saved; not in checkpoints.
     before: tuple[float | None, int | None] = field(default=(None, None), compare=False)
 
     @classmethod
@@ -81,17 +75,10 @@ class Selection:
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run is.
+    """Where a run is."""
 
-    Attributes:
-        step: updates done.
-        position: the next batch's position in the order.
-        selection: what the evaluations so far have shown.
-        anomalies: what has gone wrong so far, and what was left out.
-    """
-
-    step: int = 0
-    position: int = 0
+    step: int = 0  # updates done
+    position: int = 0  # the next batch's, in the order
     selection: Selection = field(default_factory=Selection)
     anomalies: AnomalyRecord = field(default_factory=AnomalyRecord)
 

@@ -9,7 +9,7 @@ and the report prints and records (reporting.py). The step is the only clock: wh
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -34,7 +34,6 @@ from vitscale.training.loop.resuming import Claim, checkpoint_to_resume, newest_
 from vitscale.training.loop.saves import Saves, StepBorder
 from vitscale.training.loop.state import RunState, make_index
 from vitscale.training.watching import audit
-from vitscale.training.watching.audit import Finding
 from vitscale.training.watching.preflight import preflight
 
 
@@ -43,7 +42,6 @@ class Trainer:
 
     Args:
         alive: called on all progress with the updates done and the phase that begins.
-        interruption: what may ask this process to end early.
 
     Raises `RecipeError`, `DataError`, `CheckpointError`, `NonFiniteError`, `ReplicaError`, `AuditError` or
     `PreemptedError` for what a person can mend.
@@ -182,8 +180,10 @@ class Trainer:
         if update.anomaly is not None:
             self._handle_anomaly(update, batch)
             return False
-        if update.findings:
-            self._handle_audit(update.findings)
+        if update.findings:  # an audit found the update just made wrong
+            if self.recipe.check.audit == "stop":
+                raise audit.error(update.findings, self.state.step + 1)
+            self.report.say(f"WARNING: {audit.describe(update.findings, self.state.step + 1)}")
         anomalies = self.state.anomalies.after(update.mean_loss, self.recipe.anomalies)
         self.state = replace(self.state.after(batch), anomalies=anomalies)
         step, due = self.state.step, self.plan.due(self.state.step, self._last)
@@ -225,13 +225,6 @@ class Trainer:
 
     def _is_interrupted(self, step_s: float = 0.0) -> bool:
         return self._border.is_end(self.interruption is not None and self.interruption.pending, self.saves, step_s)
-
-    def _handle_audit(self, findings: Sequence[Finding]) -> None:
-        """Report that an audit found the update just made wrong. Raises `AuditError`, unless the recipe only warns."""
-        step = self.state.step + 1
-        if self.recipe.check.audit == "stop":
-            raise audit.error(findings, step)
-        self.report.say(f"WARNING: {audit.describe(findings, step)}")
 
     # ---- Anomalies ---------------------------------------------------------------------------------------------------
 
@@ -324,14 +317,15 @@ class Trainer:
             self._values = self._evaluate()  # again: the process that took the last step ended before it wrote DONE
         self._begin("writing the checkpoint")
         self.saves.finish(step)
-        if is_done:
-            write_on_rank_zero(lambda: self._write_done(stopped_early), self.run_dir)
-        else:
+        if not is_done:
             self.report.say(f"stopped at step {step:,}, as --stop-at asks{past}; repeat the command to continue")
+            return
 
-    def _write_done(self, stopped_early: bool) -> None:
-        self._renew_run_dir()
-        self.report.done(self.state, self._values, stopped_early=stopped_early)
+        def write_done() -> None:
+            self._renew_run_dir()
+            self.report.done(self.state, self._values, stopped_early=stopped_early)
+
+        write_on_rank_zero(write_done, self.run_dir)
 
 
 class _Interrupted(Exception):

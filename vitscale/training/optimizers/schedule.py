@@ -8,19 +8,12 @@ Decay = Literal["linear", "cosine", "stairs", "constant", "wsd", "rsqrt", "resta
 
 
 class Rates(NamedTuple):
-    """What the optimizer is given for one update.
+    """What the optimizer is given for one update."""
 
-    Attributes:
-        updates: the number of updates done before.
-        learning_rate: the learning rate, before a group's factor.
-        weight_decay_factor: multiplies every group's weight decay; None if no schedule changes it.
-        momentum: the momentum of every group; None if no schedule changes it.
-    """
-
-    updates: int
-    learning_rate: float
-    weight_decay_factor: float | None = None
-    momentum: float | None = None
+    updates: int  # done before
+    learning_rate: float  # before a group's factor
+    weight_decay_factor: float | None = None  # times every group's decay; None if no schedule changes it
+    momentum: float | None = None  # of every group; None if no schedule changes it
 
 
 def learning_rate(

@@ -44,20 +44,13 @@ class Piece:
 
 @dataclass
 class Part:
-    """A parameter that lies, in part or whole, in the tensors that an optimizer updates together.
-
-    Attributes:
-        shape: the whole parameter's shape.
-        piece: this rank's piece; None if it has none.
-        holders: (rank, start, length) of every rank's piece, in the parameter's order.
-        owner: the rank that works on the whole parameter.
-    """
+    """A parameter that lies, in part or whole, in the tensors that an optimizer updates together."""
 
     name: str
-    shape: tuple[int, ...]
-    piece: Piece | None = None
-    holders: list[tuple[int, int, int]] = field(default_factory=list)
-    owner: int = 0
+    shape: tuple[int, ...]  # of the whole parameter
+    piece: Piece | None = None  # this rank's, if it has one
+    holders: list[tuple[int, int, int]] = field(default_factory=list)  # (rank, start, length) of all pieces, in order
+    owner: int = 0  # the rank that works on the whole parameter
 
 
 class WholeTensorOptimizer(torch.optim.Optimizer):

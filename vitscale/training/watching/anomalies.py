@@ -65,17 +65,11 @@ def loss_limit(settings: Spike, losses: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class AnomalyRecord:
-    """A run's anomalies so far; saved in checkpoints.
+    """A run's anomalies so far; saved in checkpoints."""
 
-    Attributes:
-        count: anomalies that the run has survived.
-        skipped: the batches that were left out.
-        losses: the losses of the last steps, oldest first, while the recipe watches for leaps.
-    """
-
-    count: int = 0
-    skipped: SkippedData = SkippedData()
-    losses: tuple[float, ...] = ()
+    count: int = 0  # anomalies that the run has survived
+    skipped: SkippedData = SkippedData()  # the batches that were left out
+    losses: tuple[float, ...] = ()  # of the last steps, oldest first, while the recipe watches for leaps
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "AnomalyRecord":
@@ -122,22 +116,14 @@ class AnomalyRecord:
 
 @dataclass(frozen=True)
 class Anomaly:
-    """A step that must not be taken.
-
-    Attributes:
-        step: the update that it would have been, from 1.
-        position: its batch's, in the order.
-        loss: the mean over the global batch.
-        rate: the learning rate.
-        gradient_norm: the norm that DeepSpeed reports.
-    """
+    """A step that must not be taken."""
 
     kind: Kind
-    step: int
-    position: int
-    loss: float
-    rate: float
-    gradient_norm: float
+    step: int  # the update that it would have been, from 1
+    position: int  # its batch's, in the order
+    loss: float  # the mean over the global batch
+    rate: float  # the learning rate
+    gradient_norm: float  # that DeepSpeed reports
     ranks: "list[Suspects]"
 
     def describe(self, policy: Policy) -> str:

@@ -50,24 +50,15 @@ _ORDER = ("weights", "gradient", "update", "checkpoint", "norm")  # causes befor
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that an audit found wrong.
+    """One thing that an audit found wrong."""
 
-    Attributes:
-        check: gradient, norm, update, checkpoint or weights.
-        rank: the rank that found it.
-        name: the parameter's name; empty if the finding is about no single one.
-        start, length: the fragment's first element and its number of elements.
-        what: the finding in words.
-        missing: for a gradient, the projection of what is missing from it, and how far that may be off.
-    """
-
-    check: str
-    rank: int
-    what: str
-    name: str = ""
-    start: int = 0
-    length: int = 0
-    missing: tuple[float, float] | None = None
+    check: str  # gradient, norm, update, checkpoint or weights
+    rank: int  # that found it
+    what: str  # in words
+    name: str = ""  # the parameter's; empty if the finding is about no single one
+    start: int = 0  # the fragment's first element
+    length: int = 0  # its number of elements
+    missing: tuple[float, float] | None = None  # projection of what is missing from a gradient, and its tolerance
 
     def __str__(self) -> str:
         where = f" {self.name} [{self.start:,}:{self.start + self.length:,}]" if self.name else ""

@@ -86,27 +86,16 @@ def preflight(plan: RunPlan, run_dir: Path, world: World) -> list[str]:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one rank sees.
-
-    Attributes:
-        host: name of its machine.
-        identity: what must be the same on all ranks, in words -> its digest or version.
-        device_memory: bytes free on its CUDA device; None on CPUs.
-        host_memory: bytes free on its machine, for all its ranks together; None if unknown.
-        load: processes that wanted a core of its machine in the last minute, for each core that it may use.
-        has_bf16: whether the device has bf16 arithmetic of its own; None if unknown.
-        without_compiler: what it lacks for compiling; empty if nothing, or if the recipe has nothing to compile.
-        without_float8: why it cannot train in float8; empty if it can, or need not.
-    """
+    """What one rank sees."""
 
     host: str
-    identity: dict[str, str]
-    device_memory: int | None
-    host_memory: int | None
-    load: float
-    has_bf16: bool | None
-    without_compiler: str
-    without_float8: str
+    identity: dict[str, str]  # what must be the same on all ranks, in words -> its digest or version
+    device_memory: int | None  # bytes free on its CUDA device; None on CPUs
+    host_memory: int | None  # bytes free on its machine, for all its ranks together; None if unknown
+    load: float  # processes that wanted a core in the last minute, for each core that it may use
+    has_bf16: bool | None  # whether the device has bf16 arithmetic of its own; None if unknown
+    without_compiler: str  # what it lacks for compiling; empty if nothing, or if there is nothing to compile
+    without_float8: str  # why it cannot train in float8; empty if it can, or need not
 
 
 def _look_around(plan: RunPlan, world: World) -> _Rank:

@@ -51,13 +51,7 @@ def named(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Trackers:
-    """All trackers of a run; rank 0 alone has them.
-
-    Args:
-        names: the trackers, as in `logging.trackers`; installed.
-        run_dir: the run's directory; must exist.
-        resume_step: the step that training continues from, 0 for a new run.
-    """
+    """All trackers of a run, for rank 0; the arguments are those of `MetricsWriter`."""
 
     def __init__(self, names: Sequence[str], run_dir: Path, resume_step: int) -> None:
         self._followers = [_Follower(name, run_dir, resume_step) for name in names]
@@ -94,16 +88,11 @@ class _Known(NamedTuple):
 
 
 class _Follower:
-    """One tracker and its thread.
-
-    Attributes:
-        items: what is to be logged, (step, numbers or pictures); None for the end.
-        has_begun: set when the tracker has been started, or has failed.
-    """
+    """One tracker and its thread."""
 
     def __init__(self, name: str, run_dir: Path, resume_step: int) -> None:
-        self.items: queue.SimpleQueue[tuple[int, _Values] | None] = queue.SimpleQueue()
-        self.has_begun = threading.Event()
+        self.items: queue.SimpleQueue[tuple[int, _Values] | None] = queue.SimpleQueue()  # None for the end
+        self.has_begun = threading.Event()  # or has failed
         self._name, self._run_dir, self._resume_step = name, run_dir, resume_step
         self._known_file = run_dir / _FOLDER / f"{name}.json"
         self._known = _Known(None, 0)
@@ -204,9 +193,9 @@ class _Follower:
             _log.warning("logging.trackers: %s takes no pictures: evaluation.inspect is not drawn there", self._name)
 
     def _read_known(self) -> _Known:
-        found = read_object(self._known_file) or {}
+        known = read_object(self._known_file) or {}
         with suppress(ValueError, KeyError, TypeError, OverflowError):
-            return _Known(None if found["run"] is None else str(found["run"]), int(found["step"]))
+            return _Known(None if known["run"] is None else str(known["run"]), int(known["step"]))
         return _Known(None, 0)
 
 
