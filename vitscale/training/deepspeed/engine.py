@@ -1,4 +1,4 @@
-"""DeepSpeed's engine and the state of its optimizer: built, loaded, saved and stepped, in every ZeRO stage.
+"""DeepSpeed's engine, the state of its optimizer and the average of its weights, in every ZeRO stage.
 
 Nothing is gathered for a checkpoint: each rank reads and writes the pieces that it has (fragments.py).
 
@@ -8,7 +8,8 @@ weights would lose, in host memory, in every stage.
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vitscale.objectives import Objective
-from vitscale.recipe import Recipe, is_frozen
+from vitscale.recipe import Ema, Recipe, is_frozen
 from vitscale.runs.checkpoint import EMA, MASTER, Fragment
 from vitscale.training.deepspeed.config import is_plain, is_single
 from vitscale.training.deepspeed.exchange import Exchange, ScatteredSums, in_buckets
@@ -28,6 +29,8 @@ from vitscale.training.optimizers.parameter_groups import BASE_DECAY, LR_FACTOR,
 from vitscale.training.optimizers.rule import rule_of
 from vitscale.training.optimizers.schedule import Rates
 from vitscale.training.optimizers.whole_tensors import WholeTensorOptimizer
+
+_AT_ONCE = 1 << 24  # elements copied at a time while weights and average change places
 
 Average = Mapping[Tensor, Tensor]
 """Each of an engine's `masters` -> a tensor of its shape."""
@@ -274,6 +277,55 @@ class Engine:
                 parameter: Any
                 for parameter in self.module.parameters():  # DeepSpeed forgets only the copies of what is trained
                     parameter.ds_secondary_tensor = None
+
+
+def decay(settings: Ema, updates: int) -> float:
+    """The factor of the old average at the `updates`-th update, from 1."""
+    return min(settings.decay, (1 + updates) / (10 + updates)) if settings.warmup else settings.decay
+
+
+class WeightAverage:
+    """The exponential moving average (Polyak and Juditsky) of an engine's masters, which begins with their values.
+
+    Each rank averages the masters that it has, so that nothing is gathered, and no stage needs more than four bytes a
+    parameter, divided as the masters are.
+    """
+
+    def __init__(self, engine: Engine, settings: Ema) -> None:
+        self._engine, self._settings = engine, settings
+        self.values: dict[Tensor, Tensor] = {flat: flat.detach().clone() for flat in engine.masters}
+
+    @torch.no_grad()
+    def update(self, updates: int) -> None:
+        """Move the average towards the masters, after `updates` updates."""
+        masters = [flat.detach() for flat in self.values]
+        torch._foreach_lerp_(list(self.values.values()), masters, 1 - decay(self._settings, updates))
+
+    @contextmanager
+    def in_place_of_weights(self) -> Iterator[None]:
+        """Have the engine compute with the average inside; afterwards its weights are restored to the last bit.
+
+        After an exception only the masters are restored: refreshing the engine's weights takes all ranks, and the
+        exception may have come from one alone.
+        """
+        self._exchange()
+        self._engine.refresh_weights()
+        try:
+            yield
+        except BaseException:
+            self._exchange()
+            raise
+        self._exchange()
+        self._engine.refresh_weights()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for flat, average in self.values.items():
+            pieces = flat.detach().view(-1).split(_AT_ONCE)
+            for weights, averages in zip(pieces, average.view(-1).split(_AT_ONCE), strict=True):
+                kept = weights.clone()
+                weights.copy_(averages)
+                averages.copy_(kept)
 
 
 def _quieten() -> None:

@@ -25,10 +25,10 @@ from vitscale.runs.checkpoint import CheckpointReader, Fragment
 from vitscale.training.beginning.initial_weights import initial_source
 from vitscale.training.beginning.run_plan import RunPlan
 from vitscale.training.beginning.teacher import check_same_teacher, load_teacher
-from vitscale.training.deepspeed import distributed, fragments
-from vitscale.training.deepspeed.averaging import WeightAverage
 from vitscale.training.deepspeed.config import is_plain
-from vitscale.training.deepspeed.engine import Engine
+from vitscale.training.deepspeed.distributed import World
+from vitscale.training.deepspeed.engine import Engine, WeightAverage
+from vitscale.training.deepspeed.fragments import InPieces
 from vitscale.training.deepspeed.lean_deepspeed import deepspeed
 from vitscale.training.deepspeed.profile import OwnWork, part
 from vitscale.training.watching import replicas
@@ -74,7 +74,7 @@ class Learner:
         learns_from: what identifies the weights of its teacher, if it has one from a file or a run.
     """
 
-    def __init__(self, plan: RunPlan, world: distributed.World, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: RunPlan, world: World, say: Callable[[str], None]) -> None:
         self._recipe, self._plan, self._world, self._say = plan.recipe, plan, world, say
         self._dtype = weight_dtype(plan.recipe)
         self.objective = self._make_objective()
@@ -117,7 +117,8 @@ class Learner:
         Raises `CheckpointError`, and `RecipeError` for the recipe's `init`.
         """
         if reader is None:
-            initial = fragments.InPieces(self._initial_value)
+            shapes, seed = self.engine.shapes, self._recipe.seed
+            initial = InPieces(lambda name: initial_value(self.objective, name, torch.Size(shapes[name]), seed))
             class_names = list(self._plan.manifest.class_names)
             source, self.began_with = initial_source(self._recipe, class_names, initial, self._world, self._say)
             self.engine.load(source, optimizer_steps=0)
@@ -131,9 +132,6 @@ class Learner:
             self._average = WeightAverage(self.engine, self._recipe.ema)
             if reader is not None:
                 self.engine.load_average(self._average.values, reader.read)
-
-    def _initial_value(self, name: str) -> Tensor:
-        return initial_value(self.objective, name, torch.Size(self.engine.shapes[name]), self._recipe.seed)
 
     def fragments(self) -> list[Fragment]:
         """What this rank saves; the tensors are views."""
