@@ -128,10 +128,13 @@ def pretrain(options: argparse.Namespace) -> None:
             # Imported only once there is something to train, as it takes seconds.
             from vitscale.runs.directory import check_run_dir
             from vitscale.training.beginning.automatic import settle
-            from vitscale.training.beginning.initial_weights import check_initial_weights, settle_functions
-            from vitscale.training.beginning.micro_batches import settle_micro_max
+            from vitscale.training.beginning.initial_weights import (
+                check_initial_weights,
+                check_teacher,
+                settle_functions,
+            )
+            from vitscale.training.beginning.memory import settle_micro_max
             from vitscale.training.beginning.run_plan import plan_run
-            from vitscale.training.beginning.teacher import check_teacher
             from vitscale.training.deepspeed import distributed
             from vitscale.training.deepspeed.progress import tell
             from vitscale.training.loop.resuming import check_branch

@@ -19,7 +19,7 @@ from vitscale.flops.estimate import estimate
 from vitscale.flops.hardware import find_device
 from vitscale.flops.work import recipe_work
 from vitscale.ground.errors import RecipeError
-from vitscale.training.beginning.micro_batches import tensors_by_micro_batch
+from vitscale.training.beginning.memory import tensors_by_micro_batch
 from vitscale.training.beginning.tensors import model_parameters, step_tensors
 
 MODEL = {"name": "ViT-B/16", "num_classes": 1000}

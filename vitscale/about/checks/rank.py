@@ -27,8 +27,8 @@ from vitscale.recipe import Recipe, load_recipe
 from vitscale.runs.checkpoint import EMA, MASTER
 from vitscale.runs.names import RECIPE_FILE
 from vitscale.training.beginning.automatic import settle
+from vitscale.training.beginning.initial_weights import load_teacher
 from vitscale.training.beginning.run_plan import plan_run
-from vitscale.training.beginning.teacher import load_teacher
 from vitscale.training.deepspeed import distributed
 from vitscale.training.deepspeed.attention import Attention
 from vitscale.training.deepspeed.fragments import AppliedGradients, GradientPiece, InPieces

@@ -1,4 +1,4 @@
-"""Initial weights taken from another run or from a file: `init` in a recipe.
+"""Weights taken from another run or from a file: `init` in a recipe, and the teacher that a run learns from.
 
 Every parameter comes from exactly one place: the weights, as they are or resampled; zero; or its initial value.
 Anything else that the weights hold is an error, except a head that the recipe does not keep.
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitscale.ground.errors import VitscaleError
+from vitscale.ground.errors import CheckpointError, RecipeError, VitscaleError
 from vitscale.ground.wording import counted
-from vitscale.models.weights import FUNCTIONS, HEAD, Reader, parameters, recognised
-from vitscale.objectives import build_objective
-from vitscale.recipe import Recipe, read_recipe, validate_recipe
-from vitscale.recipe.families import Model, ViT
+from vitscale.models import Model, initialise, weight_dtype
+from vitscale.models.weights import FUNCTIONS, HEAD, Reader, load_weights, parameters, recognised
+from vitscale.objectives import build_objective, build_teacher
+from vitscale.recipe import Distillation, Recipe, families, read_recipe, validate_recipe
 from vitscale.runs.checkpoint import checkpoint_directory
 from vitscale.runs.checkpoint.opening import OpenWeights
 from vitscale.runs.directory import read_newest
@@ -37,6 +37,8 @@ from vitscale.training.deepspeed.fragments import InPieces
 from vitscale.training.deepspeed.fragments import Source as FragmentSource
 
 _OUTPUT_LAYERS = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
+_TEACHER = "objective.teacher"
+_TEACHERS_HEAD = "the head of the teacher is needed, with the classes of data.train"
 _ADVICE = "leave the whole head out, as for fine-tuning: model.head: linear and init.head: zero"
 
 
@@ -46,18 +48,22 @@ def settle_functions(recipe: Recipe, run_dir: Path) -> tuple[Recipe, str | None]
 
     Raises `RecipeError` and `CheckpointError` as `check_initial_weights`.
     """
-    left = [key for key in sorted(FUNCTIONS) if isinstance(recipe.model, ViT) and getattr(recipe.model, key) is None]
+    left = [
+        key
+        for key in sorted(FUNCTIONS)
+        if isinstance(recipe.model, families.ViT) and getattr(recipe.model, key) is None
+    ]
     if recipe.init is None or recipe.init.continues or not left:
         return recipe, None
     saved = run_dir / RECIPE_FILE
     if saved.exists():
-        source: Model | None = read_recipe(saved).model
+        source: families.Model | None = read_recipe(saved).model
     else:
         weights = find_weights(Named.by_init(recipe.init))
         if weights.description is None:
             weights = replace(weights, description=recognised(weights.source))
         source = weights.model
-    if not isinstance(source, ViT):
+    if not isinstance(source, families.ViT):
         return recipe, None
     ours, theirs = asdict(recipe.model.shape()), asdict(source.shape())
     taken = {key: theirs[key] for key in left if ours[key] != theirs[key] and "swiglu" not in (ours[key], theirs[key])}
@@ -190,3 +196,87 @@ class _Assignment:
 def _layers(keys: list[str]) -> list[str]:
     """The layers that keys of any format belong to, in their order."""
     return list(dict.fromkeys(re.sub(r"[./](weight|bias|kernel|scale)$", "", key) for key in keys))
+
+
+# ---- Teachers --------------------------------------------------------------------------------------------------------
+
+
+def check_teacher(recipe: Recipe, class_names: list[str]) -> None:
+    """Check the teacher by names and shapes alone, before the ranks meet.
+
+    Raises `RecipeError` if there are no such weights or they contradict the recipe, and `CheckpointError` if they are
+    damaged or of another model.
+    """
+    if isinstance(recipe.objective, Distillation):
+        num_classes = recipe.objective.teacher.model.num_classes
+        if num_classes not in (None, len(class_names)):
+            raise RecipeError(
+                f"{_TEACHER}.model.num_classes is {num_classes}, but data.train has {len(class_names)} "
+                "classes, and the teacher's are the same; leave it out"
+            )
+    if (named := _named_teacher(recipe)) is not None:
+        with torch.device("meta"):
+            teacher = build_teacher(recipe, len(class_names))
+        assert teacher is not None
+        _check_teacher(recipe, class_names, named, find_weights(named), teacher)
+
+
+def load_teacher(
+    recipe: Recipe, class_names: list[str], world: World, say: Callable[[str], None]
+) -> tuple[Model | None, dict[str, Any] | None]:
+    """The teacher, whole on this rank's device and in the run's dtype, never updated; all ranks call it together.
+
+    `say` prints what is taken from where, on rank 0. Returns the teacher, or None without one; and what identifies its
+    weights, None without a source.
+
+    Raises as `check_teacher`, and `CheckpointError` if no checkpoint of a run verifies.
+    """
+    teacher = build_teacher(recipe, len(class_names))
+    if teacher is None:
+        return None, None
+    named, identity = _named_teacher(recipe), None
+    if named is None:
+        initialise(teacher, recipe.seed)
+        say(
+            "WARNING: objective.teacher has no from: its weights are random initial values, from which "
+            "nothing can be learned"
+        )
+    else:
+        weights = open_found(named, world, say)
+        try:
+            _check_teacher(recipe, class_names, named, weights, teacher)
+            load_weights(teacher, weights.source, report=lambda note: None)
+        except VitscaleError as error:
+            raise error.on_all_ranks() from None
+        for note in weights.source.notes:
+            say(f"{weights.source.path}: {note}")
+        say(f"teacher: {weights.title}")
+        identity = weights.identity
+    return teacher.to(device=world.device, dtype=weight_dtype(recipe)).requires_grad_(False), identity
+
+
+def check_same_teacher(now: dict[str, Any] | None, before: dict[str, Any] | None) -> None:
+    """Raise `CheckpointError` if a resumed run has another teacher than the checkpoint that it continues from."""
+    if now == before:
+        return
+    files = {name: digest for each in (now, before) if each is not None for name, digest in each["files"].items()}
+    raise CheckpointError(
+        f"{_TEACHER}.from: the teacher's weights are not those that this run has learned from so far "
+        f"({', '.join(sorted(files)) or 'initial values'}); use those again, or start another run"
+    ).on_all_ranks()
+
+
+def _named_teacher(recipe: Recipe) -> Named | None:
+    settings = recipe.objective
+    if not isinstance(settings, Distillation) or settings.teacher.source is None:
+        return None
+    return Named(_TEACHER, settings.teacher.source, settings.teacher.step)
+
+
+def _check_teacher(recipe: Recipe, class_names: list[str], named: Named, weights: OpenWeights, teacher: Model) -> None:
+    assert isinstance(recipe.objective, Distillation)
+    settings = recipe.objective.teacher
+    parameters(teacher, weights.source, report=lambda note: None, advice=_TEACHERS_HEAD)
+    normalise = settings.normalise or recipe.data.normalise
+    check_model(named, weights, settings.model, f"{_TEACHER}.model's", normalise, f"{_TEACHER}.normalise")
+    check_classes(weights, class_names, f"{_TEACHER}.from", "a teacher names the classes of ")

@@ -13,8 +13,11 @@ import torch
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.wording import describe_mistake
 from vitscale.recipe import Recipe
-from vitscale.training.deepspeed.bucket_sizes import bucket_sizes
-from vitscale.training.deepspeed.lean_deepspeed import deepspeed
+
+MOST_UNDER_WAY = 8
+"""The most buckets whose gradients are sent at one time with `parallelism.overlap`; they must be kept meanwhile."""
+
+_PERSISTENCE_THRESHOLD = 100_000  # DeepSpeed's own default
 
 # The keys that a `deepspeed:` block may have: DeepSpeed itself silently accepts any unknown top-level key.
 _TOP_LEVEL_KEYS = (
@@ -104,6 +107,32 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     return config
 
 
+def bucket_sizes(stage: int, exchanges: bool) -> dict[str, int]:
+    """Bucket sizes in elements. They do not affect results; DeepSpeed's own defaults cost gigabytes per rank.
+
+    A `deepspeed:` block may set others. `exchanges` says whether exchange.py sends, instead of DeepSpeed.
+    """
+    sizes = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
+    if exchanges:
+        sizes["reduce_bucket_size"] = 20_000_000  # a block of ViT-H: the last bucket is sent after all computing
+    if stage == 3:
+        # A block of ViT-H has 20 million parameters: a few blocks are held whole, and are updated at a time.
+        sizes |= {
+            "stage3_prefetch_bucket_size": 20_000_000,
+            "stage3_max_live_parameters": 100_000_000,
+            "stage3_max_reuse_distance": 100_000_000,
+            "sub_group_size": 100_000_000,
+        }
+    return sizes
+
+
+def elements_in_flight(recipe: Recipe) -> dict[str, int]:
+    """The sizes of DeepSpeed's buckets and thresholds, in elements, as the recipe or else training sets them."""
+    sizes = bucket_sizes(recipe.parallelism.zero_stage, recipe.parallelism.exchanges)
+    sizes["stage3_param_persistence_threshold"] = _PERSISTENCE_THRESHOLD
+    return sizes | recipe.deepspeed.get("zero_optimization", {})
+
+
 def is_single(config: dict[str, Any], world_size: int) -> bool:
     """Whether a single rank sums its gradients itself (zero_update.py): in ZeRO 1 and 2, on its own device."""
     zero = config["zero_optimization"]
@@ -151,6 +180,8 @@ def _check_sending(recipe: Recipe, config: dict[str, Any], exchanges: bool) -> N
 
 def _check_blocks(config: dict[str, Any]) -> None:
     """Check the blocks for which DeepSpeed has a schema, and raise its complaint as one readable `RecipeError`."""
+    from vitscale.training.deepspeed.lean_deepspeed import deepspeed  # counting memory takes no DeepSpeed
+
     runtime = deepspeed.runtime
     schemas = {
         "zero_optimization": runtime.zero.config.DeepSpeedZeroConfig,

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vitscale.models import is_compiled
-from vitscale.training.deepspeed.bucket_sizes import MOST_UNDER_WAY
+from vitscale.training.deepspeed.config import MOST_UNDER_WAY
 from vitscale.training.deepspeed.lean_deepspeed import deepspeed
 from vitscale.training.deepspeed.zero_update import Partition, stop_reducing, unfilled
 

@@ -22,9 +22,8 @@ from vitscale.ground.ranks import gather, gather_numbers, sum_integers
 from vitscale.models import Outputs, compile_blocks, initial_value, weight_dtype
 from vitscale.objectives import Losses, Objective, build_objective
 from vitscale.runs.checkpoint import CheckpointReader, Fragment
-from vitscale.training.beginning.initial_weights import initial_source
+from vitscale.training.beginning.initial_weights import check_same_teacher, initial_source, load_teacher
 from vitscale.training.beginning.run_plan import RunPlan
-from vitscale.training.beginning.teacher import check_same_teacher, load_teacher
 from vitscale.training.deepspeed.config import is_plain
 from vitscale.training.deepspeed.distributed import World
 from vitscale.training.deepspeed.engine import Engine, WeightAverage

@@ -58,7 +58,7 @@ class Finding:
     name: str = ""  # the parameter's; empty if the finding is about no single one
     start: int = 0  # the fragment's first element
     length: int = 0  # its number of elements
-    missing: tuple[float, float] | None = None  # projection of what is missing from a gradient, and its tolerance
+    missing: tuple[float, ...] | None = None  # projection of what is missing from a gradient, and its tolerance
 
     def __str__(self) -> str:
         where = f" {self.name} [{self.start:,}:{self.start + self.length:,}]" if self.name else ""
@@ -93,8 +93,7 @@ class Audit:
     def __init__(
         self, engine: Engine, recipe: Recipe, world: World, rates: Rates, to_save: Callable[[], list[Fragment]]
     ) -> None:
-        self._engine, self._recipe, self._world, self._rates = engine, recipe, world, rates
-        self._to_save = to_save
+        self._engine, self._recipe, self._world, self._rates, self._to_save = engine, recipe, world, rates, to_save
         self._counts = not engine.is_replicated or world.is_main  # in sums over ranks, what is on all of them once
         self._findings: list[Finding] = []
         self._trained = {name: each for name, each in engine.module.named_weights() if each.requires_grad}
@@ -121,12 +120,8 @@ class Audit:
         mine = [(piece.name, piece.start, piece.length) for piece in self._engine.pieces]
         by_rank = [mine] if self._engine.is_replicated else gather(mine)
         order = {name: index for index, name in enumerate(self._trained)}
-        self._places = [
-            _Fragment(name, start, length, rank)
-            for rank, pieces in enumerate(by_rank)
-            for name, start, length in pieces
-        ]
-        self._places.sort(key=lambda place: (order[place.name], place.start))
+        places = [_Fragment(*piece, rank) for rank, pieces in enumerate(by_rank) for piece in pieces]
+        self._places = sorted(places, key=lambda place: (order[place.name], place.start))
         self._index = {(place.name, place.start): index for index, place in enumerate(self._places)}
         by_name = groupby(range(len(self._places)), key=lambda row: self._places[row].name)
         rows_of = {name: list(rows) for name, rows in by_name}
@@ -135,30 +130,31 @@ class Audit:
             rows = rows_of.get(name, [])
             lengths = [self._places[row].length for row in rows]
             if sum(lengths) != math.prod(self._engine.shapes[name]):
-                self._find("update", f"the ranks update {sum(lengths):,} of its elements", name)
+                self._find("update", f"the ranks update {sum(lengths):,} of its elements", _Fragment(name, 0, 0, 0))
             self._rows[name] = rows[0] if rows else 0, torch.tensor(lengths, dtype=torch.int64)
 
-    def _find(self, check: str, what: str, name: str = "", piece: Piece | None = None, **others: Any) -> None:
-        if piece is not None:
-            others |= {"start": piece.start, "length": piece.length}
-        self._findings.append(Finding(check, self._world.rank, what, name if piece is None else piece.name, **others))
+    def _find(self, check: str, what: str, where: Piece | _Fragment | None, *missing: float) -> None:
+        place = () if where is None else (where.name, where.start, where.length)
+        self._findings.append(Finding(check, self._world.rank, what, *place, missing=missing or None))
 
     # ---- Gradients ---------------------------------------------------------------------------------------------------
 
     def watch(self, losses: Tensor) -> None:
         """Watch a micro-batch's losses (b,); called before its backward pass."""
-        losses.register_hook(self._take_seed)
 
-    def _take_seed(self, gradient: Tensor) -> None:
-        """Note the factor of the losses in the backward pass; it is 0 for samples that do not count."""
-        self._seed = float(gradient.detach().float().max())
+        def note_seed(
+            gradient: Tensor,
+        ) -> None:  # the losses' factor in the backward pass; 0 if a sample does not count
+            self._seed = float(gradient.detach().float().max())
+
+        losses.register_hook(note_seed)
 
     def _take_gradient(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Called by autograd with a part of this rank's gradient, usually that of a whole micro-batch."""
         first, lengths = self._rows[name]
         if self._seed > 0 and int(lengths.sum()) == gradient.numel():
-            found = project(gradient.detach().reshape(-1), 0, self._key(name), lengths)
-            self._local[first : first + len(lengths)] += found / found.new_tensor([self._seed, self._seed**2])
+            projected = project(gradient.detach().reshape(-1), 0, self._key(name), lengths)
+            self._local[first : first + len(lengths)] += projected / projected.new_tensor([self._seed, self._seed**2])
         if self._names:
             self._compare_gathered(name, parameter, "backward")
 
@@ -175,7 +171,7 @@ class Audit:
         first, lengths = self._rows[name]
         if checksum(parameter) != sum(self._owners_checksums[first : first + len(lengths)]) % 2**64:
             what = f"it is gathered with other values than its owners have, on the way {way}"
-            self._find("weights", what, name, length=parameter.numel())
+            self._find("weights", what, _Fragment(name, 0, parameter.numel(), 0))
 
     def _key(self, name: str) -> int:
         return key_of(self._recipe.seed, self._rates.updates, name)
@@ -221,13 +217,13 @@ class Audit:
         if not math.isclose(gradient_norm * clipping, applied, rel_tol=_NORM, abs_tol=1e-30):
             clipped = "" if clipping == 1 else f", clipped to {gradient_norm * clipping:.6g},"
             what = f"DeepSpeed reports {gradient_norm:.6g}{clipped} and applies a gradient of norm {applied:.6g}"
-            self._find("norm", what)
+            self._find("norm", what, None)
         self._check_gradients(totals.tolist(), clipping)
         self._check_updates(totals[:, 1].tolist())
         self._compare_weights("after the step")
         by_rank = gather([asdict(finding) for finding in self._findings])
-        found = [Finding(**finding) for of_rank in by_rank for finding in of_rank]
-        return self._explained(found, samples) if found else []
+        findings = [Finding(**finding) for of_rank in by_rank for finding in of_rank]
+        return self._explained(findings, samples) if findings else []
 
     def _check_gradients(self, totals: Sequence[Sequence[float]], clipping: float) -> None:
         """Check that the gradient applied is the mean of all ranks' gradients."""
@@ -239,7 +235,7 @@ class Audit:
             if not abs(dot - expected) <= off:
                 computed = f"the ranks computed {expected:.6g} ± {off:.2g} (in projection)"
                 what = f"the optimizer is given {dot:.6g}, {computed}"
-                self._find("gradient", what, piece=piece, missing=(expected - dot, off))
+                self._find("gradient", what, piece, expected - dot, off)
 
     def _check_updates(self, squares: Sequence[float]) -> None:
         """Check that masters and moments follow from the earlier ones, and are what a checkpoint would hold.
@@ -260,11 +256,10 @@ class Audit:
             if piece in self._sampled:
                 self._check_rule(piece, self._sampled[piece], now)
             elif squares[self._index[piece.name, piece.start]]:  # torch's optimizers leave out what has no gradient
-                self._find("update", "the optimizer was not asked to update it", piece=piece)
+                self._find("update", "the optimizer was not asked to update it", piece)
         for place, share in zip(self._places, reduce_sum(shares.to(self._world.device)).tolist(), strict=True):
             if self._world.is_main and not math.isclose(share, 1):
-                what = f"{share:.0%} of its state is among what the ranks would save"
-                self._find("checkpoint", what, place.name, start=place.start, length=place.length)
+                self._find("checkpoint", f"{share:.0%} of its state is among what the ranks would save", place)
 
     def _check_rule(self, piece: Piece, before: _Sampled, now: dict[str, Tensor]) -> None:
         after = {kind: values[before.places].double().cpu() for kind, values in now.items()}
@@ -277,7 +272,7 @@ class Audit:
                 where = f"{kind} at element {piece.start + int(before.places[at]):,}"
                 more = f" ({int(wrong.sum())} of {len(wrong)} elements are wrong)"
                 what = f"{where} changed from {was:.9g} to {is_now:.9g} instead of {wanted:.9g}{more}"
-                self._find("update", what, piece=piece)
+                self._find("update", what, piece)
 
     # ---- Weights -----------------------------------------------------------------------------------------------------
 
@@ -294,7 +289,7 @@ class Audit:
             weights = self._weights_at(place)
             if weights is not None and checksum(weights, place.start) != of_owners[index]:
                 what = f"{when}, the weights used in computing are not rank {place.rank}'s masters, rounded"
-                self._find("weights", what, place.name, start=place.start, length=place.length)
+                self._find("weights", what, place)
         return of_owners
 
     def _weights_at(self, place: _Fragment) -> Tensor | None:
@@ -321,7 +316,7 @@ class Audit:
         return sorted(findings, key=lambda one: _ORDER.index(one.check))
 
 
-def _cause(missing: Sequence[tuple[float, float]], parts: Sequence[Sequence[float]]) -> str | None:
+def _cause(missing: Sequence[tuple[float, ...]], parts: Sequence[Sequence[float]]) -> str | None:
     """Names the one rank whose part is missing or doubled in all wrong fragments; None if none or several explain them.
 
     Args:
@@ -332,11 +327,11 @@ def _cause(missing: Sequence[tuple[float, float]], parts: Sequence[Sequence[floa
     for rank in range(len(parts[0]) if parts and len(parts[0]) > 1 else 0):
         suspects[f"without the part of rank {rank}"] = [of_ranks[rank] for of_ranks in parts]
         suspects[f"with twice the part of rank {rank}"] = [-of_ranks[rank] for of_ranks in parts]
-    fitting = [
-        words
-        for words, amounts in suspects.items()
-        if all(abs(each - amount) <= off for (each, off), amount in zip(missing, amounts, strict=True))
-    ]
+
+    def fits(amounts: list[float]) -> bool:
+        return all(abs(each - amount) <= off for (each, off), amount in zip(missing, amounts, strict=True))
+
+    fitting = [words for words, amounts in suspects.items() if fits(amounts)]
     return fitting[0] if missing and len(fitting) == 1 else None
 
 

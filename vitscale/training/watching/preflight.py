@@ -369,7 +369,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _binary(size: int) -> str:
+def _binary(size: float) -> str:
     """Memory in binary units, as its makers count it."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
