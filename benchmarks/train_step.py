@@ -217,7 +217,7 @@ def work(options: argparse.Namespace) -> None:
     steps = {"bare": bare_step, "plain": loop_step, "timm": loop_step}
     step = trainer_step(options, Path(folder)) if who in OURS else steps[who](options)
     print("ready", 0, flush=True)
-    with contextlib.nullcontext() if who == "timm" else Attention.on(torch.device(options.device)).preferred():
+    with contextlib.nullcontext() if who == "timm" else Attention(torch.device(options.device)).preferred():
         for line in sys.stdin:
             began = time.perf_counter()
             for _ in range(int(line)):

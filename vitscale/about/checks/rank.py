@@ -31,7 +31,7 @@ from vitscale.training.beginning.initial_weights import load_teacher
 from vitscale.training.beginning.run_plan import plan_run
 from vitscale.training.deepspeed import distributed
 from vitscale.training.deepspeed.attention import Attention
-from vitscale.training.deepspeed.fragments import AppliedGradients, GradientPiece, InPieces
+from vitscale.training.deepspeed.fragments import AppliedGradients, GradientPiece, in_pieces
 from vitscale.training.loop.learner import Learner
 from vitscale.training.watching.preflight import preflight
 from vitscale.training.watching.replicas import checksum
@@ -50,7 +50,7 @@ class Prover:
         preflight(plan, folder, world)
         self.learner = Learner(plan, world, lambda line: None)
         self.learner.load(None)
-        self.learner.engine.load(InPieces(self._start), optimizer_steps=0)
+        self.learner.engine.load(in_pieces(self._start), optimizer_steps=0)
         self._applied = AppliedGradients(self.learner.engine.pieces, self.learner.engine.optimizer)
         distributed.set_timeout_everywhere(_TIMEOUT_S)
         self._comparison = self._make_comparison() if world.is_main else None

@@ -33,8 +33,8 @@ from vitscale.training.beginning.found_weights import (
     open_found,
 )
 from vitscale.training.deepspeed.distributed import World
-from vitscale.training.deepspeed.fragments import InPieces
 from vitscale.training.deepspeed.fragments import Source as FragmentSource
+from vitscale.training.deepspeed.fragments import in_pieces
 
 _OUTPUT_LAYERS = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
 _TEACHER = "objective.teacher"
@@ -113,7 +113,7 @@ def initial_source(
     for note in assignment.notes:
         say(f"{weights.source.path}: {note}")
     say(assignment.describe())
-    whole = InPieces(lambda name: assignment.readers[name]())
+    whole = in_pieces(lambda name: assignment.readers[name]())
 
     def read(kind: str, name: str, start: int, length: int) -> Tensor:
         if name in assignment.zeros:

@@ -10,12 +10,11 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitscale.objectives import Objective
 from vitscale.recipe import Ema, Recipe, is_frozen
@@ -36,13 +35,8 @@ Average = Mapping[Tensor, Tensor]
 """Each of an engine's `masters` -> a tensor of its shape."""
 
 
-@dataclass(frozen=True)
-class _Share:
-    """What this rank keeps of a frozen parameter: its fp32 values from `start` on, perhaps none."""
-
-    name: str
-    start: int
-    values: Tensor
+_Share = tuple[str, int, Tensor]
+"""What this rank keeps of a frozen parameter: its name, and its fp32 values from an element on, perhaps none."""
 
 
 def build_optimizer(recipe: Recipe, objective: Objective, bucket: int | None = None) -> torch.optim.Optimizer:
@@ -131,7 +125,7 @@ class Engine:
             # It would make the host wait for the device once per parameter. The norm, computed next, shows the same.
             engine.optimizer.overflow_checker.check = lambda: False
             if accumulates:
-                _Fp32Accumulation(engine)
+                _accumulate_in_fp32(engine)
 
     def set_rates(self, rates: Rates) -> None:
         """Set each group's learning rate, and its weight decay and momentum if the schedule changes them."""
@@ -194,8 +188,11 @@ class Engine:
                     for kind in self._of_other_shape(piece.name)
                 ]
         frozen_kinds = [MASTER, *([EMA] if average is not None else [])]  # a frozen parameter's average is its value
-        shares = [share for share in self._frozen_shares if share.values.numel()]
-        frozen = [Fragment(share.name, share.start, dict.fromkeys(frozen_kinds, share.values)) for share in shares]
+        frozen = [
+            Fragment(name, start, dict.fromkeys(frozen_kinds, values))
+            for name, start, values in self._frozen_shares
+            if values.numel()
+        ]
         return fragments + whole + frozen
 
     @torch.no_grad()
@@ -343,35 +340,33 @@ def _load_frozen(name: str, parameter: Any, source: Source) -> _Share:
         start = min(rank * size, length)
         values = source(MASTER, name, start, min(size, length - start))
         parameter.ds_tensor[: values.numel()].copy_(values)
-        return _Share(name, start, values.clone())
+        return name, start, values.clone()
     length = parameter.numel()
     values = source(MASTER, name, 0, length)
     parameter.view(-1).copy_(values)
     start, stop = (length * each // world_size for each in (rank, rank + 1))
-    return _Share(name, start, values[start:stop].clone())
+    return name, start, values[start:stop].clone()
 
 
-class _Fp32Accumulation:
-    """Sums the micro-batches' gradients in fp32 in stage 0 with bf16, where DeepSpeed itself would sum in bf16.
+def _accumulate_in_fp32(engine: Any) -> None:
+    """Sum the micro-batches' gradients in fp32 in stage 0 with bf16, where DeepSpeed itself would sum in bf16.
 
     Each parameter's gradient is removed after every micro-batch; after the last one the sum takes its place, before
     DeepSpeed reduces it over the ranks.
     """
+    sums: dict[Tensor, Tensor] = {}
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._sums: dict[nn.Parameter, Tensor] = {}
-        for parameter in engine.module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._add)
-
-    def _add(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
-        if parameter not in self._sums:
-            self._sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
-        total = self._sums[parameter].add_(parameter.grad)
-        if self._engine.is_gradient_accumulation_boundary():
+    def add(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if parameter not in sums:
+            sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+        total = sums[parameter].add_(parameter.grad)
+        if engine.is_gradient_accumulation_boundary():
             parameter.grad.copy_(total)
             total.zero_()
         else:
             parameter.grad = None
+
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(add)

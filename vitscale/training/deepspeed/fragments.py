@@ -6,6 +6,7 @@ are DeepSpeed 0.19's; `pyproject.toml` pins it for that reason.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,22 +22,13 @@ Source = Callable[[str, str, int, int], Tensor]
 """(kind, parameter, start, length) -> the 1-D fp32 values of that piece."""
 
 
-class InPieces:
-    """A source of pieces of what can only be read whole; keeps the last parameter, as its pieces are read in a row.
+def in_pieces(whole: Callable[[str], Tensor]) -> Source:
+    """A source of pieces of what can only be read whole, by a function from a parameter's name to its fp32 tensor.
 
-    Args:
-        whole: a parameter's name -> its fp32 tensor, on the CPU.
+    The last parameter is kept, as its pieces are read in a row.
     """
-
-    def __init__(self, whole: Callable[[str], Tensor]) -> None:
-        self._whole = whole
-        self._name: str | None = None
-        self._value = torch.empty(0)
-
-    def __call__(self, kind: str, name: str, start: int, length: int) -> Tensor:
-        if name != self._name:
-            self._name, self._value = name, self._whole(name).view(-1)
-        return self._value[start : start + length]
+    flat = lru_cache(maxsize=1)(lambda name: whole(name).view(-1))
+    return lambda kind, name, start, length: flat(name)[start : start + length]
 
 
 def checkpoint_bytes(recipe: Recipe, num_classes: int) -> int:

@@ -16,10 +16,8 @@ from torch.profiler import ProfilerActivity, record_function
 from vitscale.data.batch import Batch
 from vitscale.ground.files.durable import write_text
 
-PROFILE_DIR = "profile"
-STEPS_BEFORE = 3
-"""Steps of a process that are left out: in them it compiles, allocates, and learns which parameters are used when."""
-
+# Steps of a process that are left out: in them it compiles, allocates, and learns which parameters are used when.
+_STEPS_BEFORE = 3
 _PREFIX = "vitscale: "
 _MOST_OPERATIONS = 20
 
@@ -102,15 +100,10 @@ class OwnWork:
 
 
 class StepProfiler:
-    """Profiles some steps of this process, and writes what it found into the run directory.
-
-    Args:
-        steps: the number of steps to profile; 0 for none.
-        say: prints a line for people.
-    """
+    """Profiles `steps` steps of this process, or none, and writes what it found into the run directory."""
 
     def __init__(self, steps: int, run_dir: Path, device: torch.device, say: Callable[[str], None]) -> None:
-        self._steps, self._folder, self._device, self._say = steps, run_dir / PROFILE_DIR, device, say
+        self._steps, self._folder, self._device, self._say = steps, run_dir / "profile", device, say
         self._seen = 0
         self._began = 0.0
         self._profiler: Any = None
@@ -118,16 +111,16 @@ class StepProfiler:
     def step_ends(self, step: int) -> None:
         """Note that `step` updates are done; begins or writes the profile when its time has come."""
         self._seen += 1
-        if self._steps and self._seen == STEPS_BEFORE:
+        if self._steps and self._seen == _STEPS_BEFORE:
             self._begin()
-        elif self._profiler is not None and self._seen == STEPS_BEFORE + self._steps:
+        elif self._profiler is not None and self._seen == _STEPS_BEFORE + self._steps:
             self._say(self._write(step))
 
     def end(self) -> None:
         """Say so if the process had too few steps for a profile."""
-        needed = STEPS_BEFORE + self._steps
+        before, needed = _STEPS_BEFORE, _STEPS_BEFORE + self._steps
         if self._steps and self._seen < needed:
-            self._say(f"no profile: {self._steps} steps after the first {STEPS_BEFORE} need {needed}, not {self._seen}")
+            self._say(f"no profile: {self._steps} steps after the first {before} need {needed}, not {self._seen}")
 
     def _begin(self) -> None:
         activities = [ProfilerActivity.CPU]

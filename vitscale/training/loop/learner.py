@@ -27,7 +27,7 @@ from vitscale.training.beginning.run_plan import RunPlan
 from vitscale.training.deepspeed.config import is_plain
 from vitscale.training.deepspeed.distributed import World
 from vitscale.training.deepspeed.engine import Engine, WeightAverage
-from vitscale.training.deepspeed.fragments import InPieces
+from vitscale.training.deepspeed.fragments import in_pieces
 from vitscale.training.deepspeed.lean_deepspeed import deepspeed
 from vitscale.training.deepspeed.profile import OwnWork, part
 from vitscale.training.watching import replicas
@@ -117,7 +117,7 @@ class Learner:
         """
         if reader is None:
             shapes, seed = self.engine.shapes, self._recipe.seed
-            initial = InPieces(lambda name: initial_value(self.objective, name, torch.Size(shapes[name]), seed))
+            initial = in_pieces(lambda name: initial_value(self.objective, name, torch.Size(shapes[name]), seed))
             class_names = list(self._plan.manifest.class_names)
             source, self.began_with = initial_source(self._recipe, class_names, initial, self._world, self._say)
             self.engine.load(source, optimizer_steps=0)

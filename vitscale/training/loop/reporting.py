@@ -5,10 +5,9 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from vitscale.data.batch import Batch
@@ -16,8 +15,6 @@ from vitscale.flops import accounting, hardware
 from vitscale.flops.work import recipe_work
 from vitscale.ground.ranks import gather, gather_numbers, sum_integers
 from vitscale.runs.done import write_done
-from vitscale.runs.metrics import OF_EVALUATIONS, MetricsLines
-from vitscale.runs.names import METRICS_FILE
 from vitscale.training.beginning.inspections import Pictures
 from vitscale.training.beginning.run_plan import RunPlan
 from vitscale.training.deepspeed import distributed
@@ -25,39 +22,7 @@ from vitscale.training.deepspeed.profile import StepTimer
 from vitscale.training.deepspeed.progress import TrainingProgress, tell
 from vitscale.training.loop.learner import Update
 from vitscale.training.loop.state import RunState
-from vitscale.training.watching.trackers import Trackers
-
-
-class MetricsWriter:
-    """Appends to the metrics of one run, for rank 0; the trackers get the same. A write that fails is reported once.
-
-    Args:
-        run_dir: the run's directory; must exist.
-        resume_step: the step that training continues from, 0 for a new run.
-        trackers: names as in `logging.trackers`.
-    """
-
-    def __init__(self, run_dir: Path, resume_step: int, trackers: Sequence[str]) -> None:
-        self._lines = MetricsLines(run_dir / METRICS_FILE, resume_step)
-        self._trackers = Trackers(trackers, run_dir, resume_step)
-
-    def training(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Write the metrics of training after `step` updates."""
-        self._lines.training(step, values)
-        self._trackers.log(step, values)
-
-    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Write what `evaluation.evaluate` returned after `step` updates."""
-        self._lines.evaluation(step, values)
-        self._trackers.log(step, {f"{OF_EVALUATIONS}{key}": value for key, value in values.items()})
-
-    def pictures(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
-        """Hand pictures uint8 (height, width, 3) to the trackers."""
-        self._trackers.draw(step, pictures)
-
-    def close(self) -> None:
-        """Write out what trackers still hold in memory."""
-        self._trackers.close()
+from vitscale.training.watching.trackers import MetricsWriter
 
 
 class Report:
@@ -164,19 +129,15 @@ class Report:
             line["slowest_rank"] = f"{slowest} ({self._hosts[slowest]})"
             line["slowest_rank_s"] = rows[slowest, 4].item()
             line["median_rank_s"] = rows[:, 4].median().item()
-        mfu = accounting.mfu(images_per_s, self._work.macs, self._world.size, self._peak_flops)
-        if mfu is not None:
-            line["mfu"] = mfu
-        if self._recipe.data.bad_samples != "error":
-            line["bad_samples"] = int(rows[:, 3].sum().item())
-        if self._recipe.first_step:
-            line["first_step"] = self._recipe.first_step
-        if stalled_s:
-            line["checkpoint_stall_s"] = stalled_s
-        if state.anomalies.count:
-            line["anomalies"] = state.anomalies.count
-        if digest is not None:
-            line["batch_digest"] = f"{digest:016x}"
+        optional: dict[str, float | str | None] = {
+            "mfu": accounting.mfu(images_per_s, self._work.macs, self._world.size, self._peak_flops),
+            "bad_samples": None if self._recipe.data.bad_samples == "error" else int(rows[:, 3].sum().item()),
+            "first_step": self._recipe.first_step or None,
+            "checkpoint_stall_s": stalled_s or None,
+            "anomalies": state.anomalies.count or None,
+            "batch_digest": None if digest is None else f"{digest:016x}",
+        }
+        line |= {key: value for key, value in optional.items() if value is not None}
         assert self._metrics is not None
         self._metrics.training(state.step, line)
         if self._progress is not None:

@@ -39,7 +39,8 @@ class Watchdog(threading.Thread):
 
     def __init__(self, world: World, timeout_s: float) -> None:
         super().__init__(name="vitscale-watchdog", daemon=True)
-        self._rank, self._timeout, self._missing_ranks = world.rank, timeout_s, MissingRanks(world)
+        self._world, self._timeout = world, timeout_s
+        self._messages_left, self._host, self._store, self._is_cut_off = 0, socket.gethostname(), _connect(), False
         self._where = (0, "starting", time.monotonic())
         self._ended = threading.Event()
         beat = os.environ.get(HEARTBEAT_VARIABLE)
@@ -52,8 +53,43 @@ class Watchdog(threading.Thread):
         self._where = (step, phase, time.monotonic())
 
     def who_is_missing(self) -> str:
-        """The other ranks that no longer answer, in words. Takes some seconds."""
-        return ", ".join(self._missing_ranks.missing()) or "another rank, though all of them still answer"
+        """The other ranks that no longer answer, in words. Takes some seconds.
+
+        Another thread should keep answering meanwhile: it notices at once if rank 0 has ended.
+        """
+        looking, results = _in_a_thread(self._look)  # the connection to a machine that is gone may take minutes to fail
+        until = time.monotonic() + _LOOK_SECONDS + _STORE_SECONDS
+        while looking.is_alive() and time.monotonic() < until and not self._is_cut_off:
+            looking.join(_JOIN_SECONDS)
+        # Failing to reach the rendezvous is no error: it means that rank 0, which holds it, is gone.
+        missing = results[0] if results else [_ONLY_ZERO]
+        return ", ".join(missing) or "another rank, though all of them still answer"
+
+    def _look(self) -> list[str]:
+        """The ranks that no longer answer, each in words."""
+        try:
+            store = _connect()
+            before = self._messages(store)
+            time.sleep(_LOOK_SECONDS)
+            after = self._messages(store)
+        except RuntimeError:
+            return [_ONLY_ZERO]
+        unchanged = {rank: message for rank, message in after.items() if message == before[rank]}
+        return [_describe(rank, message) for rank, message in unchanged.items() if rank != self._world.rank]
+
+    def _messages(self, store: dist.TCPStore) -> dict[int, str | None]:
+        keys = {rank: _key(rank) for rank in range(self._world.size)}
+        return {rank: store.get(key).decode() if store.check([key]) else None for rank, key in keys.items()}
+
+    def _answer(self, step: int, phase: str) -> None:
+        """Leave a message for the other ranks. Raises nothing."""
+        if self._is_cut_off:
+            return  # a connection that was closed never comes back, and torch prints a trace for each attempt
+        self._messages_left += 1
+        try:
+            self._store.set(_key(self._world.rank), f"{self._messages_left}|{self._host}|{step}|{phase}")
+        except RuntimeError:
+            self._is_cut_off = True
 
     def __enter__(self) -> "Watchdog":
         self.start()
@@ -69,7 +105,7 @@ class Watchdog(threading.Thread):
             step, phase, since = self._where
             seconds = time.monotonic() - since
             self._tell_the_launch(step, phase, seconds)
-            self._missing_ranks.answer(step, phase)
+            self._answer(step, phase)
             if seconds > self._timeout:
                 self._end(step, phase, seconds)
 
@@ -83,13 +119,13 @@ class Watchdog(threading.Thread):
         # The other ranks' watchdogs look as well, so this one must keep answering while it looks.
         looking, who = _in_a_thread(self.who_is_missing)
         while looking.is_alive():
-            self._missing_ranks.answer(step, phase)
+            self._answer(step, phase)
             looking.join(_INTERVAL_SECONDS)
         with contextlib.suppress(OSError):  # a terminal that was closed, a disk that is full
             sys.stderr.write(
-                f"error: rank {self._rank} has made no progress for {seconds:,.0f} s (check.step_timeout_s is "
+                f"error: rank {self._world.rank} has made no progress for {seconds:,.0f} s (check.step_timeout_s is "
                 f"{self._timeout:g}): {phase}, after step {step:,}. It waits for itself, or for {who[0]}. "
-                f"Stacks of rank {self._rank}:\n{stacks}"
+                f"Stacks of rank {self._world.rank}:\n{stacks}"
             )
             sys.stderr.flush()
         time.sleep(_AFTER_THE_STACKS_SECONDS)  # a launcher ends all ranks when one ends: let the others speak too
@@ -113,53 +149,6 @@ def _in_a_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()
     return thread, results
-
-
-class MissingRanks:
-    """One rank's part. Failing to reach the rendezvous is no error: it means that rank 0, which holds it, is gone."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._count = 0
-        self._host = socket.gethostname()
-        self._store = _connect()
-        self._is_cut_off = False
-
-    def answer(self, step: int, phase: str) -> None:
-        """Leave a message. Raises nothing."""
-        if self._is_cut_off:
-            return  # a connection that was closed never comes back, and torch prints a trace for each attempt
-        self._count += 1
-        try:
-            self._store.set(_key(self._world.rank), f"{self._count}|{self._host}|{step}|{phase}")
-        except RuntimeError:
-            self._is_cut_off = True
-
-    def missing(self) -> list[str]:
-        """The ranks that no longer answer, each in words; empty if all do. Takes some seconds.
-
-        Another thread should keep answering meanwhile: it notices at once if rank 0 has ended.
-        """
-        thread, results = _in_a_thread(self._look)  # the connection to a machine that is gone may take minutes to fail
-        until = time.monotonic() + _LOOK_SECONDS + _STORE_SECONDS
-        while thread.is_alive() and time.monotonic() < until and not self._is_cut_off:
-            thread.join(_JOIN_SECONDS)
-        return results[0] if results else [_ONLY_ZERO]
-
-    def _look(self) -> list[str]:
-        try:
-            store = _connect()
-            before = self._messages(store)
-            time.sleep(_LOOK_SECONDS)
-            after = self._messages(store)
-        except RuntimeError:
-            return [_ONLY_ZERO]
-        unchanged = {rank: message for rank, message in after.items() if message == before[rank]}
-        return [_describe(rank, message) for rank, message in unchanged.items() if rank != self._world.rank]
-
-    def _messages(self, store: dist.TCPStore) -> dict[int, str | None]:
-        keys = {rank: _key(rank) for rank in range(self._world.size)}
-        return {rank: store.get(key).decode() if store.check([key]) else None for rank, key in keys.items()}
 
 
 def _describe(rank: int, message: str | None) -> str:
