@@ -289,12 +289,8 @@ def _of_all_blocks(recipe: Recipe, num_classes: int, micro_batch: int) -> StepTe
     few = _FEW_BLOCKS + blocks % 2
     if blocks <= few + 2 or recipe.parallelism.activation_checkpointing > 2:
         return step_tensors(recipe, num_classes, micro_batch, "cuda")
-    less, more = (
-        step_tensors(_with_blocks(recipe, count), num_classes, micro_batch, "cuda") for count in (few, few + 2)
-    )
+    models = [recipe.model.with_blocks(count) for count in (few, few + 2)]
+    smaller = [recipe.model_copy(update={"model": model}) for model in models]
+    less, more = (step_tensors(one, num_classes, micro_batch, "cuda") for one in smaller)
     saved = less.saved + (more.saved - less.saved) * (blocks - few) // 2
     return StepTensors(saved, more.transient)
-
-
-def _with_blocks(recipe: Recipe, count: int) -> Recipe:
-    return recipe.model_copy(update={"model": recipe.model.with_blocks(count)})

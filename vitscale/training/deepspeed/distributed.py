@@ -168,14 +168,11 @@ def stale_build_locks() -> list[Path]:
     """Locks of torch extension builds begun more than 30 minutes ago. vitscale builds none, but an addition may."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
     old = time.time() - _STALE_LOCK_SECONDS
-    return [lock for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")) if _modified(lock) < old]
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # its build has just ended
-        return time.time()
+    stale = []
+    for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
+        with contextlib.suppress(FileNotFoundError):  # its build has just ended
+            stale += [lock] if lock.stat().st_mtime < old else []
+    return stale
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -24,7 +24,7 @@ from vitscale.training.deepspeed.exchange import Exchange, ScatteredSums, in_buc
 from vitscale.training.deepspeed.fragments import Source, pieces_of
 from vitscale.training.deepspeed.lean_deepspeed import deepspeed
 from vitscale.training.deepspeed.zero_update import RankGradients, ZeroUpdate
-from vitscale.training.optimizers.parameter_groups import BASE_DECAY, LR_FACTOR, freeze, parameter_groups
+from vitscale.training.optimizers.parameter_groups import BASE_DECAY, LR_FACTOR, parameter_groups
 from vitscale.training.optimizers.rule import rule_of
 from vitscale.training.optimizers.schedule import Rates
 from vitscale.training.optimizers.whole_tensors import WholeTensorOptimizer
@@ -72,7 +72,9 @@ class Engine:
 
     def __init__(self, recipe: Recipe, objective: Objective, config: dict[str, Any]) -> None:
         _quieten()
-        freeze(recipe, objective)
+        for name, parameter in objective.named_weights():
+            if is_frozen(recipe.optimizer, name):
+                parameter.requires_grad_(False)
         world_size = dist.get_world_size()
         exchanges = recipe.parallelism.exchanges and world_size > 1
         bucket = config["zero_optimization"]["reduce_bucket_size"] if exchanges else None

@@ -70,20 +70,13 @@ class TrainingProgress:
         if self._live is None and (is_first or step >= self._total or now - self._last_line >= PLAIN_INTERVAL_S):
             self._last_line = now
             values = f"loss {loss:.4f}  lr {lr:.2e}  {images_per_s:,.1f} images/s"
-            self._plain(f"step {step:,}/{self._total:,}  {values}  ETA {self._time_left(step, now)}")
+            self.note(f"step {step:,}/{self._total:,}  {values}  ETA {self._time_left(step, now)}")
 
     def note(self, message: str) -> None:
         """Print a line, above the live one if there is one."""
-        if self._live is not None:
-            with _without_terminal():
-                self._live.console.print(message, markup=False, highlight=False)
-        else:
-            self._plain(message)
-
-    def _plain(self, line: str) -> None:
-        # soft_wrap: a log line stays one line, whatever width rich assumes of a file.
         with _without_terminal():
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            # soft_wrap: a log line stays one line, whatever width rich assumes of a file.
+            self._console.print(message, markup=False, highlight=False, soft_wrap=self._live is None)
 
     def _time_left(self, step: int, now: float) -> str:
         assert self._first is not None

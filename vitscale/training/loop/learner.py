@@ -59,10 +59,6 @@ class Update:
             self.shown[name] = self.shown[name] + total if name in self.shown else total
         return per_sample
 
-    def suspects(self, batch: Batch) -> Suspects:
-        """This rank's samples with their losses."""
-        return Suspects(batch.uids.tolist(), torch.cat(self.losses).float().tolist())
-
 
 class Learner:
     """Trains an objective under DeepSpeed. All ranks make one and call its methods together.
@@ -201,7 +197,8 @@ class Learner:
     def anomaly(self, update: Update, batch: Batch, step: int) -> Anomaly:
         """The reason why the update after `step` updates was not made, with the samples of all ranks."""
         assert update.anomaly is not None
-        ranks = [Suspects(*of_rank) for of_rank in gather(update.suspects(batch))]
+        here = Suspects(batch.uids.tolist(), torch.cat(update.losses).float().tolist())
+        ranks = [Suspects(*of_rank) for of_rank in gather(here)]
         mean, norm = self.mean_loss(update), update.gradient_norm
         return Anomaly(update.anomaly, step + 1, batch.position, mean, update.rate, norm, ranks)
 

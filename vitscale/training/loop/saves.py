@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from vitscale.ground.errors import CheckpointError, PreemptedError, StorageError
+from vitscale.ground.errors import CheckpointError
 from vitscale.ground.files.durable import sync
 from vitscale.ground.ranks import Agreement, from_rank_zero, gather
 from vitscale.runs.checkpoint import BackgroundSaver, CheckpointIndex, CheckpointStore, Fragment, checkpoint_directory
@@ -118,22 +118,6 @@ class Saves:
         with suppress(OSError):  # losing a metric is better than losing a checkpoint
             sync(self._run_dir / METRICS_FILE)
             sync(self._run_dir)
-
-    def end_early(self, save: Callable[[], None], reason: str, step: int, total_steps: int) -> NoReturn:
-        """Wait for the save of `step`, which `save` begins if need be, and end the run for a reason.
-
-        Raises `PreemptedError` on all ranks, or `StorageError` if the step cannot be saved.
-        """
-        try:
-            save()
-            self.finish(step)
-        except CheckpointError as error:
-            # The directory may be available again when the run continues.
-            unsaved = StorageError(f"{reason}: ending without a checkpoint of step {step:,}: {error}")
-            raise unsaved.on_all_ranks() from None
-        raise PreemptedError(
-            f"{reason}: saved at step {step:,} of {total_steps:,} in {self.store.root}; repeat the command to continue"
-        ).on_all_ranks()
 
     def _give_up(self, message: str) -> NoReturn:
         self.store.gather(None)  # fails if a rank has gone: then that is the cause, and there is nothing to mend

@@ -19,7 +19,7 @@ import torch
 from vitscale.data.batch import Batch
 from vitscale.data.device import on_device
 from vitscale.evaluation import evaluate
-from vitscale.ground.errors import CheckpointError, PeerLostError, VitscaleError
+from vitscale.ground.errors import CheckpointError, PeerLostError, PreemptedError, StorageError, VitscaleError
 from vitscale.ground.interruption import Interruption
 from vitscale.ground.ranks import agreed, write_on_rank_zero
 from vitscale.models import Outputs
@@ -241,7 +241,7 @@ class Trainer:
             with contextlib.suppress(CheckpointError):  # already reported, and not why the run ends
                 self.saves.wait()  # what is being written was right
             raise anomaly.error(message, self.saves.newest, known.count, settings.limit).on_all_ranks()
-        known = known.survived()
+        known = replace(known, count=known.count + 1)
         self.report.say(f"WARNING: {message} ({known.count} of anomalies.limit {settings.limit})")
         self.state = replace(self.state, position=batch.position)
         if policy == "rewind":
@@ -301,10 +301,19 @@ class Trainer:
         return self.state.selection.is_out_of_patience(self.recipe.selection)
 
     def _end_early(self) -> NoReturn:
-        """Leave a checkpoint of this step, and raise the reason why the run ends."""
+        """Leave a checkpoint of this step, and raise the reason why the run ends, or that there is no checkpoint."""
         assert self.interruption is not None
-        saved = self.save if self._saved_step != self.state.step else lambda: None
-        self.saves.end_early(saved, self.interruption.reason, self.state.step, self.plan.total_steps)
+        reason, step = self.interruption.reason, self.state.step
+        try:
+            if self._saved_step != step:
+                self.save()
+            self.saves.finish(step)
+        except CheckpointError as error:
+            # The directory may be available again when the run continues.
+            unsaved = StorageError(f"{reason}: ending without a checkpoint of step {step:,}: {error}")
+            raise unsaved.on_all_ranks() from None
+        where = f"at step {step:,} of {self.plan.total_steps:,} in {self.saves.store.root}"
+        raise PreemptedError(f"{reason}: saved {where}; repeat the command to continue").on_all_ranks()
 
     def _finish(self, past: str) -> None:
         """Leave a checkpoint of this step and, if the run is done, the file that says so."""

@@ -6,19 +6,12 @@ from torch import nn
 
 from vitscale.ground.errors import RecipeError
 from vitscale.objectives import Objective
-from vitscale.recipe import Optimizer, Recipe, group_of, is_frozen, matches
+from vitscale.recipe import Optimizer, Recipe, group_of, matches
 
 LR_FACTOR = "lr_factor"
 """The key of a group of torch's optimizer that holds its factor of the learning rate."""
 BASE_DECAY = "base_weight_decay"
 """The key of its weight decay before a schedule changes it."""
-
-
-def freeze(recipe: Recipe, objective: Objective) -> None:
-    """Turn off the gradients of the parameters that the recipe freezes."""
-    for name, parameter in objective.named_weights():
-        if is_frozen(recipe.optimizer, name):
-            parameter.requires_grad_(False)
 
 
 def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any]]:

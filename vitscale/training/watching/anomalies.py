@@ -92,10 +92,6 @@ class AnomalyRecord:
             return self
         return replace(self, losses=(*self.losses, loss)[-settings.spike.window :])
 
-    def survived(self) -> "AnomalyRecord":
-        """The record with one more anomaly survived."""
-        return replace(self, count=self.count + 1)
-
     def leaving_out(self, start: int, stop: int) -> "AnomalyRecord":
         """The record with the batches at positions [start, stop) left out."""
         return replace(self, skipped=self.skipped.adding((start, stop)))
@@ -132,13 +128,13 @@ class Anomaly:
         then = {"stop": "", "skip": "; the batch is left out", "rewind": rewind}[policy]
         if self.kind == "spike":
             return f"step {self.step:,}: the loss leaps to {self.loss:.6g}{then}"
-        where = [
-            f"rank {rank} (uids {', '.join(map(str, bad[:_SHOWN]))}{' ...' if len(bad) > _SHOWN else ''})"
-            for rank, suspects in enumerate(self.ranks)
-            if (bad := suspects.bad())
-        ]
-        losses = f"the loss is not finite on {'; '.join(where)}" if where else "every loss is"
-        return f"step {self.step:,}: the gradient is not finite (learning rate {self.rate:.3g}); {losses}{then}"
+        where = []
+        for rank, (uids, losses) in enumerate(self.ranks):
+            bad = [str(uid) for uid, loss in zip(uids, losses, strict=True) if not math.isfinite(loss)]
+            if bad:
+                where.append(f"rank {rank} (uids {', '.join(bad[:_SHOWN])}{' ...' if len(bad) > _SHOWN else ''})")
+        losses_are = f"the loss is not finite on {'; '.join(where)}" if where else "every loss is"
+        return f"step {self.step:,}: the gradient is not finite (learning rate {self.rate:.3g}); {losses_are}{then}"
 
     def error(self, message: str, newest: int, count: int, limit: int) -> NonFiniteError:
         """The error that ends the run: the message, the step of the newest checkpoint, and what can be done."""
@@ -179,10 +175,6 @@ class Suspects(NamedTuple):
 
     uids: list[int]
     losses: list[float]
-
-    def bad(self) -> list[int]:
-        """Uids of the samples whose loss is not finite."""
-        return [uid for uid, loss in zip(self.uids, self.losses, strict=True) if not math.isfinite(loss)]
 
 
 def _json(value: float) -> float | None:

@@ -104,9 +104,10 @@ class Audit:
         self._sampled: dict[Piece, _Sampled] = {}
         self._seed = 0.0
         self._seen: set[tuple[str, str]] = set()
-        is_gathered = recipe.parallelism.zero_stage == 3 and not _zero(recipe).get("zero_quantized_weights")
-        # Under ZeRO 3, if weights are gathered unquantised.
-        self._names = {parameter: name for name, parameter in self._trained.items()} if is_gathered else {}
+        self._names: dict[nn.Parameter, str] = {}  # under ZeRO 3, if weights are gathered unquantised
+        is_quantised = recipe.deepspeed.get("zero_optimization", {}).get("zero_quantized_weights")
+        if recipe.parallelism.zero_stage == 3 and not is_quantised:
+            self._names = {parameter: name for name, parameter in self._trained.items()}
         self._owners_checksums = self._compare_weights("before the step")
         self._hooks: list[Any] = [engine.optimizer.register_step_pre_hook(self._before_update)]
         for name, parameter in self._trained.items():
@@ -337,7 +338,7 @@ def _cause(missing: Sequence[tuple[float, ...]], parts: Sequence[Sequence[float]
 
 def _roundings(recipe: Recipe, ranks: int) -> float:
     """The relative error that a gradient may pick up after autograd; infinite if it is quantised."""
-    if _zero(recipe).get("zero_quantized_gradients"):
+    if recipe.deepspeed.get("zero_optimization", {}).get("zero_quantized_gradients"):
         return math.inf
     is_added = not {"torch_autocast", "communication_data_type", "data_types"}.isdisjoint(recipe.deepspeed)
     sums = math.sqrt(ranks)  # independent roundings in a sum over ranks
@@ -345,12 +346,6 @@ def _roundings(recipe: Recipe, ranks: int) -> float:
     if recipe.precision != "fp32" or is_added:
         off += _BF16 * (2 + (sums if recipe.parallelism.reduce_dtype == "bf16" or is_added else 0))
     return off
-
-
-def _zero(recipe: Recipe) -> dict[str, Any]:
-    """What the recipe adds to DeepSpeed's ZeRO settings."""
-    added: dict[str, Any] = recipe.deepspeed.get("zero_optimization", {})
-    return added
 
 
 def _updates(recipe: Recipe, engine: Engine, rates: Rates) -> dict[str, Update]:

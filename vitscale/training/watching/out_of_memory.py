@@ -30,13 +30,12 @@ def explain(plan: RunPlan, world: World) -> OutOfMemoryError:
         device: DeviceType = "cuda" if world.device.type == "cuda" else "cpu"
         tried = Recipe.model_validate(content)
         fits = largest_micro_batch(tried, plan.num_classes, world.size, _own_memory(world), device)
+    advice = (
+        "no smaller one is expected to fit: try --set parallelism.activation_checkpointing=1, a higher "
+        "parallelism.zero_stage, or more ranks"
+    )
     if fits is not None:
         advice = f"{fits} should fit: --set batch.micro_max={fits} changes nothing but the rounding of sums"
-    else:
-        advice = (
-            "no smaller one is expected to fit: try --set parallelism.activation_checkpointing=1, a higher "
-            "parallelism.zero_stage, or more ranks"
-        )
     return OutOfMemoryError(
         f"rank {world.rank} is out of memory with micro-batches of {plan.micro_batch} images; {advice}"
     )
