@@ -86,7 +86,8 @@ class Engine:
         deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
         self.deepspeed: Any = engine
         self._kind = type(engine.optimizer).__name__
-        self.is_replicated = is_plain(recipe) or self._kind == "FP16_UnfusedOptimizer"
+        is_torchs = isinstance(engine.optimizer, torch.optim.Optimizer)
+        self.is_replicated = is_torchs or self._kind == "FP16_UnfusedOptimizer"
         self.shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in objective.named_weights()}
         self.pieces = list(pieces_of(engine.optimizer, {p: name for name, p in objective.named_weights()}))
         if self._kind == "DeepSpeedZeroOptimizer_Stage3":  # the torch groups are empty between steps
