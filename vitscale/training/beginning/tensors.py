@@ -74,19 +74,17 @@ def model_parameters(recipe: Recipe, num_classes: int) -> Parameters:
     """The parameters of a recipe's model."""
     with torch.device("meta"):
         objective, teacher = build_objective(recipe, num_classes), build_teacher(recipe, num_classes)
-    called = {parameter: name for name, parameter in objective.named_weights()}
-    layers, kept, kept_bytes = [], 0, 0
-    for called_name, parameter in objective.named_weights():
-        if not is_frozen(recipe.optimizer, called_name):
-            for kind, shape in recipe.kept(called_name, tuple(parameter.shape)).items():
-                kept += math.prod(shape)
-                kept_bytes += math.prod(shape) * (2 if kind in recipe.optimizer.kept_in_bf16 else 4)
+    trained = {p: name for name, p in objective.named_weights() if not is_frozen(recipe.optimizer, name)}
+    state = [each for p, name in trained.items() for each in recipe.kept(name, tuple(p.shape)).items()]
+    kept = sum(math.prod(shape) for _, shape in state)
+    kept_bytes = sum(math.prod(shape) * (2 if kind in recipe.optimizer.kept_in_bf16 else 4) for kind, shape in state)
+    layers = []
     for name, module in objective.named_modules():
-        own = list(module.parameters(recurse=False))
-        found = _IN_A_BLOCK.match(name)
-        if own:
-            trained = tuple(p.numel() for p in own if not is_frozen(recipe.optimizer, called[p]))
-            layers.append(Layer(int(found[1]) if found else None, tuple(p.numel() for p in own), trained))
+        block = _IN_A_BLOCK.match(name)
+        sizes = {p: p.numel() for p in module.parameters(recurse=False)}
+        if sizes:
+            of_trained = tuple(size for p, size in sizes.items() if p in trained)
+            layers.append(Layer(int(block[1]) if block else None, tuple(sizes.values()), of_trained))
     of_teacher = 0 if teacher is None else sum(parameter.numel() for parameter in teacher.parameters())
     return Parameters(tuple(layers), kept, kept_bytes, of_teacher)
 
@@ -129,11 +127,11 @@ def step_tensors(recipe: Recipe, num_classes: int, micro_batch: int, device: Dev
 @contextmanager
 def saved_storages(parameters: list[nn.Parameter]) -> Iterator[dict[int, torch.UntypedStorage]]:
     """Collects the storages that autograd saves in this context, by identity, without those of parameters."""
-    own = {_identity(parameter) for parameter in parameters}
+    left_out = {_identity(parameter) for parameter in parameters}
     saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if _identity(tensor) not in own:
+        if _identity(tensor) not in left_out:
             saved[_identity(tensor)] = tensor.untyped_storage()
         return tensor
 
@@ -179,14 +177,12 @@ class _LiveStorages(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and _identity(tensor) not in self._bytes:
-                self._add(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                self._bytes[storage._cdata] = storage.nbytes()
+                self._live += storage.nbytes()
+                self.peak = max(self.peak, self._live)
+                weakref.finalize(storage, self._remove, storage._cdata)
         return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        self._bytes[storage._cdata] = storage.nbytes()
-        self._live += storage.nbytes()
-        self.peak = max(self.peak, self._live)
-        weakref.finalize(storage, self._remove, storage._cdata)
 
     def _remove(self, identity: int) -> None:
         self._live -= self._bytes.pop(identity)

@@ -95,7 +95,12 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
     elif exchanges:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     config = _add(config, recipe.deepspeed)
-    _check_sending(recipe, config, exchanges)
+    # Keys that `overlap` would silently ignore, and those that it or `hpz_size` was not tried with.
+    refused = [key for key in _NOT_WITH_OVERLAP if key in config] if exchanges else []
+    if recipe.parallelism.overlaps or recipe.parallelism.hpz_size > 1:
+        refused += [f"zero_optimization.{key}" for key in _OFFLOADING if key in config["zero_optimization"]]
+    if refused:
+        raise RecipeError(f"deepspeed.{refused[0]}: not together with parallelism.overlap or parallelism.hpz_size")
     if recipe.precision != "fp32" and world_size == accumulation == 1:
         # Nothing is summed, and DeepSpeed would convert every gradient to fp32 and back.
         config["communication_data_type"] = "bf16"
@@ -167,15 +172,6 @@ def _add(config: dict[str, Any], extra: dict[str, Any], prefix: str = "") -> dic
         else:
             merged[key] = value
     return merged
-
-
-def _check_sending(recipe: Recipe, config: dict[str, Any], exchanges: bool) -> None:
-    """Refuse keys that `overlap` would silently ignore, and those that it or `hpz_size` was not tried with."""
-    refused = [key for key in _NOT_WITH_OVERLAP if key in config] if exchanges else []
-    if recipe.parallelism.overlaps or recipe.parallelism.hpz_size > 1:
-        refused += [f"zero_optimization.{key}" for key in _OFFLOADING if key in config["zero_optimization"]]
-    if refused:
-        raise RecipeError(f"deepspeed.{refused[0]}: not together with parallelism.overlap or parallelism.hpz_size")
 
 
 def _check_blocks(config: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ _LOOK_SECONDS = 4.0
 _STORE_SECONDS = 10.0
 _JOIN_SECONDS = 0.1
 _ONLY_ZERO = "rank 0, or the machine that it runs on"
+_KEY = "vitscale/present/{}"
 
 
 class Watchdog(threading.Thread):
@@ -78,7 +79,7 @@ class Watchdog(threading.Thread):
         return [_describe(rank, message) for rank, message in unchanged.items() if rank != self._world.rank]
 
     def _messages(self, store: dist.TCPStore) -> dict[int, str | None]:
-        keys = {rank: _key(rank) for rank in range(self._world.size)}
+        keys = {rank: _KEY.format(rank) for rank in range(self._world.size)}
         return {rank: store.get(key).decode() if store.check([key]) else None for rank, key in keys.items()}
 
     def _answer(self, step: int, phase: str) -> None:
@@ -87,7 +88,7 @@ class Watchdog(threading.Thread):
             return  # a connection that was closed never comes back, and torch prints a trace for each attempt
         self._messages_left += 1
         try:
-            self._store.set(_key(self._world.rank), f"{self._messages_left}|{self._host}|{step}|{phase}")
+            self._store.set(_KEY.format(self._world.rank), f"{self._messages_left}|{self._host}|{step}|{phase}")
         except RuntimeError:
             self._is_cut_off = True
 
@@ -162,7 +163,3 @@ def _connect() -> dist.TCPStore:
     """A connection for one caller: waiting for an answer blocks the connection that was asked."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_STORE_SECONDS))
-
-
-def _key(rank: int) -> str:
-    return f"vitscale/present/{rank}"
