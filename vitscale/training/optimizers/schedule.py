@@ -41,18 +41,14 @@ def learning_rate(
         base: the rate at the end of the warmup.
         total, warmup: steps of the whole run, and of the linear rise from 0 at its beginning.
         decay: from the end of the warmup, `linear` falls to `end` (the authors' code stops at 1e-5, not at 0), `cosine`
-            to 0, `stairs` multiplies by `factor` after each of `boundaries` (in steps), `constant` and `wsd` stay at
-            `base`, `rsqrt` divides by sqrt(1 + t / timescale) after t steps (big_vision; Zhai et al. 2022), and
-            `restarts` falls to 0 by a cosine again and again (SGDR, Loshchilov and Hutter).
-        end: for `linear` only.
-        boundaries, factor: for `stairs` only; step 3,000 of a boundary at 3,000 still has the rate before it, as in
-            BiT-HyperRule.
+            to 0, `stairs` multiplies by `factor` after each of `boundaries` (in steps; step 3,000 of a boundary at
+            3,000 still has the rate before it, as in BiT-HyperRule), `constant` and `wsd` stay at `base`, `rsqrt`
+            divides by sqrt(1 + t / timescale) after t steps (big_vision; Zhai et al. 2022), and `restarts` falls to 0
+            by a cosine again and again (SGDR, Loshchilov and Hutter), first in `cycle` steps; each restart multiplies
+            the steps by `cycle_factor` and the rate by `restart_factor`.
         cooldown: steps at the end in which `wsd` and `rsqrt` fall to 0.
         cooldown_shape: after a part x of the cooldown, `linear` multiplies by 1 - x, `1-sqrt` by 1 - sqrt(x) (Haegele
             et al. 2024).
-        timescale: for `rsqrt` only.
-        cycle, cycle_factor, restart_factor: for `restarts` only: steps of the first fall, and what each restart
-            multiplies the steps and the rate by.
     """
     progress = min(max((step - warmup) / max(total - warmup, 1), 0.0), 1.0)
     if decay == "linear":

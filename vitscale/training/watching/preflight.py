@@ -6,7 +6,6 @@ A few exchanges between the ranks, whatever their number, before there is a mode
 import hashlib
 import importlib
 import json
-import math
 import os
 import platform
 import secrets
@@ -62,11 +61,15 @@ def preflight(plan: RunPlan, run_dir: Path, world: World) -> list[str]:
     size = recipe, plan.num_classes, world.size, plan.micro_batch, device
     memory = Memory(**on_rank_zero(lambda: asdict(expected_memory(*size))))
     _check_able(ranks, recipe)
-    _check_trackers(recipe)
     warnings = on_rank_zero(lambda: check_splits(recipe, plan.manifest))
-    warnings += _check_load(world, ranks) + _check_bf16(recipe, world, ranks) + _check_memory(plan, ranks, memory)
-    left = [bytes_left for bytes_left in _device_memory(ranks) if bytes_left is not None]
-    needs = f"{_binary(memory.device_bytes)}{f' of {_binary(min(left))}' if left else ''} a rank expected"
+    warnings += _check_load(world, ranks) + _check_bf16(recipe, world, ranks)
+    on_host = Counter(rank.host for rank in ranks)  # each rank may take an equal part of its machine's memory
+    host = [None if rank.host_memory is None else rank.host_memory // on_host[rank.host] for rank in ranks]
+    # What each rank has for its model; on the CPU that is host memory.
+    left = [part if rank.device_memory is None else rank.device_memory for rank, part in zip(ranks, host, strict=True)]
+    warnings += _check_memory(plan, ranks, memory, host, left)
+    known = [bytes_left for bytes_left in left if bytes_left is not None]
+    needs = f"{_binary(memory.device_bytes)}{f' of {_binary(min(known))}' if known else ''} a rank expected"
     directory = checkpoint_directory(recipe, run_dir)
     if isinstance(directory, LocalDirectory):
         _check_shared(Path(directory.root), world, ranks)
@@ -230,7 +233,7 @@ def _check_bf16(recipe: Recipe, world: World, ranks: Sequence[_Rank]) -> list[st
 
 
 def _check_able(ranks: Sequence[_Rank], recipe: Recipe) -> None:
-    """Raise `MachineError` if a rank cannot do what the recipe asks for."""
+    """Raise `MachineError` or `RecipeError` if a rank cannot do what the recipe asks for."""
     compiled = "fused_gelu" if recipe.parallelism.fused_gelu else "compile"
     for key, reasons in {
         f"parallelism.{compiled}": [one.without_compiler and f"has no {one.without_compiler}" for one in ranks],
@@ -239,9 +242,6 @@ def _check_able(ranks: Sequence[_Rank], recipe: Recipe) -> None:
         for reason in sorted({*reasons} - {""}):
             where = _describe([index for index, other in enumerate(reasons) if other == reason], ranks)
             raise MachineError(f"{key}: {where} {reason}").on_all_ranks()
-
-
-def _check_trackers(recipe: Recipe) -> None:
     if absent := on_rank_zero(lambda: absent_packages(recipe.logging.trackers)):
         raise RecipeError(
             f"logging.trackers: rank 0 lacks what they need: pip install {' '.join(absent)}, or leave them out"
@@ -250,29 +250,19 @@ def _check_trackers(recipe: Recipe) -> None:
         on_rank_zero(lambda: check_drawing("evaluation.inspect"))
 
 
-def _host_memory(ranks: Sequence[_Rank]) -> list[int | None]:
-    """What each rank may take of its machine's memory: an equal part."""
-    on_host = Counter(rank.host for rank in ranks)
-    return [None if rank.host_memory is None else rank.host_memory // on_host[rank.host] for rank in ranks]
-
-
-def _device_memory(ranks: Sequence[_Rank]) -> list[int | None]:
-    """What each rank has for its model; on the CPU that is host memory."""
-    pairs = zip(ranks, _host_memory(ranks), strict=True)
-    return [of_host if rank.device_memory is None else rank.device_memory for rank, of_host in pairs]
-
-
-def _check_memory(plan: RunPlan, ranks: Sequence[_Rank], memory: Memory) -> list[str]:
+def _check_memory(
+    plan: RunPlan, ranks: Sequence[_Rank], memory: Memory, host: list[int | None], left: list[int | None]
+) -> list[str]:
+    """Warnings; `host` and `left` have the bytes of host memory and for its model that each rank has, if known."""
     warnings = []
-    small = [index for index, left in enumerate(_host_memory(ranks)) if left is not None and left < memory.host_bytes]
+    small = [index for index, part in enumerate(host) if part is not None and part < memory.host_bytes]
     if small:
         warnings.append(
             f"one rank is expected to need {_binary(memory.host_bytes)} of host memory, but {_describe(small, ranks)} "
             f"has less; --set checkpoint.background=false saves {_binary(memory.host_checkpoint)} of it"
         )
-    left = _device_memory(ranks)
-    least = min((bytes_left for bytes_left in left if bytes_left is not None), default=math.inf)
-    if memory.device_bytes <= least:
+    known = [bytes_left for bytes_left in left if bytes_left is not None]
+    if not known or memory.device_bytes <= (least := min(known)):
         return warnings
     where = _describe([left.index(least)], ranks)
     if memory.states > least:
