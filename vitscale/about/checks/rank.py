@@ -125,7 +125,7 @@ class Prover:
         return state, applied
 
     def _kinds(self) -> list[str]:
-        return [MASTER, *self.learner.moments(), *([EMA] if self._recipe.ema is not None else [])]
+        return [MASTER, *self.learner.engine.moment_kinds(), *([EMA] if self._recipe.ema is not None else [])]
 
     def _unset(self, kind: str, name: str) -> torch.Tensor:
         shape = tuple(self.learner.engine.shapes[name])
