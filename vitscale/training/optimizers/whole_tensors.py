@@ -62,12 +62,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._rank, self._world_size = 0, 1
 
     def attach(
-        self,
-        masters: Sequence[Tensor],
-        pieces: Iterable[Piece],
-        shapes: Mapping[str, Sequence[int]],
-        *,
-        are_shared: bool,
+        self, masters: Sequence[Tensor], pieces: list[Piece], shapes: Mapping[str, Sequence[int]], *, are_shared: bool
     ) -> None:
         """Set where parameters lie; all ranks call it together.
 
