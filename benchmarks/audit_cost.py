@@ -31,10 +31,10 @@ def work(rank: int, ranks: int, port: int, model: str, batch: int, zero: int, ro
     from vitscale.training.loop.trainer import Trainer
 
     recipe = make_recipe(model, batch, ranks, folder=str(folder), parallelism={"zero_stage": zero})
-    trainer: Any = Trainer(recipe, plan_run(recipe, rank, ranks), folder / "run", join(rank, ranks, port))
-    trainer.learner.engine.train()
+    trainer: Any = Trainer(plan_run(recipe, rank, ranks), folder / "run", join(rank, ranks, port))
+    trainer.learner.engine.deepspeed.train()
     results: dict[str, list[float]] = {"audited": [], "plain": []}
-    with open_loader(recipe, trainer.plan, trainer.world, 0, 1) as loader:
+    with open_loader(trainer.plan, trainer.world, 0, 1) as loader:
         images = next(iter(loader))
         trainer.learner.update(images, 0)
         for turn in range(rounds):

@@ -34,7 +34,7 @@ from vitscale.data.shards import Manifest
 from vitscale.flops.accounting import training_flops_per_image
 from vitscale.flops.hardware import find_device
 from vitscale.flops.work import recipe_work
-from vitscale.training.deepspeed.step_timer import StepTimer
+from vitscale.training.deepspeed.profile import StepTimer
 
 MODELS = ("ViT-H/14", "ViT-L/16", "ViT-B/16")
 BATCH, CLASSES = 64, 1000

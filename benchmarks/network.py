@@ -202,10 +202,10 @@ def make_engine(name: str, ranks: int, given: Any) -> tuple[Callable[[], None], 
     from rank_engines import build
 
     from vitscale.about.planning.communication import communication
-    from vitscale.training.beginning.parameters import model_parameters
+    from vitscale.training.beginning.tensors import model_parameters
 
     recipe = make_recipe(ranks, given.accumulate, *CONTENDERS[name])
-    engine = build(recipe, CLASSES, ranks)
+    engine = build(recipe, CLASSES, ranks).deepspeed
     slow_down(engine.module.backbone, given.forward)
     images, labels = torch.rand(1, SIDE, SIDE, 3).bfloat16(), torch.zeros(1, dtype=torch.int64)
 

@@ -16,12 +16,13 @@ def join(rank: int, ranks: int, port: int) -> Any:
 
 
 def build(recipe: Recipe, num_classes: int, ranks: int) -> Any:
-    """A DeepSpeed engine around the recipe's model, with its initial values."""
+    """An engine around the recipe's model, with its initial values."""
     import deepspeed
 
     from vitscale.models import initialise, weight_dtype
     from vitscale.objectives import build_objective
-    from vitscale.training.deepspeed.engine import build_engine, derive_config
+    from vitscale.training.deepspeed.config import derive_config
+    from vitscale.training.deepspeed.engine import Engine
 
     config = derive_config(recipe, ranks)
     if recipe.parallelism.zero_stage == 3:
@@ -33,4 +34,4 @@ def build(recipe: Recipe, num_classes: int, ranks: int) -> Any:
         objective = build_objective(recipe, num_classes)
         initialise(objective.backbone, seed=0)
         objective.to(weight_dtype(recipe))
-    return build_engine(recipe, objective, config)
+    return Engine(recipe, objective, config)

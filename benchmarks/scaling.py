@@ -38,7 +38,7 @@ def work(rank: int, ranks: int, port: int, folder: Path, model: str, batch: int,
     join(rank, ranks, port)
     torch.set_num_threads(1)  # behind what gives a single rank all cores
     recipe = make_recipe(model, batch, ranks, num_classes=CLASSES, parallelism={"zero_stage": stage})
-    engine = build(recipe, CLASSES, ranks)
+    engine = build(recipe, CLASSES, ranks).deepspeed
     images, labels = (torch.rand(batch, SIDE, SIDE, 3) * 2 - 1).bfloat16(), torch.arange(batch)
     seconds = []
     for _ in range(3 + steps):
@@ -79,7 +79,7 @@ def planned(options: argparse.Namespace, stage: int, ranks: int, alone_s: float,
     from vitscale.flops.accounting import training_flops_per_image
     from vitscale.flops.hardware import Device
     from vitscale.flops.work import recipe_work
-    from vitscale.training.beginning.parameters import model_parameters
+    from vitscale.training.beginning.tensors import model_parameters
 
     parallelism = {"zero_stage": stage}
     recipe = make_recipe(options.model, options.batch, ranks, num_classes=CLASSES, parallelism=parallelism)

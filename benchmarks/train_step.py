@@ -103,9 +103,9 @@ def trainer_step(options: argparse.Namespace, folder: Path) -> Callable[[], floa
     world = join(0, 1, int(free_port()))
     plan = plan_run(recipe, 0, 1)
     begin_measuring(options.device)
-    trainer = Trainer(recipe, plan, folder / "run", world)
-    trainer.learner.engine.train()
-    with open_loader(recipe, plan, world, 0, 1) as loader:
+    trainer = Trainer(plan, folder / "run", world)
+    trainer.learner.engine.deepspeed.train()
+    with open_loader(plan, world, 0, 1) as loader:
         data = next(iter(on_device(loader, world.device)))
 
     steps = itertools.count()
@@ -217,7 +217,7 @@ def work(options: argparse.Namespace) -> None:
     steps = {"bare": bare_step, "plain": loop_step, "timm": loop_step}
     step = trainer_step(options, Path(folder)) if who in OURS else steps[who](options)
     print("ready", 0, flush=True)
-    with contextlib.nullcontext() if who == "timm" else Attention.on(torch.device(options.device)).preferred():
+    with contextlib.nullcontext() if who == "timm" else Attention(torch.device(options.device)).preferred():
         for line in sys.stdin:
             began = time.perf_counter()
             for _ in range(int(line)):

@@ -34,18 +34,18 @@ def work(_: int, model: str, batch: int, rounds: int, folder: Path) -> None:
     from vitscale.ground.machine import free_port
     from vitscale.models import weight_dtype
     from vitscale.training.beginning.run_plan import open_loader, plan_run
-    from vitscale.training.deepspeed.step_timer import StepTimer
+    from vitscale.training.deepspeed.profile import StepTimer
     from vitscale.training.loop.trainer import Trainer
 
     write_generated_dataset(folder / "train", [8 * batch])
     logging = {"every": 1, "batch_digest": True, "tensorboard": True}
     recipe = make_recipe(model, batch, folder=str(folder), logging=logging)
-    trainer: Any = Trainer(recipe, plan_run(recipe, 0, 1), folder / "run", join(0, 1, int(free_port())))
-    engine = trainer.learner.engine
+    trainer: Any = Trainer(plan_run(recipe, 0, 1), folder / "run", join(0, 1, int(free_port())))
+    engine = trainer.learner.engine.deepspeed
     engine.train()
     trainer.report.begin_at(0)
     results: dict[str, list[float]] = {"trainer": [], "engine": []}
-    with open_loader(recipe, trainer.plan, trainer.world, 0, 100_000) as loader:
+    with open_loader(trainer.plan, trainer.world, 0, 100_000) as loader:
         batches = iter(loader)
         first = next(batches)
 

@@ -78,17 +78,22 @@ def recipe_of(depth: int, accumulation: int) -> Any:
 @contextmanager
 def by_deepspeed() -> Iterator[None]:
     """Engines that are built inside take, measure and clip their gradients as DeepSpeed does by itself."""
-    from vitscale.training.deepspeed import engine
+    from vitscale.training.deepspeed import config, engine
 
-    with mock.patch.multiple(engine, _is_single=lambda *_: False, ZeroUpdate=lambda *_, **__: None):
+    as_on_several = {"is_single": lambda *_: False}
+    with (
+        mock.patch.multiple(config, **as_on_several),
+        mock.patch.multiple(engine, **as_on_several, ZeroUpdate=lambda *_, **__: None),
+    ):
         yield
 
 
 def measure(depth: int, accumulation: int, *, clips_inside: bool = False) -> dict[str, float]:
     """What one step of an engine takes beside its model."""
-    engine = build(recipe_of(depth, accumulation), CLASSES, 1)
+    ours = build(recipe_of(depth, accumulation), CLASSES, 1)
+    engine = ours.deepspeed
     if clips_inside:
-        engine.zero_update.clips_inside = True
+        ours.zero_update.clips_inside = True
     for group in engine.optimizer.param_groups:
         group["lr"] = 1e-3
     images, labels = torch.randn(1, SIDE, SIDE, 3).bfloat16(), torch.zeros(1, dtype=torch.int64)

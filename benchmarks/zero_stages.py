@@ -71,7 +71,7 @@ def work(rank: int, ranks: int, port: int, folder: Path, model: str, batch: int,
     held: dict[str, float] = {}
     for stage in FORMULAS:
         recipe = make_recipe(model, batch, ranks, num_classes=CLASSES, parallelism={"zero_stage": stage})
-        engine = build(recipe, CLASSES, ranks)
+        engine = build(recipe, CLASSES, ranks).deepspeed
 
         def backward(engine: Any = engine) -> None:
             engine.backward(engine(images.bfloat16(), labels).per_sample.mean())

@@ -128,13 +128,16 @@ def pretrain(options: argparse.Namespace) -> None:
             # Imported only once there is something to train, as it takes seconds.
             from vitscale.runs.directory import check_run_dir
             from vitscale.training.beginning.automatic import settle
-            from vitscale.training.beginning.initial_weights import check_initial_weights, settle_functions
-            from vitscale.training.beginning.micro_max import settle_micro_max
+            from vitscale.training.beginning.initial_weights import (
+                check_initial_weights,
+                check_teacher,
+                settle_functions,
+            )
+            from vitscale.training.beginning.memory import settle_micro_max
             from vitscale.training.beginning.run_plan import plan_run
-            from vitscale.training.beginning.teacher import check_teacher
             from vitscale.training.deepspeed import distributed
             from vitscale.training.deepspeed.progress import tell
-            from vitscale.training.loop.branch import check_branch
+            from vitscale.training.loop.resuming import check_branch
 
             smoke_data = run_dir / f"smoke-data-{world_size}"
             if options.smoke:
@@ -152,7 +155,7 @@ def pretrain(options: argparse.Namespace) -> None:
             plan = plan_run(recipe, rank, world_size)
             check_initial_weights(recipe, list(plan.manifest.class_names), run_dir)
             check_teacher(recipe, list(plan.manifest.class_names))
-            check_branch(recipe, plan, run_dir)
+            check_branch(plan, run_dir)
             for words in [*chosen, functions, chosen_size] if rank == 0 else []:
                 if words is not None:
                     tell(words)
@@ -160,11 +163,10 @@ def pretrain(options: argparse.Namespace) -> None:
             if os.environ.get("LOCAL_RANK", "0") != "0":
                 error.on_all_ranks()  # ranks of one machine see the same recipe and files, so its first one reports
             raise
-        train(recipe, plan, run_dir, distributed.start(rank, world_size, local_rank), interruption, options.stop_at)
+        train(plan, run_dir, distributed.start(rank, world_size, local_rank), interruption, options.stop_at)
 
 
 def train(
-    recipe: Recipe,
     plan: "RunPlan",
     run_dir: Path,
     world: "World",
@@ -177,12 +179,12 @@ def train(
     from vitscale.training.watching.out_of_memory import explain, is_out_of_memory
     from vitscale.training.watching.watchdog import Watchdog
 
-    with Watchdog(world, recipe.check.step_timeout_s) as watchdog:
+    with Watchdog(world, plan.recipe.check.step_timeout_s) as watchdog:
         try:
-            Trainer(recipe, plan, run_dir, world, watchdog.at, interruption).run(stop_at)
+            Trainer(plan, run_dir, world, watchdog.at, interruption).run(stop_at)
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
-                raise explain(recipe, plan, world) from None
+                raise explain(plan, world) from None
             if not distributed.is_lost_peer(error):
                 raise
             reason = str(error).strip().splitlines()[0].partition(". ")[0]  # without gloo's own advice

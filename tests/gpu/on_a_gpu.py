@@ -24,7 +24,7 @@ def attention(device: torch.device) -> None:
         exact, rounded = ([one.to(dtype).requires_grad_() for one in inputs] for dtype in (torch.float, torch.bfloat16))
         query, key, value = exact
         expected = torch.softmax(query @ key.mT * head**-0.5, dim=-1) @ value
-        with Attention.on(device).preferred():
+        with Attention(device).preferred():
             found = F.scaled_dot_product_attention(*rounded)
             found.float().square().sum().backward()
         expected.square().sum().backward()

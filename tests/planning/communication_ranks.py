@@ -21,17 +21,14 @@ def run_steps(rank: int, world_size: int, port: int, folder: Path, cases: dict[s
 
     from vitscale.ground.ranks import Agreement
     from vitscale.models import weight_dtype
-    from vitscale.training.deepspeed.engine import Fp32Accumulation
 
     join(rank, world_size, port)
     agreement = Agreement()
     results = {}
     for name, blocks in cases.items():
         recipe = make_recipe(**blocks)
-        engine = build(recipe, 10, world_size)
+        engine = build(recipe, 10, world_size).deepspeed
         _, accumulation = recipe.batch.split(world_size)
-        is_summed_here = recipe.parallelism.zero_stage == 0 and recipe.precision == "bf16" and accumulation > 1
-        sums = Fp32Accumulation(engine) if is_summed_here else None
         for _ in range(STEPS):
             counter.reset()
             for _ in range(accumulation):
@@ -43,7 +40,7 @@ def run_steps(rank: int, world_size: int, port: int, folder: Path, cases: dict[s
             agreement.largest(0, 0)
         results[name] = {"sent": dict(counter.sent), "calls": dict(counter.calls)}
         engine.destroy()
-        del engine, sums
+        del engine
         if rank == 0:
             (folder / "sent.json").write_text(json.dumps(results))
     torch.distributed.barrier()

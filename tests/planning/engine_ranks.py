@@ -35,7 +35,6 @@ def run_engines(rank: int, world_size: int, port: int, folder: Path, cases: dict
     from toy_recipes import make_recipe
 
     from vitscale.models import weight_dtype
-    from vitscale.training.deepspeed.engine import Fp32Accumulation
 
     join(rank, world_size, port)
     gc.collect()
@@ -52,10 +51,8 @@ def run_engines(rank: int, world_size: int, port: int, folder: Path, cases: dict
             return sizes[-1]
 
         recipe = make_recipe(**blocks)
-        engine = build(recipe, 10, world_size)
+        engine = build(recipe, 10, world_size).deepspeed
         _, accumulation = recipe.batch.split(world_size)
-        is_summed_here = recipe.parallelism.zero_stage == 0 and recipe.precision == "bf16" and accumulation > 1
-        sums = Fp32Accumulation(engine) if is_summed_here else None
         result = {}
         for _ in range(2):
             for _ in range(accumulation):
@@ -68,7 +65,7 @@ def run_engines(rank: int, world_size: int, port: int, folder: Path, cases: dict
             result["step"] = new()
         results[name] = result
         engine.destroy()
-        del engine, sums
+        del engine
     if rank == 0:
         (folder / "held.json").write_text(json.dumps(results))
     torch.distributed.barrier()

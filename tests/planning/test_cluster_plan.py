@@ -19,9 +19,8 @@ from vitscale.flops.estimate import estimate
 from vitscale.flops.hardware import find_device
 from vitscale.flops.work import recipe_work
 from vitscale.ground.errors import RecipeError
-from vitscale.training.beginning.micro_batches import tensors_by_micro_batch
-from vitscale.training.beginning.parameters import model_parameters
-from vitscale.training.beginning.tensors import step_tensors
+from vitscale.training.beginning.memory import tensors_by_micro_batch
+from vitscale.training.beginning.tensors import model_parameters, step_tensors
 
 MODEL = {"name": "ViT-B/16", "num_classes": 1000}
 TINY = {"name": "ViT-Ti/16", "depth": 2, "num_classes": 10}

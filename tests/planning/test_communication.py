@@ -10,7 +10,7 @@ from toy_recipes import make_recipe
 from training.ranks import start
 
 from vitscale.about.planning.communication import communication
-from vitscale.training.beginning.parameters import model_parameters
+from vitscale.training.beginning.tensors import model_parameters
 
 BLOCK = 4 * 64 * 64 + 2 * 64 * 256
 KINDS = {"all_reduce": "all-reduce", "all_gather_into_tensor": "all-gather", "reduce_scatter_tensor": "reduce-scatter"}

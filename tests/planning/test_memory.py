@@ -4,9 +4,8 @@ import pytest
 from toy_recipes import make_recipe
 
 from vitscale.ground.machine import available_memory, has_bf16_instructions
-from vitscale.training.beginning.memory import expected_memory, largest_micro_batch
-from vitscale.training.beginning.micro_batches import USABLE, fitting_micro_batch
-from vitscale.training.deepspeed.engine import derive_config
+from vitscale.training.beginning.memory import USABLE, expected_memory, fitting_micro_batch, largest_micro_batch
+from vitscale.training.deepspeed.config import derive_config
 
 WIDE = {"patch_size": 14, "width": 4096, "depth": 2, "mlp_dim": 16384, "num_heads": 32}
 SMALL = {"name": "ViT-Ti/16", "depth": 3}

@@ -28,7 +28,8 @@ def train(rank: int, world_size: int, port: int, folder: Path, blocks: dict[str,
 
     from vitscale.models import initialise, weight_dtype
     from vitscale.objectives import build_objective
-    from vitscale.training.deepspeed.engine import build_engine, derive_config
+    from vitscale.training.deepspeed.config import derive_config
+    from vitscale.training.deepspeed.engine import Engine
 
     join(rank, world_size, port)
     before = status("VmRSS")
@@ -36,7 +37,7 @@ def train(rank: int, world_size: int, port: int, folder: Path, blocks: dict[str,
     dtype = weight_dtype(recipe)
     objective = build_objective(recipe, 10).to(dtype)  # before it has values: there is never an fp32 one in memory
     initialise(objective.backbone, seed=0)
-    engine = build_engine(recipe, objective, derive_config(recipe, world_size))
+    engine = Engine(recipe, objective, derive_config(recipe, world_size)).deepspeed
     micro, accumulation = recipe.batch.split(world_size)
     size = recipe.data.image_size
     for _ in range(STEPS * accumulation):

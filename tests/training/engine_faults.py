@@ -29,7 +29,7 @@ def _stage(trainer: Any) -> int:
 @contextmanager
 def _buckets(trainer: Any, change: Callable[[int, list[Tensor]], None]) -> Iterator[None]:
     """Each bucket of gradients, numbered within a micro-batch, is changed before it is summed over the ranks."""
-    engine = trainer.learner.engine
+    engine = trainer.learner.engine.deepspeed
     optimizer, seen = engine.optimizer, {"micro": -1, "buckets": 0}
     name = REDUCE_AND_SCATTER if _stage(trainer) == 3 else "average_tensor"
     real = getattr(optimizer, name)
@@ -88,7 +88,7 @@ def stale_buffer(trainer: Any) -> Iterator[None]:
 @contextmanager
 def divided_by_65536(trainer: Any) -> Iterator[None]:
     """The loss scale of fp16 is taken off gradients that it was never put on (#7839)."""
-    optimizer = trainer.learner.engine.optimizer
+    optimizer = trainer.learner.engine.deepspeed.optimizer
     if _stage(trainer) == 0:
         scale = optimizer.unscale_and_clip_grads
 
@@ -114,7 +114,7 @@ def divided_by_65536(trainer: Any) -> Iterator[None]:
 @contextmanager
 def wrong_partition(trainer: Any) -> Iterator[None]:
     """Each rank applies the part of the gradient that is another's."""
-    optimizer = trainer.learner.engine.optimizer
+    optimizer = trainer.learner.engine.deepspeed.optimizer
     clip = optimizer.unscale_and_clip_grads
 
     def exchange(first: Any, norm: Any) -> None:
@@ -132,7 +132,7 @@ def wrong_partition(trainer: Any) -> Iterator[None]:
 @contextmanager
 def dropped_micro_batch(trainer: Any) -> Iterator[None]:
     """The first micro-batch of one rank is not accumulated."""
-    engine = trainer.learner.engine
+    engine = trainer.learner.engine.deepspeed
 
     def is_dropped() -> bool:
         return is_on(trainer) and trainer.world.rank == 1 and not engine.is_gradient_accumulation_boundary()
@@ -161,7 +161,7 @@ def dropped_micro_batch(trainer: Any) -> Iterator[None]:
 @contextmanager
 def master_not_updated(trainer: Any) -> Iterator[None]:
     """One rank's optimizer leaves out one tensor of masters."""
-    optimizer = trainer.learner.engine.optimizer
+    optimizer = trainer.learner.engine.deepspeed.optimizer
     step = optimizer._optimizer_step
 
     def skip(number: int) -> None:
@@ -175,7 +175,7 @@ def master_not_updated(trainer: Any) -> Iterator[None]:
 @contextmanager
 def moment_not_saved(trainer: Any) -> Iterator[None]:
     """The moments that a checkpoint would hold are not those that were updated: a copy that is never written back."""
-    optimizer = trainer.learner.engine.optimizer
+    optimizer = trainer.learner.engine.deepspeed.optimizer
     step = optimizer._optimizer_step
     masters = optimizer.fp32_partitioned_groups_flat if _stage(trainer) == 3 else None
     masters = masters if masters is not None else optimizer.single_partition_of_fp32_groups
@@ -194,9 +194,9 @@ def moment_not_saved(trainer: Any) -> Iterator[None]:
 @contextmanager
 def moment_left_out(trainer: Any) -> Iterator[None]:
     """What a rank hands over to be saved lacks a moment of one parameter."""
-    from vitscale.training.deepspeed import fragments
+    from vitscale.training.deepspeed.engine import Engine
 
-    owned = fragments.owned
+    owned = Engine.owned
 
     def without(*arguments: Any) -> list:
         found = owned(*arguments)
@@ -204,7 +204,7 @@ def moment_left_out(trainer: Any) -> Iterator[None]:
             del found[0].tensors["exp_avg"]
         return found
 
-    with replaced(fragments, "owned", without):
+    with replaced(Engine, "owned", without):
         yield
 
 
@@ -238,7 +238,7 @@ def unused(trainer: Any) -> Iterator[None]:
 @contextmanager
 def use_lost(trainer: Any) -> Iterator[None]:
     """Of a block that is called twice, the gradient of its second use is lost (#8224)."""
-    optimizer = trainer.learner.engine.optimizer
+    optimizer = trainer.learner.engine.deepspeed.optimizer
     process, lost = optimizer.process_gradients, {}
     block = trainer.learner.objective.backbone.blocks[1]
     names = {parameter: name for name, parameter in block.named_parameters()}
@@ -275,7 +275,7 @@ def _block_used_twice(trainer: Any, of_second_use: Callable[[str, Tensor], None]
 @contextmanager
 def wrong_norm(trainer: Any) -> Iterator[None]:
     """The norm is that of a rank's own part of the gradient (#7718), and clipping goes by it."""
-    optimizer = trainer.learner.engine.optimizer
+    optimizer = trainer.learner.engine.deepspeed.optimizer
     name = "_get_norm_groups" if _stage(trainer) == 3 else "scaled_global_norm"
     whole = getattr(optimizer, name)
 
@@ -292,7 +292,7 @@ def wrong_norm(trainer: Any) -> Iterator[None]:
 @contextmanager
 def old_weights(trainer: Any) -> Iterator[None]:
     """One rank does not get the weights that the update has made, and computes with those of before."""
-    engine = trainer.learner.engine
+    engine = trainer.learner.engine.deepspeed
     optimizer = engine.optimizer
     step = optimizer.step
 

@@ -12,8 +12,6 @@ import torch
 from rank_engines import build, join
 
 from vitscale.recipe import validate_recipe
-from vitscale.training.deepspeed import fragments
-from vitscale.training.deepspeed.engine import settle_weights
 from vitscale.training.watching.replicas import checksum
 
 SIDE, CLASSES, ACCUMULATION = 16, 10, 2
@@ -61,7 +59,8 @@ def run_late(rank: int, world_size: int, port: int, folder: Path, work: tuple[li
     for stage in stages:
         without = [(None, False)] if stage == 3 else []
         for delays, overlap in [(None, True), (1, True), (2, True), *without]:
-            engine = build(make_recipe(stage, world_size, overlap=overlap), CLASSES, world_size)
+            ours = build(make_recipe(stage, world_size, overlap=overlap), CLASSES, world_size)
+            engine = ours.deepspeed
             if delays is not None:
                 make_late(engine, random.Random(100 * delays + rank))
             generator = torch.Generator().manual_seed(rank)
@@ -72,10 +71,10 @@ def run_late(rank: int, world_size: int, port: int, folder: Path, work: tuple[li
                 labels = torch.randint(0, CLASSES, (1,), generator=generator)
                 engine.backward(engine(images, labels).per_sample.sum())
                 engine.step()
-            settle_weights(engine)
+            ours.settle_weights()
             own = {
                 "weights": [checksum(weight) for weight in engine.module.parameters()],
-                "masters": [checksum(master) for master in fragments.masters(engine)],
+                "masters": [checksum(master) for master in ours.masters],
             }
             by_rank: list[Any] = [None] * world_size
             torch.distributed.all_gather_object(by_rank, own)

@@ -78,8 +78,8 @@ def update_all(rank: int, world_size: int, port: int, root: Path, cases: dict[st
     from vitscale.models import weight_dtype
     from vitscale.runs.checkpoint.format import fragment_key
     from vitscale.training.beginning.run_plan import schedule_in_steps
-    from vitscale.training.deepspeed import fragments
-    from vitscale.training.deepspeed.engine import build_engine, derive_config, set_rates
+    from vitscale.training.deepspeed.config import derive_config
+    from vitscale.training.deepspeed.engine import Engine
 
     join(rank, world_size, port)
     for case, blocks in cases.items():
@@ -90,20 +90,19 @@ def update_all(rank: int, world_size: int, port: int, root: Path, cases: dict[st
                 model = LinearLoss()
         else:
             model = LinearLoss().to(dtype)
-        engine = build_engine(recipe, model, config)
+        ours = Engine(recipe, model, config)
+        engine = ours.deepspeed
         source = {name: torch.from_numpy(initial(name)) for name in PARAMETERS}
-        fragments.load(
-            engine, lambda kind, name, start, length, s=source: s[name][start : start + length], optimizer_steps=0
-        )
+        ours.load(lambda kind, name, start, length, s=source: s[name][start : start + length], optimizer_steps=0)
         _, rates = schedule_in_steps(recipe, 1000)
         for step in range(UPDATES):
-            set_rates(engine, rates(step)._replace(learning_rate=rate(step)))
+            ours.set_rates(rates(step)._replace(learning_rate=rate(step)))
             inputs = {name: torch.from_numpy(numbers(step, rank, name)).to(dtype) for name in PARAMETERS}
             engine.backward(engine(inputs))
             engine.step()
         owned = {
             fragment_key(kind, fragment.name, fragment.start): tensor.float().numpy()
-            for fragment in fragments.owned(engine, rank, world_size)
+            for fragment in ours.owned(rank, world_size)
             for kind, tensor in fragment.tensors.items()
         }
         np.savez(root / f"{case}-{rank}.npz", **owned)

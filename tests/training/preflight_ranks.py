@@ -41,7 +41,8 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
     plan = plan_run(make_recipe(root, **BATCH), rank, world_size)
     for job in jobs:
         recipe = make_recipe(root, **{**BATCH, **job.get("recipe", {})}, **(job.get("other", {}) if is_other else {}))
-        own_plan = replace(plan, micro_batch=recipe.batch.split(world_size)[0])
+        own_plan = replace(plan, recipe=recipe, micro_batch=recipe.batch.split(world_size)[0])
+        preflight.checkpoint_bytes = lambda *_, size=job.get("checkpoint_bytes", 1000): size
         run_dir = root / "run"
         changed = root / "other-code" / "vitscale" / "ground" / "errors.py"
         if is_other and "manifest" in job:
@@ -55,7 +56,7 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
         outcome: dict[str, Any] = {}
         gathered.clear()
         try:
-            outcome["lines"] = preflight.preflight(recipe, own_plan, run_dir, world, job.get("checkpoint_bytes", 1000))
+            outcome["lines"] = preflight.preflight(own_plan, run_dir, world)
         except RecipeError as error:
             outcome |= {"error": str(error), "on_all_ranks": error.is_on_all_ranks}
         outcome["gathered"] = list(gathered)

@@ -34,7 +34,7 @@ def prove_all(rank: int, world_size: int, port: int, root: Path, cases: dict[str
             prover = Prover(small_form(load_recipe(stem, settings), root, world_size), world, root)
             with contextlib.nullcontext() if fault is None else fault(prover):
                 found = prover.run(updates)
-            prover.learner.engine.destroy()
+            prover.learner.engine.deepspeed.destroy()
             assert (found is not None) == (rank == 0), "an oracle on each rank costs memory, and says the same"
         except Exception:
             (root / f"{case}-{world_size}.crash-{rank}").write_text(traceback.format_exc())
@@ -142,7 +142,7 @@ def late_weights(prover: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def dropped_micro_batch(prover: Any) -> Iterator[None]:
     """The third micro-batch of every update has no gradient."""
-    engine, calls = prover.learner.engine, 0
+    engine, calls = prover.learner.engine.deepspeed, 0
 
     def backward(loss: Tensor) -> None:
         nonlocal calls
@@ -157,7 +157,7 @@ def dropped_micro_batch(prover: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def wrong_norm(prover: Any) -> Iterator[None]:
     """ZeRO 1 and 2 clip by a norm that is too large."""
-    optimizer = prover.learner.engine.optimizer
+    optimizer = prover.learner.engine.deepspeed.optimizer
     real = optimizer.scaled_global_norm
     with replaced(optimizer, "scaled_global_norm", lambda *arguments, **named: 1.5 * real(*arguments, **named)):
         yield
@@ -215,14 +215,14 @@ def old_weights(prover: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def old_copies(prover: Any) -> Iterator[None]:
     """The copies that ranks of a node keep of the weights are not forgotten when weights change."""
-    with replaced(prover.learner.engine.optimizer, "invalidate_secondary_tensor", lambda: None):
+    with replaced(prover.learner.engine.deepspeed.optimizer, "invalidate_secondary_tensor", lambda: None):
         yield
 
 
 @contextlib.contextmanager
 def decay_of_all(prover: Any) -> Iterator[None]:
     """Weight decay reaches what the recipe excludes from it."""
-    groups = prover.learner.engine.optimizer.param_groups
+    groups = prover.learner.engine.deepspeed.optimizer.param_groups
     for group in groups:
         group["weight_decay"] = max(group["weight_decay"] for group in groups)
     yield

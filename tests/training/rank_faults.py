@@ -201,7 +201,7 @@ def before_step(trainer: Any, step: int, act: Callable[[Path], None]) -> Iterato
 
     def update(batch: Batch, before: int, *arguments: Any) -> Any:
         if before == step:
-            trainer.saves.settle(60.0)
+            trainer.saves.saver.wait(60.0)
             torch.distributed.barrier()
             if trainer.world.is_main:
                 act(trainer.run_dir)

@@ -70,14 +70,14 @@ def train(
     from vitscale.training.beginning.run_plan import plan_run
     from vitscale.training.loop.trainer import Trainer
 
-    trainer = Trainer(recipe, plan_run(recipe, world.rank, world.size), run_dir, world)
+    trainer = Trainer(plan_run(recipe, world.rank, world.size), run_dir, world)
     try:
         with contextlib.ExitStack() as stack:
             for fault in faults:
                 stack.enter_context(fault(trainer))
             trainer.run(stop_at)
     finally:
-        trainer.learner.engine.destroy()
+        trainer.learner.engine.deepspeed.destroy()
         trainer.claim.close()  # as the end of the process would
 
 

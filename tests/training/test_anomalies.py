@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ LOSSES = st.lists(st.floats(-1e6, 1e6), min_size=5, max_size=40)
 def test_skipped_positions_are_a_set(ranges, position):
     data, left_out = SkippedData(), set()
     for start, stop in ranges:
-        data = data.adding(start, stop)
+        data = data.adding((start, stop))
         left_out |= set(range(start, stop))
     assert {at for start, stop in data.ranges for at in range(start, stop)} == left_out
     assert list(data.ranges) == sorted(data.ranges)
@@ -78,5 +79,5 @@ def test_a_record_of_the_past_takes_over_what_is_known_since():
     past = past.knowing(present)
     assert past.skipped.ranges == ((2, 4), (7, 9)) and past.count == 3 and past.losses == (1.0,)
     assert past.policy("non-finite", settings) == "rewind" and past.policy("spike", settings) == "skip"
-    past = past.survived()
+    past = replace(past, count=past.count + 1)
     assert past.policy("non-finite", settings) == past.policy("spike", settings) == "stop"

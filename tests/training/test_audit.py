@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from vitscale.recipe import SGD, Adafactor, AdamW, Lamb, Muon
-from vitscale.training.optimizers.pieces import Piece
 from vitscale.training.optimizers.projections import key_of, mixed, project, sample
 from vitscale.training.optimizers.rule import Update, rule_of
+from vitscale.training.optimizers.whole_tensors import Piece
 
 CPU = torch.device("cpu")
 

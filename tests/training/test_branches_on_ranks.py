@@ -16,7 +16,7 @@ from ranks import STEPS, asked, launch, make_data, make_recipe
 from vitscale.ground.errors import CheckpointError, RecipeError, VitscaleError
 from vitscale.runs.run import Run
 from vitscale.training.beginning.run_plan import plan_run
-from vitscale.training.loop.branch import check_branch
+from vitscale.training.loop.resuming import check_branch
 
 STAGES = [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2, 3))]
 AT = 3
@@ -166,7 +166,7 @@ def test_what_may_not_differ_is_refused_before_the_ranks_meet(root, tmp_path, mo
         usual[key] = {**usual[key], **value} if isinstance(value, dict) and key in usual else value
     recipe = make_recipe(root, **usual)
     with pytest.raises(kind, match=words) as caught:
-        check_branch(recipe, plan_run(recipe, 0, 2), tmp_path / "none")
+        check_branch(plan_run(recipe, 0, 2), tmp_path / "none")
     assert isinstance(caught.value, VitscaleError)
 
 
@@ -175,7 +175,7 @@ def test_what_may_differ_passes(root, tmp_path):
     free = {"evaluation": {"validation": "test"}, "checkpoint": {"keep": 1}, "logging": {"every": 2}}
     free |= {"data": {"train": str(tmp_path / "other")}}  # the same data by another name
     recipe = make_recipe(root, **branch(root / "runs" / "trunk-1", **free, parallelism={"zero_stage": 3}))
-    check_branch(recipe, plan_run(recipe, 0, 2), tmp_path / "none")
+    check_branch(plan_run(recipe, 0, 2), tmp_path / "none")
 
 
 def test_other_data_under_the_same_name_are_refused(root, tmp_path):
@@ -184,7 +184,7 @@ def test_other_data_under_the_same_name_are_refused(root, tmp_path):
     shutil.copytree(tmp_path / "test", tmp_path / "train")
     recipe = make_recipe(tmp_path, **branch(root / "runs" / "trunk-1"))
     with pytest.raises(CheckpointError, match="manifest_sha256"):
-        check_branch(recipe, plan_run(recipe, 0, 2), tmp_path / "none")
+        check_branch(plan_run(recipe, 0, 2), tmp_path / "none")
 
 
 @pytest.mark.parametrize(

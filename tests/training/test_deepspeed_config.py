@@ -7,7 +7,8 @@ from torch import nn
 
 from vitscale.ground.errors import RecipeError
 from vitscale.objectives import Objective
-from vitscale.training.deepspeed.engine import build_optimizer, derive_config
+from vitscale.training.deepspeed.config import derive_config
+from vitscale.training.deepspeed.engine import build_optimizer
 
 
 def test_defaults_of_deepspeed_that_change_results_are_set(tmp_path):

@@ -9,7 +9,7 @@ from ranks import start
 
 from vitscale.ground.errors import RecipeError
 from vitscale.recipe import load_recipe
-from vitscale.training.deepspeed.engine import derive_config
+from vitscale.training.deepspeed.config import derive_config
 from vitscale.training.deepspeed.exchange import in_buckets
 
 

@@ -16,7 +16,7 @@ from vitscale.data.loader import Loader
 from vitscale.data.order import TrainOrder
 from vitscale.data.shards import Manifest
 from vitscale.recipe import Ema
-from vitscale.training.deepspeed.averaging import decay
+from vitscale.training.deepspeed.engine import decay
 
 transformers = pytest.importorskip("transformers")
 zoom = pytest.importorskip("scipy.ndimage").zoom

@@ -13,7 +13,7 @@ from ranks import STEPS, asked, launch, make_data
 
 from vitscale.ground.errors import RecipeError
 from vitscale.recipe import load_recipe
-from vitscale.training.deepspeed.engine import derive_config
+from vitscale.training.deepspeed.config import derive_config
 
 FROZEN = r"^(embedding|cls|pos|blocks\.[01]\.)"
 RUNS: dict[str, dict[str, Any]] = {

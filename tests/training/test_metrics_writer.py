@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from small_disk import small_disk
 
-from vitscale.training.loop.metrics import MetricsWriter
+from vitscale.training.watching.trackers import MetricsWriter
 
 
 def rows(run_dir):

@@ -86,7 +86,7 @@ def plain_losses(root: Path) -> list[float]:
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
     world = distributed.World(0, 1, torch.device("cpu"))
     losses = []
-    with open_loader(recipe, plan, world, 0, STEPS) as loader:
+    with open_loader(plan, world, 0, STEPS) as loader:
         for step, batch in enumerate(loader):
             part = objective.plan(batch.keys.numpy(), batch.position)[0][0].item()  # one weight a batch
             images = batch.images.float() / 127.5 - 1

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitscale.recipe import schema
-from vitscale.training.loop.selection import Selection
+from vitscale.training.loop.state import Selection
 
 METRIC = "validation/top1"
 VALUES = st.lists(st.one_of(st.floats(0, 1), st.just(math.nan)), min_size=1, max_size=20)

@@ -10,7 +10,7 @@ from ranks import make_recipe
 
 from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.recipe import Normalise, smoke_form
-from vitscale.training.beginning.teacher import check_same_teacher, check_teacher
+from vitscale.training.beginning.initial_weights import check_same_teacher, check_teacher
 
 NAMES = [f"kind {i}" for i in range(7)]
 MODEL = {"patch_size": 8, "width": 48, "depth": 2, "mlp_dim": 96, "num_heads": 3, "head": "linear"}

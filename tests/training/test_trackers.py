@@ -13,8 +13,8 @@ from ranks import make_recipe
 
 from vitscale.ground.errors import RecipeError
 from vitscale.recipe.watching import Logging, Tracker
-from vitscale.training.loop.metrics import MetricsWriter
 from vitscale.training.watching import trackers
+from vitscale.training.watching.trackers import MetricsWriter
 
 RELEASED = threading.Event()
 """Ends what hangs, at the end of its test."""

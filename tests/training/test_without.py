@@ -29,7 +29,7 @@ from vitscale.ground.errors import CheckpointError, DataError, RecipeError
 from vitscale.recipe import read_recipe
 from vitscale.runs.checkpoint_index import read_index
 from vitscale.training.beginning.run_plan import plan_run
-from vitscale.training.loop.branch import check_branch
+from vitscale.training.loop.resuming import check_branch
 
 TOTAL = 12  # steps: 105 images make 6 batches of 16 an epoch
 SKIPPED = 2  # the batch with a bad loss
@@ -178,7 +178,7 @@ def test_the_branch_may_begin_in_any_folder(root, gone, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = read_recipe(root / "any-view" / "branch.yaml")
     assert recipe.dataset_path("test") == str(root / "test")
-    check_branch(recipe, plan_run(recipe, 0, 1), tmp_path / "none")
+    check_branch(plan_run(recipe, 0, 1), tmp_path / "none")
 
 
 @pytest.mark.parametrize("name", ["branch", "resumed"])
@@ -262,7 +262,7 @@ def test_a_branch_is_branched_again(root, gone, tmp_path):
     assert before["start"] == {"step": 2, "init": {"from": str(root / "runs" / "run"), "step": 2, "continue": True}}
     assert before["view"]["samples"] == Manifest.load(root / "run-view").num_samples - 1
     recipe = read_recipe(tmp_path / "view" / "branch.yaml")
-    check_branch(recipe, plan_run(recipe, 0, 1), tmp_path / "none")
+    check_branch(plan_run(recipe, 0, 1), tmp_path / "none")
     first = next(uid for uid, step in by_run.items() if step == 1)
     beginning = without(first, "--out", tmp_path / "again", run=root / "runs" / "branch")
     assert beginning["start"] == {"step": 0, "init": None}
@@ -334,10 +334,10 @@ def test_data_that_are_no_view_are_refused(root, tmp_path):
     for data in ("train", "fewer", "test"):
         other = make_recipe(root, **recipe | {"init": trunk, "data": {**recipe["data"], "train": data}})
         with pytest.raises((CheckpointError, RecipeError)):
-            check_branch(other, plan_run(other, 0, 1), tmp_path / "none")
+            check_branch(plan_run(other, 0, 1), tmp_path / "none")
     of_run = {"from": str(root / "runs" / "run"), "step": 6, "continue": True}
     passes = make_recipe(root, **recipe | {"init": of_run, "data": {**recipe["data"], "train": "fewer"}})
-    check_branch(passes, plan_run(passes, 0, 1), tmp_path / "none")
+    check_branch(plan_run(passes, 0, 1), tmp_path / "none")
 
 
 def test_of_adopted_files_as_well(root):

@@ -71,8 +71,8 @@ def update_tensors(rank: int, world_size: int, port: int, root: Path, cases: dic
 
     from vitscale.models import weight_dtype
     from vitscale.runs.checkpoint.format import fragment_key
-    from vitscale.training.deepspeed import fragments
-    from vitscale.training.deepspeed.engine import build_engine, derive_config, set_rates
+    from vitscale.training.deepspeed.config import derive_config
+    from vitscale.training.deepspeed.engine import Engine
     from vitscale.training.optimizers.schedule import Rates
 
     join(rank, world_size, port)
@@ -84,21 +84,20 @@ def update_tensors(rank: int, world_size: int, port: int, root: Path, cases: dic
                 model = LinearLoss()
         else:
             model = LinearLoss().to(dtype)
-        engine = build_engine(recipe, model, config)
+        ours = Engine(recipe, model, config)
+        engine = ours.deepspeed
         start = {name: torch.from_numpy(initial(name)).view(-1) for name in SHAPES}
-        fragments.load(
-            engine, lambda kind, name, first, length, s=start: s[name][first : first + length], optimizer_steps=0
-        )
+        ours.load(lambda kind, name, first, length, s=start: s[name][first : first + length], optimizer_steps=0)
         _, accumulation = recipe.batch.split(world_size)
         for step in range(UPDATES):
-            set_rates(engine, Rates(step, RATE))
+            ours.set_rates(Rates(step, RATE))
             inputs = {name: torch.from_numpy(gradient(step, name)).to(dtype) for name in SHAPES}
             for _ in range(accumulation):
                 engine.backward(engine(inputs))
                 engine.step()
         owned = {
             fragment_key(kind, fragment.name, fragment.start): tensor.float().numpy()
-            for fragment in fragments.owned(engine, rank, world_size)
+            for fragment in ours.owned(rank, world_size)
             for kind, tensor in fragment.tensors.items()
         }
         np.savez(root / f"{case}-world{world_size}-{rank}.npz", **owned)

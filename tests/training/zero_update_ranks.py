@@ -35,24 +35,22 @@ def update_all(rank: int, world_size: int, port: int, root: Path, cases: dict[st
     """
     from vitscale.models import weight_dtype
     from vitscale.training.beginning.run_plan import schedule_in_steps
-    from vitscale.training.deepspeed import fragments
-    from vitscale.training.deepspeed.engine import build_engine, derive_config, set_rates
+    from vitscale.training.deepspeed.config import derive_config
+    from vitscale.training.deepspeed.engine import Engine
 
     join(rank, world_size, port)
     for case, blocks in cases.items():
         inside = blocks.pop("inside")
         recipe = make_recipe(root, **blocks)
         dtype = weight_dtype(recipe)
-        engine = build_engine(recipe, _LossOfSome().to(dtype), derive_config(recipe, world_size))
-        engine.zero_update.clips_inside = inside
+        ours = Engine(recipe, _LossOfSome().to(dtype), derive_config(recipe, world_size))
+        engine, ours.zero_update.clips_inside = ours.deepspeed, inside
         source = {name: torch.from_numpy(initial(name)) for name in PARAMETERS}
-        fragments.load(
-            engine, lambda kind, name, start, length, s=source: s[name][start : start + length], optimizer_steps=0
-        )
+        ours.load(lambda kind, name, start, length, s=source: s[name][start : start + length], optimizer_steps=0)
         _, rates = schedule_in_steps(recipe, 1000)
         results: dict[str, Any] = {"norms": []}
         for step in range(STEPS):
-            set_rates(engine, rates(step)._replace(learning_rate=rate(step)))
+            ours.set_rates(rates(step)._replace(learning_rate=rate(step)))
             for micro_step in range(engine.gradient_accumulation_steps()):
                 values = coefficients(step, micro_step)
                 engine.backward(engine({name: torch.from_numpy(value).to(dtype) for name, value in values.items()}))
@@ -61,7 +59,7 @@ def update_all(rank: int, world_size: int, port: int, root: Path, cases: dict[st
                 engine.step()
                 assert all(parameter.grad is None for parameter in engine.module.parameters()), "kept"
             results["norms"].append(float(engine.get_global_grad_norm()))
-            for piece in fragments.pieces_of(engine):
+            for piece in ours.pieces:
                 master = piece.view(piece.flat)
                 results[f"{step}.{piece.name}"] = master.numpy().copy()
                 assert torch.equal(engine.module.get_parameter(piece.name), master.to(dtype)), piece.name

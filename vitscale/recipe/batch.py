@@ -25,7 +25,7 @@ class Batch(Block):
     def split(self, world_size: int) -> tuple[int, int]:
         """(micro-batch, accumulation steps) of each rank; their product times the world size is the global batch.
 
-        Where `micro_max` is `auto` it counts as on CPUs: see training/micro_max.py.
+        Where `micro_max` is `auto` it counts as on CPUs: see training/beginning/memory.py.
         """
         per_rank, rest = divmod(self.global_size, world_size)
         if rest:

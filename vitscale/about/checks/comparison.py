@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vitscale.about.checks.oracle import Gradient, Oracle, Rates
-from vitscale.training.deepspeed.applied_gradients import GradientPiece
+from vitscale.training.deepspeed.fragments import GradientPiece
 from vitscale.training.watching.replicas import checksum
 
 Aspect = Literal["gradient", "update", "moments", "average", "weights"]

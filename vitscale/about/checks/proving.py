@@ -26,7 +26,7 @@ from vitscale.objectives import build_objective
 from vitscale.recipe import Recipe, load_recipe, smoke_form, validate_recipe
 from vitscale.recipe.strict_yaml import dump_yaml
 from vitscale.runs.names import RECIPE_FILE
-from vitscale.training.deepspeed.engine import derive_config
+from vitscale.training.deepspeed.config import derive_config
 
 PROOF_FILE = "proof.json"
 _MOST_ON_CPUS = 2

@@ -25,11 +25,11 @@ from vitscale.recipe import Recipe, load_recipe
 from vitscale.runs.checkpoint import EMA, MASTER
 from vitscale.runs.names import RECIPE_FILE
 from vitscale.training.beginning.automatic import settle
+from vitscale.training.beginning.initial_weights import load_teacher
 from vitscale.training.beginning.run_plan import plan_run
-from vitscale.training.beginning.teacher import load_teacher
-from vitscale.training.deepspeed import distributed, fragments
-from vitscale.training.deepspeed.applied_gradients import AppliedGradients, GradientPiece
+from vitscale.training.deepspeed import distributed
 from vitscale.training.deepspeed.attention import Attention
+from vitscale.training.deepspeed.fragments import AppliedGradients, GradientPiece, in_pieces
 from vitscale.training.loop.learner import Learner
 from vitscale.training.watching.preflight import preflight
 from vitscale.training.watching.replicas import checksum
@@ -45,11 +45,11 @@ class Prover:
     def __init__(self, recipe: Recipe, world: distributed.World, folder: Path) -> None:
         self._recipe, self._world = recipe, world
         self._plan = plan = plan_run(recipe, world.rank, world.size)
-        preflight(recipe, plan, folder, world, fragments.checkpoint_bytes(recipe, plan.num_classes))
-        self.learner = Learner(recipe, plan, world, lambda line: None)
+        preflight(plan, folder, world)
+        self.learner = Learner(plan, world, lambda line: None)
         self.learner.load(None)
-        fragments.load(self.learner.engine, fragments.InPieces(self._start), optimizer_steps=0)
-        self._applied = AppliedGradients(self.learner.engine)
+        self.learner.engine.load(in_pieces(self._start), optimizer_steps=0)
+        self._applied = AppliedGradients(self.learner.engine.pieces, self.learner.engine.optimizer)
         distributed.set_timeout_everywhere(_TIMEOUT_S)
         self._comparison = self._make_comparison() if world.is_main else None
 
@@ -62,11 +62,11 @@ class Prover:
             teacher.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(dtype),))
             oracle.module.learn_from(teacher)
         roundings = 2 + (world.size if recipe.parallelism.reduce_dtype == "bf16" else 0)
-        return Comparison(oracle, self.learner.shapes, dtype, roundings)
+        return Comparison(oracle, self.learner.engine.shapes, dtype, roundings)
 
     def _start(self, name: str) -> torch.Tensor:
         """The initial value with noise added, so that no part of it is zero."""
-        shape = torch.Size(self.learner.shapes[name])
+        shape = torch.Size(self.learner.engine.shapes[name])
         value = initial_value(self.learner.objective, name, shape, self._recipe.seed)
         generator = torch.Generator().manual_seed(len(name))
         return value + _SPREAD * torch.randn(shape, generator=generator)
@@ -108,9 +108,9 @@ class Prover:
         rows = gather_rows(torch.cat([torch.empty(0), *(each[-1] for each in pieces)]).to(self._world.device))
         if rows is None or self._comparison is None:
             return None, []
-        shapes = {name: tuple(shape) for name, shape in learner.shapes.items()}
+        shapes = {name: tuple(shape) for name, shape in learner.engine.shapes.items()}
         of_kind = dict.fromkeys((MASTER, *([EMA] if recipe.ema is not None else [])), shapes)
-        for kind in learner.moments():
+        for kind in learner.engine.moment_kinds():
             of_kind[kind] = {name: recipe.kept(name, shape).get(kind, ()) for name, shape in shapes.items()}
         values = {kind: {name: torch.full(of_kind[kind][name], torch.nan) for name in shapes} for kind in of_kind}
         applied: list[list[GradientPiece]] = [[] for _ in by_rank]

@@ -40,7 +40,7 @@ from vitscale.runs.reading import count, number, read_object
 from vitscale.runs.run import Run
 from vitscale.training.beginning.found_weights import Named, digests, find_weights
 from vitscale.training.beginning.run_plan import plan_run
-from vitscale.training.loop.selection import Selection
+from vitscale.training.loop.state import Selection
 
 _Values = Mapping[str, float | None]
 _RESULTS_FILE = "results.json"  # of a study or a report

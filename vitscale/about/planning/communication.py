@@ -17,8 +17,8 @@ from typing import Literal
 
 from vitscale.recipe import Recipe
 from vitscale.training.beginning.memory import ALL_REDUCE_ELEMENTS, optimizer_share
-from vitscale.training.beginning.parameters import Layer, Parameters
-from vitscale.training.deepspeed.bucket_sizes import elements_in_flight
+from vitscale.training.beginning.tensors import Layer, Parameters
+from vitscale.training.deepspeed.config import elements_in_flight
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter"]
 Phase = Literal["passes", "backward", "update"]

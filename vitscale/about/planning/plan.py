@@ -17,9 +17,8 @@ from vitscale.flops.training_set import training_set
 from vitscale.flops.work import Work
 from vitscale.ground.errors import RecipeError, VitscaleError
 from vitscale.recipe import Recipe
-from vitscale.training.beginning.memory import Memory, memory_of
-from vitscale.training.beginning.micro_batches import USABLE, tensors_by_micro_batch
-from vitscale.training.beginning.parameters import Parameters, model_parameters
+from vitscale.training.beginning.memory import USABLE, Memory, memory_of, tensors_by_micro_batch
+from vitscale.training.beginning.tensors import Parameters, model_parameters
 
 STAGES = (0, 1, 2, 3)
 RECOMPUTATIONS = (0, 1, 2)

@@ -14,8 +14,8 @@ from vitscale.flops.accounting import FLOPS_PER_MAC, training_flops_per_image
 from vitscale.flops.work import Work
 from vitscale.recipe import Recipe
 from vitscale.training.beginning.memory import optimizer_share
-from vitscale.training.beginning.parameters import Parameters
-from vitscale.training.deepspeed.bucket_sizes import elements_in_flight
+from vitscale.training.beginning.tensors import Parameters
+from vitscale.training.deepspeed.config import elements_in_flight
 
 HIDDEN = 0.5
 """The share of the time in which messages could be sent during computing that is really used for it."""

@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -16,28 +17,22 @@ from vitscale.ground.ranks import from_rank_zero, gather, on_rank_zero
 from vitscale.models.weights.huggingface import distinct
 from vitscale.recipe import Init, Normalise, read_recipe
 from vitscale.recipe.families import Model
-from vitscale.runs.checkpoint import CheckpointIndex, CheckpointStore, Directory, LocalDirectory, checkpoint_directory
+from vitscale.runs.checkpoint import CheckpointIndex, CheckpointStore, LocalDirectory, checkpoint_directory
 from vitscale.runs.checkpoint.opening import OpenWeights, of_checkpoint, of_file
 from vitscale.runs.checkpoints import steps_among
 from vitscale.runs.names import INDEX_FILE, RECIPE_FILE
-from vitscale.training.deepspeed import distributed
+from vitscale.training.deepspeed.distributed import World
 
 _READ_WITH_WEIGHTS = (".safetensors", ".bin", ".json")  # what is read of a folder in another library's format
 
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """How a block of a recipe names weights.
-
-    Attributes:
-        key: the block's key in the recipe.
-        source: a run, a checkpoint of one, or a file or folder of weights.
-        step: the checkpoint of a run; None for its newest.
-    """
+    """How the block `key` of a recipe names weights."""
 
     key: str
-    source: str
-    step: int | None
+    source: str  # a run, a checkpoint of one, or a file or folder of weights
+    step: int | None  # the checkpoint of a run; None for its newest
 
     @classmethod
     def by_init(cls, init: Init) -> "Named":
@@ -56,11 +51,8 @@ def find_weights(named: Named) -> OpenWeights:
     return of_checkpoint(named.source, store.root, read_found_index(named, store, step), _not_read_yet)
 
 
-def open_found(named: Named, world: distributed.World, say: Callable[[str], None]) -> OpenWeights:
-    """The weights, for reading; all ranks call it together.
-
-    Args:
-        say: reports damaged checkpoints, on rank 0.
+def open_found(named: Named, world: World, say: Callable[[str], None]) -> OpenWeights:
+    """The weights, for reading; all ranks call it together. Damaged checkpoints are reported by `say`, on rank 0.
 
     Raises as `find_weights`, and `CheckpointError` if no checkpoint of a run verifies.
     """
@@ -74,22 +66,20 @@ def open_found(named: Named, world: distributed.World, say: Callable[[str], None
     return of_checkpoint(named.source, str(reader.folder), reader.index, reader.read)
 
 
-def find_checkpoint(named: Named, world: distributed.World | None = None) -> tuple[CheckpointStore | None, int | None]:
+def find_checkpoint(named: Named, world: World | None = None) -> tuple[CheckpointStore | None, int | None]:
     """The store and step of a checkpoint; step None means the newest, store None a file of weights.
 
     Raises `RecipeError` if nothing is there, or if what is there does not have the recipe's step.
     """
     path = _path(named)
-
-    def store(directory: Directory) -> CheckpointStore:
-        if world is None:
-            return CheckpointStore(directory)
-        return CheckpointStore(directory, rank=world.rank, gather=gather, share=from_rank_zero)
-
+    together: dict[str, Any] = {}
+    if world is not None:
+        together = {"rank": world.rank, "gather": gather, "share": from_rank_zero}
     try:
         path.stat()
         if (path / RECIPE_FILE).is_file():
-            return store(checkpoint_directory(read_recipe(path / RECIPE_FILE), path)), named.step
+            directory = checkpoint_directory(read_recipe(path / RECIPE_FILE), path)
+            return CheckpointStore(directory, **together), named.step
         if (path / INDEX_FILE).is_file():
             place = path.absolute()
             steps = steps_among([place.name])
@@ -99,7 +89,7 @@ def find_checkpoint(named: Named, world: distributed.World | None = None) -> tup
                 )
             if named.step not in (None, steps[0]):
                 raise RecipeError(f"{named.key}.step {named.step}: {path} is the checkpoint of step {steps[0]}")
-            return store(LocalDirectory(place.parent)), steps[0]
+            return CheckpointStore(LocalDirectory(place.parent), **together), steps[0]
     except OSError as error:
         raise RecipeError(
             f"{named.key}.from: {str(path)[:200]}: {error.strerror}; expected a run's directory, the folder of one of "
@@ -121,16 +111,15 @@ def read_found_index(named: Named, store: CheckpointStore, step: int | None) -> 
     """
     problem = None
     try:
-        found = store.steps()
+        steps = store.steps()
     except OSError as error:
         raise CheckpointError(f"{named.key}.from: {store.root}: {error.strerror}") from None
-    if step is not None and step not in found:
+    if step is not None and step not in steps:
         raise CheckpointError(
             f"{named.key}.step {step}: {store.root} has no checkpoint of that step; it has those of "
-            f"{', '.join(map(str, found)) or 'none'}. A run keeps the ones of checkpoint.keep_every"
+            f"{', '.join(map(str, steps)) or 'none'}. A run keeps the ones of checkpoint.keep_every"
         )
-    steps = found if step is None else [step]
-    for each in reversed(steps):
+    for each in reversed(steps) if step is None else [step]:
         try:
             return store.directory.read_index(each)
         except CheckpointError as error:
@@ -158,26 +147,26 @@ def digests(path: Path) -> dict[str, str]:
 # ---- What must be the same -------------------------------------------------------------------------------------------
 
 
-def check_model(named: Named, found: OpenWeights, ours: Model, whose: str) -> None:
-    """Compare what no parameter's shape shows, such as the number of heads; `whose` names our model in the error."""
-    if found.model is None:
-        return
-    theirs, own = found.model.facts(), ours.facts()
-    if {theirs.get("layer_scale"), own.get("layer_scale")}.isdisjoint({None}):
-        theirs["layer_scale"] = own["layer_scale"]  # only where it begins
-    if differing := [key for key in own if theirs.get(key) != own[key]]:
-        listed = "; ".join(f"model.{key} {theirs.get(key)!r}, {whose} is {own[key]!r}" for key in differing)
-        raise RecipeError(f"{named.key}.from: {found.title} is of another model: it has {listed}")
+def check_model(named: Named, weights: OpenWeights, model: Model, whose: str, normalise: Normalise, field: str) -> None:
+    """Compare what no parameter's shape shows, such as the number of heads, and how images are normalised.
 
-
-def check_normalisation(named: Named, found: OpenWeights, ours: Normalise, field: str) -> None:
-    """Compare how images are normalised, if the weights say so; `field` is the recipe's key for it."""
-    if found.normalise is None or found.normalise == ours:
-        return
-    raise RecipeError(
-        f"{named.key}.from: {found.title} expects images normalised by {in_yaml(found.normalise)}, but the recipe "
-        f"normalises by {in_yaml(ours)}; set {field}: --set '{field}={in_yaml(found.normalise)}'"
-    )
+    Args:
+        whose: names the recipe's model in the error.
+        field: the recipe's key for the normalisation.
+    """
+    if weights.model is not None:
+        theirs, ours = weights.model.facts(), model.facts()
+        if {theirs.get("layer_scale"), ours.get("layer_scale")}.isdisjoint({None}):
+            theirs["layer_scale"] = ours["layer_scale"]  # only where it begins
+        if differing := [key for key in ours if theirs.get(key) != ours[key]]:
+            listed = "; ".join(f"model.{key} {theirs.get(key)!r}, {whose} is {ours[key]!r}" for key in differing)
+            raise RecipeError(f"{named.key}.from: {weights.title} is of another model: it has {listed}")
+    if weights.normalise not in (None, normalise):
+        wanted = in_yaml(weights.normalise)
+        raise RecipeError(
+            f"{named.key}.from: {weights.title} expects images normalised by {wanted}, but the recipe "
+            f"normalises by {in_yaml(normalise)}; set {field}: --set '{field}={wanted}'"
+        )
 
 
 def in_yaml(normalise: Normalise) -> str:
@@ -185,18 +174,18 @@ def in_yaml(normalise: Normalise) -> str:
     return f"{{mean: {normalise.mean}, std: {normalise.std}}}"
 
 
-def check_classes(found: OpenWeights, class_names: list[str], where: str, otherwise: str) -> None:
+def check_classes(weights: OpenWeights, class_names: list[str], where: str, otherwise: str) -> None:
     """Compare the names of the classes, if both sides have them; their number shows in the head's shape.
 
     Args:
         where: begins the error's message.
         otherwise: begins the advice at its end.
     """
-    theirs = found.class_names
+    theirs = weights.class_names
     if theirs is None or len(theirs) != len(class_names) or theirs in (class_names, distinct(class_names)):
         return
     first = next(i for i, (their, our) in enumerate(zip(theirs, class_names, strict=True)) if their != our)
     raise RecipeError(
-        f"{where}: {found.title} and data.train have other classes: number {first} is {theirs[first]!r} there, "
+        f"{where}: {weights.title} and data.train have other classes: number {first} is {theirs[first]!r} there, "
         f"and {class_names[first]!r} here; {otherwise}data whose classes are the same in the same order"
     )

@@ -1,4 +1,4 @@
-"""Initial weights taken from another run or from a file: `init` in a recipe.
+"""Weights taken from another run or from a file: `init` in a recipe, and the teacher that a run learns from.
 
 Every parameter comes from exactly one place: the weights, as they are or resampled; zero; or its initial value.
 Anything else that the weights hold is an error, except a head that the recipe does not keep.
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitscale.ground.errors import VitscaleError
+from vitscale.ground.errors import CheckpointError, RecipeError, VitscaleError
 from vitscale.ground.wording import counted
-from vitscale.models.weights import FUNCTIONS, HEAD, Reader, Source, parameters, recognised
-from vitscale.objectives import build_objective
-from vitscale.recipe import Recipe, read_recipe, validate_recipe
-from vitscale.recipe.families import Model, ViT
+from vitscale.models import Model, initialise, weight_dtype
+from vitscale.models.weights import FUNCTIONS, HEAD, Reader, load_weights, parameters, recognised
+from vitscale.objectives import build_objective, build_teacher
+from vitscale.recipe import Distillation, Recipe, families, read_recipe, validate_recipe
 from vitscale.runs.checkpoint import checkpoint_directory
 from vitscale.runs.checkpoint.opening import OpenWeights
 from vitscale.runs.directory import read_newest
@@ -28,14 +28,17 @@ from vitscale.training.beginning.found_weights import (
     Named,
     check_classes,
     check_model,
-    check_normalisation,
     find_weights,
     in_yaml,
     open_found,
 )
-from vitscale.training.deepspeed import distributed, fragments
+from vitscale.training.deepspeed.distributed import World
+from vitscale.training.deepspeed.fragments import Source as FragmentSource
+from vitscale.training.deepspeed.fragments import in_pieces
 
 _OUTPUT_LAYERS = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
+_TEACHER = "objective.teacher"
+_TEACHERS_HEAD = "the head of the teacher is needed, with the classes of data.train"
 _ADVICE = "leave the whole head out, as for fine-tuning: model.head: linear and init.head: zero"
 
 
@@ -45,15 +48,25 @@ def settle_functions(recipe: Recipe, run_dir: Path) -> tuple[Recipe, str | None]
 
     Raises `RecipeError` and `CheckpointError` as `check_initial_weights`.
     """
-    left = [key for key in sorted(FUNCTIONS) if isinstance(recipe.model, ViT) and getattr(recipe.model, key) is None]
+    left = [
+        key
+        for key in sorted(FUNCTIONS)
+        if isinstance(recipe.model, families.ViT) and getattr(recipe.model, key) is None
+    ]
     if recipe.init is None or recipe.init.continues or not left:
         return recipe, None
     saved = run_dir / RECIPE_FILE
-    source = read_recipe(saved).model if saved.exists() else _model_of(find_weights(Named.by_init(recipe.init)))
-    if not isinstance(source, ViT):
+    if saved.exists():
+        source: families.Model | None = read_recipe(saved).model
+    else:
+        weights = find_weights(Named.by_init(recipe.init))
+        if weights.description is None:
+            weights = replace(weights, description=recognised(weights.source))
+        source = weights.model
+    if not isinstance(source, families.ViT):
         return recipe, None
-    own, theirs = asdict(recipe.model.shape()), asdict(source.shape())
-    taken = {key: theirs[key] for key in left if own[key] != theirs[key] and "swiglu" not in (own[key], theirs[key])}
+    ours, theirs = asdict(recipe.model.shape()), asdict(source.shape())
+    taken = {key: theirs[key] for key in left if ours[key] != theirs[key] and "swiglu" not in (ours[key], theirs[key])}
     if not taken:
         return recipe, None
     content = recipe.dump()
@@ -62,20 +75,10 @@ def settle_functions(recipe: Recipe, run_dir: Path) -> tuple[Recipe, str | None]
     return validate_recipe(content, f"with {words}, the recipe"), None if saved.exists() else words
 
 
-def _model_of(found: OpenWeights) -> Model | None:
-    """The model that weights say they are of, or are recognised to be."""
-    if found.description is None:
-        found = replace(found, description=recognised(found.source))
-    return found.model
-
-
 def check_initial_weights(recipe: Recipe, class_names: list[str], run_dir: Path) -> None:
-    """Check `init` by names and shapes alone, before the ranks meet; for branches see `branch`.
+    """Check `init` by names and shapes alone, before the ranks meet; for branches see `check_branch`.
 
     Nothing is looked at for a run that has a checkpoint, since it no longer needs its initial weights.
-
-    Args:
-        class_names: the classes of the training data.
 
     Raises `RecipeError` if there are no such weights or they contradict the recipe, and `CheckpointError` if they are
     damaged or of another model.
@@ -86,36 +89,41 @@ def check_initial_weights(recipe: Recipe, class_names: list[str], run_dir: Path)
 
 
 def initial_source(
-    recipe: Recipe,
-    class_names: list[str],
-    initial: fragments.Source,
-    world: distributed.World,
-    say: Callable[[str], None],
-) -> tuple[fragments.Source, dict[str, Any] | None]:
+    recipe: Recipe, class_names: list[str], initial: FragmentSource, world: World, say: Callable[[str], None]
+) -> tuple[FragmentSource, dict[str, Any] | None]:
     """Where a run that has no checkpoint yet takes its weights from; all ranks call it together.
 
     Args:
-        class_names: the classes of the training data.
         initial: the initial value of every parameter.
         say: prints what is taken from where, on rank 0.
 
     Returns:
-        The source for `fragments.load`, and what identifies the weights, for the index of the run's checkpoints: their
+        The source for `Engine.load`, and what identifies the weights, for the index of the run's checkpoints: their
         format, or step and kind, and the sha256 of each file; None if the recipe has no `init`.
 
     Raises as `check_initial_weights`, and `CheckpointError` if no checkpoint of a run verifies.
     """
     if recipe.init is None:
         return initial, None
-    found = open_found(Named.by_init(recipe.init), world, say)
+    weights = open_found(Named.by_init(recipe.init), world, say)
     try:
-        assignment = _Assignment(recipe, class_names, found)
+        assignment = _Assignment(recipe, class_names, weights)
     except VitscaleError as error:
         raise error.on_all_ranks() from None
     for note in assignment.notes:
-        say(f"{found.source.path}: {note}")
+        say(f"{weights.source.path}: {note}")
     say(assignment.describe())
-    return _InitialWeights(assignment, initial), found.identity
+    whole = in_pieces(lambda name: assignment.readers[name]())
+
+    def read(kind: str, name: str, start: int, length: int) -> Tensor:
+        if name in assignment.zeros:
+            return torch.zeros(length)
+        reader = assignment.readers.get(name)
+        if reader is None:
+            return initial(kind, name, start, length)
+        return whole(kind, name, start, length) if reader.piece is None else reader.piece(start, length)
+
+    return read, weights.identity
 
 
 def has_begun(recipe: Recipe, run_dir: Path) -> bool:
@@ -142,19 +150,22 @@ class _Assignment:
     Raises as `check_initial_weights`.
     """
 
-    def __init__(self, recipe: Recipe, class_names: list[str], found: OpenWeights) -> None:
+    def __init__(self, recipe: Recipe, class_names: list[str], weights: OpenWeights) -> None:
         assert recipe.init is not None
-        self._found = found
+        self._weights = weights
         with torch.device("meta"):
             model = build_objective(recipe, len(class_names)).backbone
         names = [name for name, _ in model.named_parameters()]
         drop = [] if recipe.init.head == "keep" else [name for name in names if name in _OUTPUT_LAYERS]
-        if recipe.init.head == "initial" and not _has_pre_logits(found.source):
+        # No format but these two has a place for the layer `pre_logits`.
+        may_have_it = weights.source.form in ("safetensors", "npz")
+        has_pre_logits = may_have_it and any(key.startswith("pre_logits") for key in weights.source.entries)
+        if recipe.init.head == "initial" and not has_pre_logits:
             drop = [name for name in names if name in HEAD]
-        self.notes = list(found.source.notes)
+        self.notes = list(weights.source.notes)
         self.readers: dict[str, Reader] = parameters(
             model,
-            found.source,
+            weights.source,
             drop,
             report=lambda note: None,
             resample=recipe.init.positions == "resample",
@@ -162,15 +173,12 @@ class _Assignment:
         )
         self.zeros = frozenset(drop) if recipe.init.head == "zero" else frozenset()
         self.fresh = [name for name in drop if name not in self.zeros]
-        named = Named.by_init(recipe.init)
-        check_model(named, found, recipe.model, "the recipe's")
-        check_normalisation(named, found, recipe.data.normalise, "data.normalise")
-        if found.normalise is None:
-            self.notes.append(
-                f"does not say how its images are normalised; here they are by {in_yaml(recipe.data.normalise)}"
-            )
+        normalise = recipe.data.normalise
+        check_model(Named.by_init(recipe.init), weights, recipe.model, "the recipe's", normalise, "data.normalise")
+        if weights.normalise is None:
+            self.notes.append(f"does not say how its images are normalised; here they are by {in_yaml(normalise)}")
         if recipe.init.head == "keep":
-            check_classes(found, class_names, "init.head: keep", "use init.head: zero, or ")
+            check_classes(weights, class_names, "init.head: keep", "use init.head: zero, or ")
 
     def describe(self) -> str:
         """One line for people."""
@@ -180,14 +188,9 @@ class _Assignment:
         parts += [f"{layer} zero" for layer in _layers(sorted(self.zeros))]
         parts += [f"{layer} initial" for layer in _layers(self.fresh)]
         used = {key for reader in self.readers.values() for key in reader.keys}
-        left = _layers([entry.key for key, entry in self._found.source.entries.items() if key not in used])
+        left = _layers([entry.key for key, entry in self._weights.source.entries.items() if key not in used])
         parts += [f"left out: {', '.join(left)}"] if left else []
-        return f"weights from {self._found.title}: {', '.join(parts)}"
-
-
-def _has_pre_logits(source: Source) -> bool:
-    """Whether a source holds the layer `pre_logits`; no format but safetensors and npz has a place for it."""
-    return source.form in ("safetensors", "npz") and any(key.startswith("pre_logits") for key in source.entries)
+        return f"weights from {self._weights.title}: {', '.join(parts)}"
 
 
 def _layers(keys: list[str]) -> list[str]:
@@ -195,19 +198,85 @@ def _layers(keys: list[str]) -> list[str]:
     return list(dict.fromkeys(re.sub(r"[./](weight|bias|kernel|scale)$", "", key) for key in keys))
 
 
-class _InitialWeights:
-    """An assignment as a source of fragments."""
+# ---- Teachers --------------------------------------------------------------------------------------------------------
 
-    def __init__(self, assignment: _Assignment, initial: fragments.Source) -> None:
-        self._assignment, self._initial = assignment, initial
-        self._whole = fragments.InPieces(lambda name: assignment.readers[name]())
 
-    def __call__(self, kind: str, name: str, start: int, length: int) -> Tensor:
-        if name in self._assignment.zeros:
-            return torch.zeros(length)
-        reader = self._assignment.readers.get(name)
-        if reader is None:
-            return self._initial(kind, name, start, length)
-        if reader.piece is not None:
-            return reader.piece(start, length)
-        return self._whole(kind, name, start, length)
+def check_teacher(recipe: Recipe, class_names: list[str]) -> None:
+    """Check the teacher by names and shapes alone, before the ranks meet.
+
+    Raises `RecipeError` if there are no such weights or they contradict the recipe, and `CheckpointError` if they are
+    damaged or of another model.
+    """
+    if isinstance(recipe.objective, Distillation):
+        num_classes = recipe.objective.teacher.model.num_classes
+        if num_classes not in (None, len(class_names)):
+            raise RecipeError(
+                f"{_TEACHER}.model.num_classes is {num_classes}, but data.train has {len(class_names)} "
+                "classes, and the teacher's are the same; leave it out"
+            )
+    if (named := _named_teacher(recipe)) is not None:
+        with torch.device("meta"):
+            teacher = build_teacher(recipe, len(class_names))
+        assert teacher is not None
+        _check_teacher(recipe, class_names, named, find_weights(named), teacher)
+
+
+def load_teacher(
+    recipe: Recipe, class_names: list[str], world: World, say: Callable[[str], None]
+) -> tuple[Model | None, dict[str, Any] | None]:
+    """The teacher, whole on this rank's device and in the run's dtype, never updated; all ranks call it together.
+
+    `say` prints what is taken from where, on rank 0. Returns the teacher, or None without one; and what identifies its
+    weights, None without a source.
+
+    Raises as `check_teacher`, and `CheckpointError` if no checkpoint of a run verifies.
+    """
+    teacher = build_teacher(recipe, len(class_names))
+    if teacher is None:
+        return None, None
+    named, identity = _named_teacher(recipe), None
+    if named is None:
+        initialise(teacher, recipe.seed)
+        say(
+            "WARNING: objective.teacher has no from: its weights are random initial values, from which "
+            "nothing can be learned"
+        )
+    else:
+        weights = open_found(named, world, say)
+        try:
+            _check_teacher(recipe, class_names, named, weights, teacher)
+            load_weights(teacher, weights.source, report=lambda note: None)
+        except VitscaleError as error:
+            raise error.on_all_ranks() from None
+        for note in weights.source.notes:
+            say(f"{weights.source.path}: {note}")
+        say(f"teacher: {weights.title}")
+        identity = weights.identity
+    return teacher.to(device=world.device, dtype=weight_dtype(recipe)).requires_grad_(False), identity
+
+
+def check_same_teacher(now: dict[str, Any] | None, before: dict[str, Any] | None) -> None:
+    """Raise `CheckpointError` if a resumed run has another teacher than the checkpoint that it continues from."""
+    if now == before:
+        return
+    files = {name: digest for each in (now, before) if each is not None for name, digest in each["files"].items()}
+    raise CheckpointError(
+        f"{_TEACHER}.from: the teacher's weights are not those that this run has learned from so far "
+        f"({', '.join(sorted(files)) or 'initial values'}); use those again, or start another run"
+    ).on_all_ranks()
+
+
+def _named_teacher(recipe: Recipe) -> Named | None:
+    settings = recipe.objective
+    if not isinstance(settings, Distillation) or settings.teacher.source is None:
+        return None
+    return Named(_TEACHER, settings.teacher.source, settings.teacher.step)
+
+
+def _check_teacher(recipe: Recipe, class_names: list[str], named: Named, weights: OpenWeights, teacher: Model) -> None:
+    assert isinstance(recipe.objective, Distillation)
+    settings = recipe.objective.teacher
+    parameters(teacher, weights.source, report=lambda note: None, advice=_TEACHERS_HEAD)
+    normalise = settings.normalise or recipe.data.normalise
+    check_model(named, weights, settings.model, f"{_TEACHER}.model's", normalise, f"{_TEACHER}.normalise")
+    check_classes(weights, class_names, f"{_TEACHER}.from", "a teacher names the classes of ")

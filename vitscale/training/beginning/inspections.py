@@ -7,6 +7,7 @@ import contextlib
 import io
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,8 @@ class Inspections:
         parts += ["norms"] if anatomy.grid is not None else []
         parts += ["attention"] if anatomy.attention else []
         with embedding:
-            found = look(model, predict, images, "", parts, pictures=0, batch=BATCH)
-        gathered = _gathered(found, mask, next(model.parameters()).device)
+            findings = look(model, predict, images, "", parts, pictures=0, batch=BATCH)
+        gathered = _gathered(findings, mask, next(model.parameters()).device)
         return {} if gathered is None else _drawn(gathered)
 
     def _pictures(self) -> tuple[Tensor, Tensor]:
@@ -60,28 +61,26 @@ class Inspections:
         if self._seen is None:
             loader: Any = self._make_loader()
             with contextlib.closing(loader):
-                batches = [batch for _, batch in zip(range(self._batches), loader, strict=False)]
-            self._seen = (
-                torch.cat([batch.images.clone() for batch in batches]),
-                torch.cat([batch.mask.clone() for batch in batches]),
-            )
+                batches = [(batch.images.clone(), batch.mask.clone()) for batch in islice(loader, self._batches)]
+            images, masks = zip(*batches, strict=True)
+            self._seen = torch.cat(images), torch.cat(masks)
         return self._seen
 
 
-def _gathered(found: Findings, mask: Tensor, device: torch.device) -> Findings | None:
+def _gathered(local: Findings, mask: Tensor, device: torch.device) -> Findings | None:
     """The findings of all ranks on rank 0; None elsewhere."""
 
     def rows(*columns: Tensor) -> tuple[Tensor, ...] | None:
         return gather_rows(*(column[mask].to(device) for column in columns))
 
-    reach = {layer: rows(each.distance, each.entropy, each.on_patches) for layer, each in found.reach.items()}
-    norms = {layer: rows(each) for layer, each in found.norms.items()}
-    first_norms = {layer: rows(each) for layer, each in found.first_norms.items()}
+    reach = {layer: rows(each.distance, each.entropy, each.on_patches) for layer, each in local.reach.items()}
+    norms = {layer: rows(each) for layer, each in local.norms.items()}
+    first_norms = {layer: rows(each) for layer, each in local.first_norms.items()}
     (images,) = rows(torch.ones(len(mask), 1)) or (None,)
     if images is None:
         return None
     return replace(
-        found,
+        local,
         images=len(images),
         reach={layer: Reach(*columns) for layer, columns in reach.items() if columns is not None},
         norms={layer: columns[0] for layer, columns in norms.items() if columns is not None},
@@ -89,11 +88,11 @@ def _gathered(found: Findings, mask: Tensor, device: torch.device) -> Findings |
     )
 
 
-def _drawn(found: Findings) -> dict[str, np.ndarray]:
+def _drawn(findings: Findings) -> dict[str, np.ndarray]:
     from PIL import Image
 
-    drawn = {}
-    for figure in inspection_figures({"": found}):
+    pictures = {}
+    for figure in inspection_figures({"": findings}):
         png = standalone(figure.put, "png", width=figure.width, height=figure.height)
-        drawn[f"inspect/{figure.key}"] = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
-    return drawn
+        pictures[f"inspect/{figure.key}"] = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+    return pictures

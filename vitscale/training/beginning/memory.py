@@ -1,4 +1,4 @@
-"""The memory that one rank of a training run will need, by part, in bytes.
+"""The memory that one rank of a training run will need, by part, in bytes; and the largest micro-batch that fits.
 
 Parameters, gradients and optimizer state follow from what DeepSpeed 0.19 was observed to hold in each ZeRO stage (a
 test compares them with an engine's own tensors); `tensors` counts the activations. A step can peak at two moments: the
@@ -10,58 +10,49 @@ loses to fragmentation is not counted, and nothing here was measured there.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+import torch
+
+from vitscale.data.shards import Manifest
 from vitscale.models.layers import CHANNELS
-from vitscale.recipe import Recipe
-from vitscale.training.beginning.parameters import Parameters, model_parameters
-from vitscale.training.beginning.tensors import DeviceType, StepTensors, step_tensors
-from vitscale.training.deepspeed.bucket_sizes import MOST_UNDER_WAY, elements_in_flight
+from vitscale.objectives import objective_class
+from vitscale.recipe import MICRO_MAX_ON_CPU, Recipe, override, read_recipe
+from vitscale.runs.names import RECIPE_FILE
+from vitscale.training.beginning.tensors import DeviceType, Parameters, StepTensors, model_parameters, step_tensors
+from vitscale.training.deepspeed.config import MOST_UNDER_WAY, elements_in_flight
 
 _CPU_RUNTIME = 160 << 20  # threads, kernels and buffers of libraries, measured from the imports to the third step
 _BATCHES_BESIDE_PREFETCH = 3  # one in the planner's hands, one awaited, one in use
 _BATCHES_ON_CUDA = 3  # see data/device.py
+USABLE = 0.95
+"""The share of a device's memory that is planned for: CUDA and NCCL take the rest, or it is lost to fragmentation."""
+
+_FEW_BLOCKS = 2
+_MOST = 1024  # images that keep every device busy, whatever the model
 ALL_REDUCE_ELEMENTS = 500_000_000  # elements that DeepSpeed sums at once in stage 0
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of one rank, in bytes.
-
-    Attributes:
-        device: the kind of device that holds all parts but those called `host_`.
-        weights: the weights that the model computes with (under ZeRO 3 the rank's share, with hpZ its share of the
-            node's copy, and small ones whole), and a teacher's weights.
-        optimizer: fp32 masters and moments of the trained parameters.
-        ema: the moving average of the masters.
-        images: batches on a CUDA device.
-        runtime: what libraries take for themselves on the CPU; 0 on CUDA, where it is already missing from the memory
-            that a device reports as available.
-        activations: what is saved for the backward pass.
-        workspace: what the backward pass needs besides: temporary tensors, reduction buckets, gathered parameters.
-        accumulated: gradients summed over micro-batches, held during the backward pass.
-        gradients: all gradients when the update begins, including the accumulated ones.
-        update: what the update needs besides: fp32 copies of gradients.
-        host_optimizer: offloaded state, and the fp32 values of frozen parameters.
-        host_loader: prefetched batches.
-        host_checkpoint: the copy that is written in the background.
-    """
+    """The memory of one rank, in bytes; `device` holds all parts but those called `host_`."""
 
     device: DeviceType
-    weights: int
-    optimizer: int
-    ema: int
-    images: int
-    runtime: int
-    activations: int
-    workspace: int
-    accumulated: int
-    gradients: int
-    update: int
-    host_optimizer: int
-    host_loader: int
-    host_checkpoint: int
+    weights: int  # for computing (ZeRO 3: the rank's share, its share of hpZ's copy, small ones whole), and a teacher's
+    optimizer: int  # fp32 masters and moments of the trained parameters
+    ema: int  # the moving average of the masters
+    images: int  # batches on a CUDA device
+    runtime: int  # what libraries take on the CPU; on CUDA already missing from what a device reports as available
+    activations: int  # what is saved for the backward pass
+    workspace: int  # what the backward pass needs besides: temporary tensors, reduction buckets, gathered parameters
+    accumulated: int  # gradients summed over micro-batches, held during the backward pass
+    gradients: int  # all gradients when the update begins, including the accumulated ones
+    update: int  # what the update needs besides: fp32 copies of gradients
+    host_optimizer: int  # offloaded state, and the fp32 values of frozen parameters
+    host_loader: int  # prefetched batches
+    host_checkpoint: int  # the copy that is written in the background
 
     @property
     def states(self) -> int:
@@ -89,16 +80,9 @@ class Memory:
 
 
 def expected_memory(
-    recipe: Recipe,
-    num_classes: int,
-    world_size: int,
-    micro_batch: int | None = None,
-    device: DeviceType = "cpu",
+    recipe: Recipe, num_classes: int, world_size: int, micro_batch: int | None = None, device: DeviceType = "cpu"
 ) -> Memory:
-    """The memory of one rank of `world_size` that trains `recipe`.
-
-    Args:
-        micro_batch: the number of images that a rank computes at once; None for the recipe's.
+    """The memory of one rank of `world_size` with micro-batches of `micro_batch` images; None for the recipe's.
 
     Raises `RecipeError` if the ranks do not divide the global batch.
     """
@@ -118,50 +102,18 @@ def memory_of(
     device: DeviceType = "cpu",
 ) -> Memory:
     """As `expected_memory`, for callers that already have the model's parameters and a micro-batch's tensors."""
-    memory = _model_states(recipe, parameters, world_size, accumulates, device)
-    per_batch = recipe.batch.global_size // world_size * recipe.data.image_size**2 * CHANNELS
-    return replace(
-        memory,
-        images=_BATCHES_ON_CUDA * per_batch if device == "cuda" else 0,
-        runtime=_CPU_RUNTIME if device == "cpu" else 0,
-        activations=tensors.saved,
-        workspace=memory.workspace + tensors.transient,
-        host_loader=(recipe.data.prefetch + _BATCHES_BESIDE_PREFETCH) * _pinned(per_batch, device),
-    )
-
-
-def largest_micro_batch(
-    recipe: Recipe, num_classes: int, world_size: int, available_bytes: int, device: DeviceType = "cpu"
-) -> int | None:
-    """The largest micro-batch, up to the recipe's, that needs at most `available_bytes`; None if none does."""
-    micro, accumulation = recipe.split(world_size)
-    per_rank = micro * accumulation
-    for size in range(micro, 0, -1):
-        if per_rank % size == 0 and size % recipe.objective.together == 0:
-            memory = expected_memory(recipe, num_classes, world_size, size, device)
-            if memory.device_bytes <= available_bytes:
-                return size
-    return None
-
-
-def _model_states(
-    recipe: Recipe, parameters: Parameters, world_size: int, accumulates: bool, device: DeviceType
-) -> Memory:
-    """The parts that follow from the number of parameters: a `Memory` without those that depend on the micro-batch."""
     sizes, trained = parameters.sizes, parameters.trained
-    total, largest = sum(trained), max(sizes)
+    total = sum(trained)
     frozen = math.ceil((sum(sizes) - total) / world_size)
     stage, is_bf16 = recipe.parallelism.zero_stage, recipe.precision != "fp32"
     elements = elements_in_flight(recipe)
     word = 2 if is_bf16 else 4
     share = optimizer_share(trained, stage, world_size)
-    has_masters = stage > 0 or is_bf16
-    held = share * parameters.kept_bytes // total  # the mean over all parameters
+    kept = share * parameters.kept_bytes // total  # the mean over all parameters
     ema_word = 4 if recipe.ema is not None else 0
-    copied_word = 4 + ema_word if recipe.checkpoint.background else 0
     per_rank = math.ceil(total / world_size)
-    copied_moments = 4 * per_rank * parameters.kept // total if recipe.checkpoint.background else 0
-    copied_frozen_word = 4 + ema_word if recipe.checkpoint.background else 0
+    saved = (4 + ema_word) * (per_rank + frozen) + 4 * per_rank * parameters.kept // total
+    per_batch = recipe.batch.global_size // world_size * recipe.data.image_size**2 * CHANNELS
 
     bucket = elements["reduce_bucket_size"] if device == "cuda" else min(elements["reduce_bucket_size"], total)
     is_summed_in_fp32 = (world_size > 1 or accumulates) and recipe.parallelism.reduce_dtype == "fp32"
@@ -210,18 +162,18 @@ def _model_states(
     memory = Memory(
         device=device,
         weights=weights + word * parameters.of_teacher,
-        optimizer=held + 4 * has_masters * share,
+        optimizer=kept + (4 * share if stage > 0 or is_bf16 else 0),  # and masters
         ema=ema_word * share,
-        images=0,
-        runtime=0,
-        activations=0,
-        workspace=workspace,
+        images=_BATCHES_ON_CUDA * per_batch if device == "cuda" else 0,
+        runtime=_CPU_RUNTIME if device == "cpu" else 0,
+        activations=tensors.saved,
+        workspace=workspace + tensors.transient,
         accumulated=accumulated,
         gradients=gradients,
         update=update + working,
         host_optimizer=4 * frozen,
-        host_loader=0,
-        host_checkpoint=_pinned(copied_word * per_rank + copied_moments + copied_frozen_word * frozen, device),
+        host_loader=(recipe.data.prefetch + _BATCHES_BESIDE_PREFETCH) * _pinned(per_batch, device),
+        host_checkpoint=_pinned(saved, device) if recipe.checkpoint.background else 0,
     )
     if recipe.parallelism.offload == "none":
         return memory
@@ -232,7 +184,7 @@ def _model_states(
         memory,
         optimizer=0,
         ema=0,
-        workspace=workspace + (2 * word * largest if stage < 3 else 0),
+        workspace=memory.workspace + (2 * word * max(sizes) if stage < 3 else 0),
         accumulated=accumulated if stage == 1 else 0,
         gradients=0,
         update=0,
@@ -252,3 +204,93 @@ def optimizer_share(sizes: Sequence[int], stage: int, world_size: int) -> int:
     if stage == 3:
         return sum(math.ceil(size / world_size) for size in sizes)
     return 2 * math.ceil(sum(sizes) / (2 * world_size))
+
+
+# ---- Micro-batches ---------------------------------------------------------------------------------------------------
+
+
+def largest_micro_batch(
+    recipe: Recipe, num_classes: int, world_size: int, available_bytes: float, device: DeviceType = "cpu"
+) -> int | None:
+    """The largest micro-batch, up to the recipe's, that needs at most `available_bytes`; None if none does."""
+    micro, accumulation = recipe.split(world_size)
+    per_rank, together = micro * accumulation, recipe.objective.together
+    for size in (size for size in range(micro, 0, -1) if per_rank % size == 0 and size % together == 0):
+        if expected_memory(recipe, num_classes, world_size, size, device).device_bytes <= available_bytes:
+            return size
+    return None
+
+
+def settle_micro_max(recipe: Recipe, run_dir: Path, local_rank: int, world_size: int) -> tuple[Recipe, str | None]:
+    """The recipe with its `micro_max` settled, and what was chosen and why, in words; None if that is nothing new.
+
+    A run keeps what it began with. A new one gets what is expected to fit into the whole memory of this rank's device,
+    so that equal devices give equal sizes whatever else is in them; the preflight looks at what is free.
+    """
+    if recipe.batch.micro_max != "auto":
+        return recipe, None
+    saved, words = run_dir / RECIPE_FILE, None
+    most: int | str = read_recipe(saved).batch.micro_max if saved.exists() else "auto"
+    if most == "auto" and torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(local_rank % torch.cuda.device_count())
+        manifest = Manifest.load(recipe.dataset_path(recipe.data.train))
+        num_classes = objective_class(recipe).num_outputs(recipe, manifest)
+        most = fitting_micro_batch(recipe, num_classes, world_size, device.total_memory)
+        words = (
+            f"batch.micro_max {most}, which is expected to fit into {device.name} ({device.total_memory / 1e9:.0f} GB)"
+        )
+    elif most == "auto":
+        most = MICRO_MAX_ON_CPU
+    return override(recipe.dump(), [f"batch.micro_max={most}"], f"with batch.micro_max {most} the recipe"), words
+
+
+def fitting_micro_batch(recipe: Recipe, num_classes: int, world_size: int, device_bytes: float) -> int:
+    """The largest micro-batch up to 1,024 images with which a rank fits into a CUDA device with so much memory.
+
+    It divides the rank's part of the global batch. If none is expected to fit, the smallest.
+    """
+    micro, accumulation = recipe.split(world_size)
+    per_rank, together = micro * accumulation, recipe.objective.together
+    sizes = [size for size in range(together, min(per_rank, _MOST) + 1, together) if per_rank % size == 0]
+    parameters, tensors = model_parameters(recipe, num_classes), tensors_by_micro_batch(recipe, num_classes, sizes[-1])
+
+    def fits(size: int) -> bool:
+        memory = memory_of(recipe, parameters, tensors(size), world_size, size < per_rank, "cuda")
+        return memory.device_bytes <= USABLE * device_bytes
+
+    return max((size for size in sizes if fits(size)), default=sizes[0])
+
+
+def tensors_by_micro_batch(recipe: Recipe, num_classes: int, largest: int) -> Callable[[int], StepTensors]:
+    """A function from a micro-batch, up to `largest` images, to its tensors on CUDA.
+
+    Two micro-batches are counted. Between them the saved bytes are exact. The peak beyond those is the maximum of
+    several linear functions, so the line between the two points is an upper bound. A single image, which needs fewer
+    copies, is treated like the others.
+    """
+    low, high = 2, max(largest, 3)
+    at_low, at_high = (_of_all_blocks(recipe, num_classes, size) for size in (low, high))
+
+    def between(micro_batch: int) -> StepTensors:
+        part = (micro_batch - low) / (high - low)
+        saved = at_low.saved + part * (at_high.saved - at_low.saved)
+        transient = at_low.transient + max(0.0, part) * (at_high.transient - at_low.transient)
+        return StepTensors(round(saved), round(transient))
+
+    return between
+
+
+def _of_all_blocks(recipe: Recipe, num_classes: int, micro_batch: int) -> StepTensors:
+    """The tensors of a model with all its blocks. If there are many, two models with few blocks are counted instead.
+
+    Every pair of blocks saves as much as any other pair.
+    """
+    blocks = recipe.model.num_blocks
+    few = _FEW_BLOCKS + blocks % 2
+    if blocks <= few + 2 or recipe.parallelism.activation_checkpointing > 2:
+        return step_tensors(recipe, num_classes, micro_batch, "cuda")
+    models = [recipe.model.with_blocks(count) for count in (few, few + 2)]
+    smaller = [recipe.model_copy(update={"model": model}) for model in models]
+    less, more = (step_tensors(one, num_classes, micro_batch, "cuda") for one in smaller)
+    saved = less.saved + (more.saved - less.saved) * (blocks - few) // 2
+    return StepTensors(saved, more.transient)

@@ -6,6 +6,7 @@ without a process group, a model or a first step.
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,8 @@ from vitscale.ground.errors import RecipeError
 from vitscale.objectives import objective_class
 from vitscale.recipe import Course, Duration, Recipe
 from vitscale.training.beginning.inspections import Inspections
+from vitscale.training.deepspeed.config import derive_config
 from vitscale.training.deepspeed.distributed import World
-from vitscale.training.deepspeed.engine import derive_config
 from vitscale.training.optimizers.schedule import Rates, course, learning_rate
 
 
@@ -40,47 +41,26 @@ class Due(NamedTuple):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A recipe worked out in steps.
+    """A recipe worked out in steps."""
 
-    Attributes:
-        manifest, order: the training data's manifest, and the order in which they are read.
-        num_classes: the number of classes of the training data, for the objective.
-        micro_batch, accumulation: each rank's samples in a micro-batch, and micro-batches in a step.
-        config: DeepSpeed's configuration.
-        evaluators: in the order in which they run.
-        inspections: those of `evaluation.inspect`; None without it.
-        total_steps: steps of the whole run.
-        evaluate_every, checkpoint_every: steps; None for at the end only.
-        inspect_every: steps; None for never.
-        keep_every: the interval, in steps, of checkpoints that are kept for good; None for none.
-        tail: the step shortly before the end whose checkpoint is kept, too; None for none.
-        log_every, audit_every, compare_replicas_every, compare_computation_every: steps; None for never.
-        rates: the number of updates done -> the rates of the next one.
-        warnings: what is allowed, but hardly meant.
-        working_directory: what a relative `data.root` is relative to; None if it was deleted.
-    """
-
-    manifest: Manifest
-    order: TrainOrder
-    num_classes: int
-    micro_batch: int
-    accumulation: int
-    config: dict[str, Any]
-    evaluators: list[Evaluator]
-    inspections: Inspections | None
-    total_steps: int
-    evaluate_every: int | None
-    inspect_every: int | None
-    checkpoint_every: int | None
-    keep_every: int | None
-    tail: int | None
-    log_every: int
-    audit_every: int | None
-    compare_replicas_every: int | None
-    compare_computation_every: int | None
-    rates: Callable[[int], Rates]
-    warnings: list[str]
-    working_directory: str | None
+    recipe: Recipe
+    manifest: Manifest  # of the training data
+    order: TrainOrder  # in which they are read
+    num_classes: int  # of the training data, for the objective
+    micro_batch: int  # each rank's samples in a micro-batch
+    accumulation: int  # micro-batches in a step
+    config: dict[str, Any]  # DeepSpeed's
+    evaluators: list[Evaluator]  # in the order in which they run
+    inspections: Inspections | None  # those of `evaluation.inspect`
+    total_steps: int  # of the whole run
+    evaluate_every: int | None  # steps; None for at the end only
+    inspect_every: int | None  # steps; None for never
+    checkpoint_every: int | None  # steps; None for at the end only
+    keep_every: int | None  # steps between checkpoints that are kept for good; None for none
+    tail: int | None  # the step shortly before the end whose checkpoint is kept, too; None for none
+    rates: Callable[[int], Rates]  # the number of updates done -> the rates of the next one
+    warnings: list[str]  # of what is allowed, but hardly meant
+    working_directory: str | None  # what a relative `data.root` is relative to; None if it was deleted
 
     def due(self, step: int, last: int) -> Due:
         """What is due when `step` updates are done, in a process that ends after `last`."""
@@ -89,20 +69,20 @@ class RunPlan:
             return every is not None and step % every == 0
 
         return Due(
-            log=is_at(self.log_every),
-            audit=is_at(self.audit_every),
-            compare_replicas=is_at(self.compare_replicas_every),
-            compare_computation=is_at(self.compare_computation_every),
+            log=is_at(self.recipe.logging.every),
+            audit=is_at(self.recipe.check.audit_every),
+            compare_replicas=is_at(self.recipe.check.replicas_every),
+            compare_computation=is_at(self.recipe.check.recompute_every),
             save=step in (last, self.tail) or is_at(self.checkpoint_every),
             evaluate=step == self.total_steps or is_at(self.evaluate_every),
             inspect=is_at(self.inspect_every),
         )
 
 
-def open_loader(recipe: Recipe, plan: RunPlan, world: World, start: int, stop: int) -> Loader:
+def open_loader(plan: RunPlan, world: World, start: int, stop: int) -> Loader:
     """A rank's batches at positions [start, stop) of the order."""
     return training_loader(
-        recipe,
+        plan.recipe,
         plan.manifest,
         plan.order,
         rank=world.rank,
@@ -110,7 +90,7 @@ def open_loader(recipe: Recipe, plan: RunPlan, world: World, start: int, stop: i
         start=start,
         stop=stop,
         pinned=world.device.type == "cuda",
-        digest=recipe.logging.batch_digest,
+        digest=plan.recipe.logging.batch_digest,
     )
 
 
@@ -129,15 +109,16 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> RunPlan:
         return None if duration is None else _steps(recipe, manifest.num_samples, key, duration)
 
     total, rates = schedule_in_steps(recipe, manifest.num_samples)
-    warnings = _schedule_warnings(recipe, total, manifest.num_samples)
-    border = recipe.describe_border()
-    warnings += [border] if border else []
+    warnings = [*_schedule_warnings(recipe, total, manifest.num_samples), *filter(None, [recipe.describe_border()])]
     inspect = recipe.evaluation.inspect
     checkpoint_every = interval("checkpoint.every", recipe.checkpoint.every)
     tail = total - (interval("checkpoint.tail", recipe.checkpoint.tail) or 0)
     last_regular = 0 if checkpoint_every is None else (total - 1) // checkpoint_every * checkpoint_every
-
+    working_directory = None
+    with suppress(FileNotFoundError):
+        working_directory = str(Path.cwd())
     return RunPlan(
+        recipe=recipe,
         manifest=manifest,
         order=order,
         num_classes=num_classes,
@@ -152,13 +133,9 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> RunPlan:
         checkpoint_every=checkpoint_every,
         keep_every=interval("checkpoint.keep_every", recipe.checkpoint.keep_every),
         tail=tail if max(recipe.first_step, last_regular) < tail < total else None,
-        log_every=recipe.logging.every,
-        audit_every=recipe.check.audit_every,
-        compare_replicas_every=recipe.check.replicas_every,
-        compare_computation_every=recipe.check.recompute_every,
         rates=rates,
         warnings=warnings,
-        working_directory=_working_directory(),
+        working_directory=working_directory,
     )
 
 
@@ -218,16 +195,13 @@ def _steps(recipe: Recipe, num_samples: int, key: str, duration: Duration) -> in
 
 def _schedule_warnings(recipe: Recipe, total: int, num_samples: int) -> list[str]:
     schedule = recipe.schedule
-    warmup, cooldown = (
-        part.to_steps(num_samples, recipe.batch.global_size) for part in (schedule.warmup, schedule.cooldown)
-    )
-    if warmup > total or warmup + cooldown > total:
-        cooling = f", schedule.cooldown {cooldown:,}" if cooldown else ""
-        return [
-            f"schedule.warmup is {warmup:,} steps{cooling} and the whole run {total:,}: the learning rate never "
-            f"reaches optimizer.lr"
-        ]
-    return []
+    parts = schedule.warmup, schedule.cooldown
+    warmup, cooldown = (part.to_steps(num_samples, recipe.batch.global_size) for part in parts)
+    if warmup + cooldown <= total:
+        return []
+    cooling = f", schedule.cooldown {cooldown:,}" if cooldown else ""
+    short = f"schedule.warmup is {warmup:,} steps{cooling} and the whole run {total:,}"
+    return [f"{short}: the learning rate never reaches optimizer.lr"]
 
 
 def _inspections(recipe: Recipe, rank: int, world_size: int) -> Inspections | None:
@@ -237,10 +211,3 @@ def _inspections(recipe: Recipe, rank: int, world_size: int) -> Inspections | No
     manifest = Manifest.load(recipe.dataset_path(inspect.images))
     make_loader = evaluation_loader(recipe, manifest, recipe.data.eval_crop, rank=rank, world=world_size)
     return Inspections(make_loader, math.ceil(inspect.count / (recipe.evaluation.batch * world_size)))
-
-
-def _working_directory() -> str | None:
-    try:
-        return str(Path.cwd())
-    except FileNotFoundError:
-        return None

@@ -1,4 +1,4 @@
-"""The tensors of one forward and backward pass, counted without computing them.
+"""A model's parameters, and the tensors of one forward and backward pass, counted without computing them.
 
 The model runs on fake tensors, which have shapes, dtypes and storages but no values. So every architecture is counted
 as torch's autograd really saves it, including attention kernels, in less than a second whatever the model's size.
@@ -9,10 +9,13 @@ element instead of its noise in the tensor's dtype, and is counted so; with rela
 fewer tensors of B x A x T x T than the CPU's plain formula, so the count is too high.
 """
 
+import math
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -26,22 +29,72 @@ from torch.utils._pytree import tree_leaves
 from vitscale.models import weight_dtype
 from vitscale.models.layers import CHANNELS
 from vitscale.objectives import build_objective, build_teacher
-from vitscale.recipe import Recipe
+from vitscale.recipe import Recipe, is_frozen
 
 DeviceType = Literal["cpu", "cuda"]
+
+_IN_A_BLOCK = re.compile(r"^backbone\.blocks\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module that has parameters of its own."""
+
+    block: int | None  # the index of its encoder block; None outside the blocks
+    sizes: tuple[int, ...]  # elements of each parameter
+    trained: tuple[int, ...]  # elements of each parameter that is not frozen
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """All layers of a model, in the order of the forward pass."""
+
+    layers: tuple[Layer, ...]
+    kept: int  # elements of optimizer state, without the trained parameters' own values
+    kept_bytes: int  # of that state, in the optimizer's dtypes; checkpoints store fp32
+    of_teacher: int = 0  # parameters of a teacher, which every rank holds whole
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The number of elements of every parameter."""
+        return [size for layer in self.layers for size in layer.sizes]
+
+    @cached_property
+    def trained(self) -> list[int]:
+        """The number of elements of every parameter that is not frozen."""
+        return [size for layer in self.layers for size in layer.trained]
+
+    @cached_property
+    def total(self) -> int:
+        """The number of elements of all parameters together."""
+        return sum(self.sizes)
+
+
+def model_parameters(recipe: Recipe, num_classes: int) -> Parameters:
+    """The parameters of a recipe's model."""
+    with torch.device("meta"):
+        objective, teacher = build_objective(recipe, num_classes), build_teacher(recipe, num_classes)
+    trained = {p: name for name, p in objective.named_weights() if not is_frozen(recipe.optimizer, name)}
+    state = [each for p, name in trained.items() for each in recipe.kept(name, tuple(p.shape)).items()]
+    kept = sum(math.prod(shape) for _, shape in state)
+    kept_bytes = sum(math.prod(shape) * (2 if kind in recipe.optimizer.kept_in_bf16 else 4) for kind, shape in state)
+    layers = []
+    for name, module in objective.named_modules():
+        block = _IN_A_BLOCK.match(name)
+        sizes = {p: p.numel() for p in module.parameters(recurse=False)}
+        if sizes:
+            of_trained = tuple(size for p, size in sizes.items() if p in trained)
+            layers.append(Layer(int(block[1]) if block else None, tuple(sizes.values()), of_trained))
+    of_teacher = 0 if teacher is None else sum(parameter.numel() for parameter in teacher.parameters())
+    return Parameters(tuple(layers), kept, kept_bytes, of_teacher)
 
 
 @dataclass(frozen=True)
 class StepTensors:
-    """The activation memory of one micro-batch, in bytes.
+    """The activation memory of one micro-batch, in bytes."""
 
-    Attributes:
-        saved: what the forward pass and the loss keep for the backward pass, without parameters.
-        transient: what the passes hold beyond that at their peak, without parameters' gradients.
-    """
-
-    saved: int
-    transient: int
+    saved: int  # what the forward pass and the loss keep for the backward pass, without parameters
+    transient: int  # what the passes hold beyond that at their peak, without parameters' gradients
 
 
 def step_tensors(recipe: Recipe, num_classes: int, micro_batch: int, device: DeviceType = "cpu") -> StepTensors:
@@ -74,11 +127,11 @@ def step_tensors(recipe: Recipe, num_classes: int, micro_batch: int, device: Dev
 @contextmanager
 def saved_storages(parameters: list[nn.Parameter]) -> Iterator[dict[int, torch.UntypedStorage]]:
     """Collects the storages that autograd saves in this context, by identity, without those of parameters."""
-    own = {_identity(parameter) for parameter in parameters}
+    left_out = {_identity(parameter) for parameter in parameters}
     saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if _identity(tensor) not in own:
+        if _identity(tensor) not in left_out:
             saved[_identity(tensor)] = tensor.untyped_storage()
         return tensor
 
@@ -124,14 +177,12 @@ class _LiveStorages(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and _identity(tensor) not in self._bytes:
-                self._add(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                self._bytes[storage._cdata] = storage.nbytes()
+                self._live += storage.nbytes()
+                self.peak = max(self.peak, self._live)
+                weakref.finalize(storage, self._remove, storage._cdata)
         return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        self._bytes[storage._cdata] = storage.nbytes()
-        self._live += storage.nbytes()
-        self.peak = max(self.peak, self._live)
-        weakref.finalize(storage, self._remove, storage._cdata)
 
     def _remove(self, identity: int) -> None:
         self._live -= self._bytes.pop(identity)

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Set
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -25,7 +24,7 @@ _BACKENDS = {
 def attention_order(
     kind: Kind, lengths: Set[int], *, is_hopper: bool, cudnn: int | None, has_bias: bool = False
 ) -> list[str] | None:
-    """The implementations to use on CUDA, in order; those that do not support an input are passed over.
+    """The implementations to use on CUDA, in order, but for those that do not support an input; None for torch's own.
 
     On Hopper cuDNN's was found to be 1.7 to 2.3 times as fast as flash attention (transformers, pull request 48163).
     Its gradients may not be finite for lengths of 64 modulo 128 (pytorch issue 196678), and it has none for logits
@@ -36,8 +35,6 @@ def attention_order(
         lengths: the numbers of queries that attention sees.
         cudnn: cuDNN's version as torch has it, such as 91900; None without it.
         has_bias: whether logits have a learned bias.
-
-    Returns None to leave the order to torch.
     """
     if kind != "auto":
         return [kind, *(other for other in ("flash", "efficient", "math") if other != kind)]
@@ -46,28 +43,22 @@ def attention_order(
     return ["cudnn", "flash", "efficient", "math"] if is_hopper else None
 
 
-@dataclass(frozen=True)
 class Attention:
-    """The order in which a run tries implementations of attention; None leaves it to torch, as on CPUs."""
+    """The order in which a run tries implementations of attention, that of `attention_order`; torch's own on CPUs."""
 
-    order: tuple[str, ...] | None
+    def __init__(
+        self, device: torch.device, kind: Kind = "auto", lengths: Set[int] = frozenset(), *, has_bias: bool = False
+    ) -> None:
+        self.order: list[str] | None = None
+        if device.type == "cuda":
+            is_hopper, cudnn = torch.cuda.get_device_capability(device) == _HOPPER, torch.backends.cudnn.version()
+            self.order = attention_order(kind, lengths, is_hopper=is_hopper, cudnn=cudnn, has_bias=has_bias)
 
     @classmethod
     def of(cls, recipe: Recipe, device: torch.device) -> "Attention":
         """That of a recipe's training on a device."""
         has_bias = recipe.model.has_attention_bias
-        return cls.on(device, recipe.parallelism.attention, _lengths(recipe), has_bias=has_bias)
-
-    @classmethod
-    def on(
-        cls, device: torch.device, kind: Kind = "auto", lengths: Set[int] = frozenset(), *, has_bias: bool = False
-    ) -> "Attention":
-        """That of `attention_order` for a device."""
-        if device.type != "cuda":
-            return cls(None)
-        is_hopper, cudnn = torch.cuda.get_device_capability(device) == _HOPPER, torch.backends.cudnn.version()
-        order = attention_order(kind, lengths, is_hopper=is_hopper, cudnn=cudnn, has_bias=has_bias)
-        return cls(None if order is None else tuple(order))
+        return cls(device, recipe.parallelism.attention, _lengths(recipe), has_bias=has_bias)
 
     def preferred(self) -> contextlib.AbstractContextManager[None]:
         """A context with this order, also for what is compiled in it."""

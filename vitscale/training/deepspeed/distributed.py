@@ -53,19 +53,17 @@ def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(
     """
     for lock in stale_build_locks() if rank == 0 else []:
         tell(f"WARNING: {lock}: a killed build left this lock; whatever needs that build waits forever: rm {lock}")
+    threads = threads_of_a_rank(os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", str(size))))
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise MachineError(
                 f"local rank {local_rank} has no device: this machine has {torch.cuda.device_count()} CUDA devices; "
                 f"start at most one rank per device"
             )
-        device = torch.device("cuda", local_rank)
+        device, backend = torch.device("cuda", local_rank), "nccl"
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # no audit would see such sums
-        backend = "nccl"
-        threads = threads_of_a_rank(os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", str(size))))
-        if threads is not None:
-            torch.set_num_threads(min(threads, _THREADS_BESIDE_A_GPU))
+        threads = None if threads is None else min(threads, _THREADS_BESIDE_A_GPU)
         _stay_near(device)
         gc.disable()  # ranks would pause at different times; the trainer collects where it logs
     else:
@@ -73,9 +71,8 @@ def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(
         _keep_freed_memory()
         # Without it DeepSpeed compiles a shared-memory operator inside init_distributed, and hangs on a stale lock.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        threads = threads_of_a_rank(os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", str(size))))
-        if threads is not None:
-            torch.set_num_threads(threads)
+    if threads is not None:
+        torch.set_num_threads(threads)
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
@@ -90,7 +87,7 @@ def start(rank: int, size: int, local_rank: int, timeout: timedelta = timedelta(
             f"the ranks cannot meet at MASTER_ADDR:MASTER_PORT {where}: {reason}. Is the port in use, the address "
             f"right, every rank started? If a machine has several networks, or resolves its own name to 127.0.1.1, "
             f"set {backend.upper()}_SOCKET_IFNAME to that address's interface; this machine has "
-            f"{', '.join(_interfaces())}"
+            f"{', '.join(name for _, name in socket.if_nameindex() if name != 'lo') or 'none'}"
         ) from None
     # Objects that the imports made stay to the end. A collection that looks at them takes half a second, and
     # DeepSpeed's stage 3 runs one when it is set up.
@@ -155,10 +152,6 @@ def _serve_rendezvous(size: int) -> None:
     os.environ[_HAS_A_STORE] = "True"  # torch's way to say that rank 0 need not open one
 
 
-def _interfaces() -> list[str]:
-    return [name for _, name in socket.if_nameindex() if name != "lo"] or ["none"]
-
-
 def set_timeout_everywhere(step_timeout_s: float) -> None:
     """Let every process group wait longer than the watchdog: its message is more useful than NCCL's or gloo's.
 
@@ -175,14 +168,11 @@ def stale_build_locks() -> list[Path]:
     """Locks of torch extension builds begun more than 30 minutes ago. vitscale builds none, but an addition may."""
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
     old = time.time() - _STALE_LOCK_SECONDS
-    return [lock for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")) if _modified(lock) < old]
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # its build has just ended
-        return time.time()
+    stale = []
+    for lock in (*root.glob("*/lock"), *root.glob("*/*/lock")):
+        with contextlib.suppress(FileNotFoundError):  # its build has just ended
+            stale += [lock] if lock.stat().st_mtime < old else []
+    return stale
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -1,330 +1,375 @@
-"""Configures DeepSpeed so that it computes exactly what a recipe says.
+"""DeepSpeed's engine, the state of its optimizer and the average of its weights, in every ZeRO stage.
 
-The configuration is derived from the recipe; a `deepspeed:` block may add to it, but not contradict it. DeepSpeed's
-defaults that would change results are overridden here, each with its reason.
+Nothing is gathered for a checkpoint: each rank reads and writes the pieces that it has (fragments.py).
+
+The optimizer does not know frozen parameters. Each rank keeps an equal share of their fp32 values, which low-precision
+weights would lose, in host memory, in every stage.
 """
 
-import difflib
 import logging
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-import pydantic
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
-from vitscale.ground.errors import RecipeError
-from vitscale.ground.wording import describe_mistake
 from vitscale.objectives import Objective
-from vitscale.recipe import Recipe, is_frozen
-from vitscale.training.deepspeed import fragments
-from vitscale.training.deepspeed.bucket_sizes import bucket_sizes
+from vitscale.recipe import Ema, Recipe, is_frozen
+from vitscale.runs.checkpoint import EMA, MASTER, Fragment
+from vitscale.training.deepspeed.config import is_plain, is_single
 from vitscale.training.deepspeed.exchange import Exchange, ScatteredSums, in_buckets
+from vitscale.training.deepspeed.fragments import Source, pieces_of
 from vitscale.training.deepspeed.lean_deepspeed import deepspeed
 from vitscale.training.deepspeed.zero_update import RankGradients, ZeroUpdate
-from vitscale.training.optimizers.parameter_groups import BASE_DECAY, LR_FACTOR, freeze, parameter_groups
+from vitscale.training.optimizers.parameter_groups import BASE_DECAY, LR_FACTOR, parameter_groups
 from vitscale.training.optimizers.rule import rule_of
 from vitscale.training.optimizers.schedule import Rates
 from vitscale.training.optimizers.whole_tensors import WholeTensorOptimizer
 
-# The keys that a `deepspeed:` block may have: DeepSpeed itself silently accepts any unknown top-level key.
-_TOP_LEVEL_KEYS = (
-    "activation_checkpointing",
-    "aio",
-    "bf16",
-    "comms_logger",
-    "communication_data_type",
-    "compile",
-    "data_types",
-    "disable_allgather",
-    "dump_state",
-    "flops_profiler",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "gradient_predivide_factor",
-    "memory_breakdown",
-    "prescale_gradients",
-    "seq_parallel_communication_data_type",
-    "steps_per_print",
-    "timers",
-    "torch_autocast",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "wall_clock_breakdown",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "zero_optimization",
-)
+_AT_ONCE = 1 << 24  # elements copied at a time while weights and average change places
+
+Average = Mapping[Tensor, Tensor]
+"""Each of an engine's `masters` -> a tensor of its shape."""
 
 
-# DeepSpeed's keys for what vitscale does itself -> where a recipe sets it instead.
-_OURS = {
-    "amp": "the recipe has precision",
-    "checkpoint": "the recipe has checkpoint",
-    "comet": "the recipe has logging.trackers",
-    "csv_monitor": "metrics.jsonl has the metrics",
-    "fp16": "the recipe has precision",
-    "optimizer": "the recipe has optimizer",
-    "scheduler": "the recipe has schedule",
-    "tensorboard": "the recipe has logging.trackers",
-    "wandb": "the recipe has logging.trackers",
-}
-
-# What exchange.py would pass over: messages that DeepSpeed does not send, dtypes that it does not choose.
-_NOT_WITH_OVERLAP = ("comms_logger", "torch_autocast")
-_OFFLOADING = ("offload_optimizer", "cpu_offload", "zenflow")
-
-_BLOCKS = ("activation_checkpointing", "aio", "bf16", "comms_logger", "compile", "data_types", "flops_profiler")
-
-
-def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
-    """The DeepSpeed configuration for a recipe on `world_size` ranks.
-
-    Raises `RecipeError` if the recipe's `deepspeed:` block has an unknown key or contradicts the recipe.
-    """
-    micro, accumulation = recipe.split(world_size)
-    stage = recipe.parallelism.zero_stage
-    zero: dict[str, Any] = {"stage": stage, "compute_grad_norm": True}  # the trainer detects NaN by the norm
-    if stage == 3:
-        # Its replacement for a linear layer rounds differently from every other stage.
-        zero["memory_efficient_linear"] = False
-        zero["zero_hpz_partition_size"] = recipe.parallelism.hpz_ranks(world_size)
-    exchanges = recipe.parallelism.exchanges and world_size > 1
-    if recipe.parallelism.overlaps and world_size > 1:
-        # In stages 1 and 2 exchange.py sums and gathers instead of DeepSpeed, whose keys for that have no effect.
-        zero |= {"overlap_comm": stage == 3, "reduce_scatter": True, "use_multi_rank_bucket_allreduce": True}
-        if exchanges:
-            zero |= {"contiguous_gradients": True, "allgather_partitions": True}
-    if recipe.parallelism.offload == "optimizer":
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    config: dict[str, Any] = {
-        "train_batch_size": recipe.batch.global_size,
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": accumulation,
-        # In stage 0 with fp32 DeepSpeed neither computes the norm nor checks it: the trainer does both.
-        "gradient_clipping": 0.0 if is_plain(recipe) else recipe.optimizer.clip_norm or 0.0,
-        "zero_optimization": zero,
-        # The optimizer is torch's in every stage and on every device: one definition of AdamW, no operator to compile.
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 2**31,
-        **({"prescale_gradients": False, "gradient_predivide_factor": 1.0} if exchanges or stage == 3 else {}),
-        # This timer would make the host wait for the device twice per micro-batch.
-        "timers": {"throughput": {"enabled": False}},
-    }
-    if recipe.precision != "fp32":
-        # A non-finite gradient must not reach the weights. DeepSpeed silently skips such a step; the trainer checks.
-        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
-        config["communication_data_type"] = recipe.parallelism.reduce_dtype
-        if exchanges:  # DeepSpeed accumulates nothing; exchange.py does, in fp32
-            config["data_types"] = {"grad_accum_dtype": "bf16"}
-        elif stage > 0 and accumulation > 1:
-            config["data_types"] = {"grad_accum_dtype": "fp32"}
-    elif exchanges:
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    config = _add(config, recipe.deepspeed)
-    _check_sending(recipe, config, exchanges)
-    if recipe.precision != "fp32" and world_size == accumulation == 1:
-        # Nothing is summed, and DeepSpeed would convert every gradient to fp32 and back.
-        config["communication_data_type"] = "bf16"
-    config["zero_optimization"] = bucket_sizes(stage, exchanges) | config["zero_optimization"]
-    if recipe.deepspeed:
-        _check_blocks(config)
-    if _is_single(config, world_size) and recipe.precision != "fp32":
-        config["data_types"] = {"grad_accum_dtype": "bf16"}  # as above: zero_update.py accumulates
-    return config
-
-
-def _is_single(config: dict[str, Any], world_size: int) -> bool:
-    """Whether a single rank sums its gradients itself (zero_update.py): in ZeRO 1 and 2, on its own device."""
-    zero = config["zero_optimization"]
-    is_tried = not any(key in zero for key in _OFFLOADING) and "torch_autocast" not in config
-    return world_size == 1 and zero["stage"] in (1, 2) and is_tried
-
-
-def is_plain(recipe: Recipe) -> bool:
-    """Whether DeepSpeed leaves the torch optimizer as it is: stage 0 in fp32."""
-    return recipe.parallelism.zero_stage == 0 and recipe.precision == "fp32"
-
-
-def _add(config: dict[str, Any], extra: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    merged = dict(config)
-    for key, value in extra.items():
-        path = f"{prefix}{key}"
-        if not prefix and key not in _TOP_LEVEL_KEYS:
-            near = difflib.get_close_matches(key, _TOP_LEVEL_KEYS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"allowed keys: {', '.join(_TOP_LEVEL_KEYS)}"
-            reason = f"{_OURS[key]} instead" if key in _OURS else hint
-            raise RecipeError(f"deepspeed.{path}: not a key that vitscale passes on to DeepSpeed; {reason}")
-        current = merged.get(key)
-        if not prefix and key in _BLOCKS and not isinstance(value, dict):
-            raise RecipeError(f"deepspeed.{key}: {value!r}: expected a block of keys")
-        if isinstance(current, dict) and isinstance(value, dict):
-            merged[key] = _add(current, value, f"{path}.")
-        elif key in merged and current != value:
-            raise RecipeError(
-                f"deepspeed.{path}: {value!r} contradicts the recipe, from which {current!r} follows; "
-                f"change the recipe's own field instead"
-            )
-        else:
-            merged[key] = value
-    return merged
-
-
-def _check_sending(recipe: Recipe, config: dict[str, Any], exchanges: bool) -> None:
-    """Refuse keys that `overlap` would silently ignore, and those that it or `hpz_size` was not tried with."""
-    refused = [key for key in _NOT_WITH_OVERLAP if key in config] if exchanges else []
-    if recipe.parallelism.overlaps or recipe.parallelism.hpz_size > 1:
-        refused += [f"zero_optimization.{key}" for key in _OFFLOADING if key in config["zero_optimization"]]
-    if refused:
-        raise RecipeError(f"deepspeed.{refused[0]}: not together with parallelism.overlap or parallelism.hpz_size")
-
-
-def _check_blocks(config: dict[str, Any]) -> None:
-    """Check the blocks for which DeepSpeed has a schema, and raise its complaint as one readable `RecipeError`."""
-    runtime = deepspeed.runtime
-    schemas = {
-        "zero_optimization": runtime.zero.config.DeepSpeedZeroConfig,
-        "bf16": runtime.precision_config.DeepSpeedBF16Config,
-    }
-    for block, schema in schemas.items():
-        try:
-            schema(**config.get(block, {}))
-        except pydantic.ValidationError as error:
-            details = error.errors()[0]
-            key = ".".join(map(str, ("deepspeed", block, *details["loc"])))
-            what = describe_mistake({**details, "loc": ()})
-            raise RecipeError(f"{key}: {details['input']!r}: {what}") from None
+_Share = tuple[str, int, Tensor]
+"""What this rank keeps of a frozen parameter: its name, and its fp32 values from an element on, perhaps none."""
 
 
 def build_optimizer(recipe: Recipe, objective: Objective, bucket: int | None = None) -> torch.optim.Optimizer:
     """The recipe's optimizer, torch's or one of ours, over the groups of `parameter_groups`; raises as that does.
 
-    Args:
-        recipe: the recipe.
-        objective: the objective, whose parameters are trained.
-        bucket: the largest number of elements in a group; None for no limit.
-
     The learning rate is 0 until `set_rates`, which runs before each step: DeepSpeed creates some of its state by a step
     with zero gradients, and that must not decay the weights.
+
+    Args:
+        bucket: the largest number of elements in a group; None for no limit.
     """
     groups = parameter_groups(recipe, objective)
-    if bucket is not None:
-        groups = in_buckets(groups, bucket)
-    return rule_of(recipe.optimizer).build(groups)
+    return rule_of(recipe.optimizer).build(groups if bucket is None else in_buckets(groups, bucket))
 
 
-def set_rates(engine: Any, rates: Rates) -> None:
-    """Set each group's learning rate, and its weight decay and momentum if the schedule changes them."""
-    for group in engine.optimizer.param_groups:
-        group["lr"], group["updates"] = rates.learning_rate * group[LR_FACTOR], rates.updates + 1
-        if rates.weight_decay_factor is not None:
-            group["weight_decay"] = rates.weight_decay_factor * group[BASE_DECAY]
-        if rates.momentum is not None:
-            if "momentum" in group:
-                group["momentum"] = rates.momentum
-            else:
-                group["betas"] = (rates.momentum, group["betas"][1])
+class Engine:
+    """DeepSpeed's engine around an objective. All ranks make one; its weights are not set before `load`.
 
+    Args:
+        config: what `derive_config` returns.
 
-def build_engine(recipe: Recipe, objective: Objective, config: dict[str, Any]) -> Any:
-    """A DeepSpeed engine around an objective. Its weights are not set yet: `fragments.load` does that.
-
-    It gets extra attributes. `fragments` needs three of them to handle the optimizer's state: `whole_shapes` (parameter
-    -> shape), `kept` (trained parameter -> kind -> shape) and `kept_in_bf16` (kinds). `exchange` is None if DeepSpeed
-    gathers the weights itself, `zero_update` if it measures and clips the gradients itself.
+    Attributes:
+        deepspeed: DeepSpeed's own engine.
+        module: the objective.
+        optimizer: the optimizer that DeepSpeed's own drives.
+        shapes: whole shapes of the parameters by name, in the model's order, under ZeRO 3 too.
+        masters: the fp32 tensors that the optimizer updates, hence the keys of its state.
+        pieces: the parameters' parts that this rank has in `masters`.
+        is_replicated: whether every rank has all pieces (stage 0).
+        exchange: gathers the weights; None if DeepSpeed does.
+        zero_update: measures and clips the gradients; None if DeepSpeed does.
     """
-    _quieten()
-    freeze(recipe, objective)
-    exchanges = recipe.parallelism.exchanges and dist.get_world_size() > 1
-    bucket = config["zero_optimization"]["reduce_bucket_size"] if exchanges else None
-    optimizer = build_optimizer(recipe, objective, bucket)
-    engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=config, dist_init_required=False)
-    # A second engine of this process would take the first one's group, or fail because there is one.
-    deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-    engine.whole_shapes = {name: tuple(shape) for name, shape in fragments.shapes(engine).items()}
-    engine.kept_in_bf16 = recipe.optimizer.kept_in_bf16
-    engine.kept = {
-        name: recipe.kept(name, shape)
-        for name, shape in engine.whole_shapes.items()
-        if not is_frozen(recipe.optimizer, name)
-    }
-    if isinstance(optimizer, WholeTensorOptimizer):
-        optimizer.attach(
-            fragments.masters(engine),
-            fragments.pieces_of(engine),
-            {name: recipe.axes(name, shape) for name, shape in engine.whole_shapes.items()},
-            are_shared=recipe.parallelism.zero_stage > 0,
+
+    def __init__(self, recipe: Recipe, objective: Objective, config: dict[str, Any]) -> None:
+        _quieten()
+        for name, parameter in objective.named_weights():
+            if is_frozen(recipe.optimizer, name):
+                parameter.requires_grad_(False)
+        world_size = dist.get_world_size()
+        exchanges = recipe.parallelism.exchanges and world_size > 1
+        bucket = config["zero_optimization"]["reduce_bucket_size"] if exchanges else None
+        self.module, self.optimizer = objective, build_optimizer(recipe, objective, bucket)
+        engine, *_ = deepspeed.initialize(
+            model=objective, optimizer=self.optimizer, config=config, dist_init_required=False
         )
-    is_single = _is_single(config, dist.get_world_size())
-    is_summed = recipe.parallelism.zero_stage == 1 and engine.gradient_accumulation_steps() > 1
-    like_bf16 = is_single and is_summed and recipe.precision != "fp32"
-    engine.exchange = engine.zero_update = None
-    if exchanges:
-        engine.exchange = Exchange(engine, engine.communication_data_type)
-    elif recipe.parallelism.overlaps and dist.get_world_size() > 1 and dist.get_backend() == "gloo":
-        ScatteredSums(engine)
-    elif is_single:
-        RankGradients(engine, engine.communication_data_type if like_bf16 else torch.float32)
-    is_zero = type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer"  # not its BF16_Optimizer
-    if is_zero and not engine.optimizer.cpu_offload and "torch_autocast" not in config:
-        engine.zero_update = ZeroUpdate(engine, is_pooled=exchanges, like_bf16=like_bf16)
-    if recipe.parallelism.zero_stage == 0 and engine.world_size == 1:
-        engine.enable_backward_allreduce = False  # it would copy every gradient twice, even on a single rank
-    if recipe.parallelism.zero_stage == 0 and not is_plain(recipe):
-        # It would make the host wait for the device once per parameter. The norm, computed next, shows the same.
-        engine.optimizer.overflow_checker.check = lambda: False
-    return engine
+        # A second engine of this process would take the first one's group, or fail because there is one.
+        deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        self.deepspeed: Any = engine
+        self._kind = type(engine.optimizer).__name__
+        is_torchs = isinstance(engine.optimizer, torch.optim.Optimizer)
+        self.is_replicated = is_torchs or self._kind == "FP16_UnfusedOptimizer"
+        self.shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in objective.named_weights()}
+        self.pieces = list(pieces_of(engine.optimizer, {p: name for name, p in objective.named_weights()}))
+        if self._kind == "DeepSpeedZeroOptimizer_Stage3":  # the torch groups are empty between steps
+            self.masters: list[Tensor] = list(engine.optimizer.fp32_partitioned_groups_flat)
+        else:
+            self.masters = [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
+        self._kept_in_bf16 = recipe.optimizer.kept_in_bf16
+        self._kept = {
+            name: recipe.kept(name, tuple(shape))
+            for name, shape in self.shapes.items()
+            if not is_frozen(recipe.optimizer, name)
+        }
+        self._frozen_shares: list[_Share] = []
+        if isinstance(self.optimizer, WholeTensorOptimizer):
+            axes = {name: recipe.axes(name, tuple(shape)) for name, shape in self.shapes.items()}
+            self.optimizer.attach(self.masters, self.pieces, axes, are_shared=recipe.parallelism.zero_stage > 0)
+        self.exchange: Exchange | None = None
+        self.zero_update: ZeroUpdate | None = None
+        self._take_over(recipe, config, exchanges, world_size)
+
+    def _take_over(self, recipe: Recipe, config: dict[str, Any], exchanges: bool, world_size: int) -> None:
+        """Do in DeepSpeed's place what it does slowly or, in stage 0, less precisely."""
+        engine, stage, accumulates = self.deepspeed, recipe.parallelism.zero_stage, recipe.split(world_size)[1] > 1
+        is_alone = is_single(config, world_size)
+        like_bf16 = is_alone and stage == 1 and accumulates and recipe.precision != "fp32"
+        if exchanges:
+            self.exchange = Exchange(engine, engine.communication_data_type)
+        elif recipe.parallelism.overlaps and world_size > 1 and dist.get_backend() == "gloo":
+            ScatteredSums(engine)
+        elif is_alone:
+            RankGradients(engine, engine.communication_data_type if like_bf16 else torch.float32)
+        is_zero = self._kind == "DeepSpeedZeroOptimizer"  # not its BF16_Optimizer
+        if is_zero and not engine.optimizer.cpu_offload and "torch_autocast" not in config:
+            self.zero_update = ZeroUpdate(engine, is_pooled=exchanges, like_bf16=like_bf16)
+        if stage == 0 and world_size == 1:
+            engine.enable_backward_allreduce = False  # it would copy every gradient twice, even on a single rank
+        if stage == 0 and not is_plain(recipe):
+            # It would make the host wait for the device once per parameter. The norm, computed next, shows the same.
+            engine.optimizer.overflow_checker.check = lambda: False
+            if accumulates:
+                _accumulate_in_fp32(engine)
+
+    def set_rates(self, rates: Rates) -> None:
+        """Set each group's learning rate, and its weight decay and momentum if the schedule changes them."""
+        for group in self.deepspeed.optimizer.param_groups:
+            group["lr"], group["updates"] = rates.learning_rate * group[LR_FACTOR], rates.updates + 1
+            if rates.weight_decay_factor is not None:
+                group["weight_decay"] = rates.weight_decay_factor * group[BASE_DECAY]
+            if rates.momentum is not None:
+                if "momentum" in group:
+                    group["momentum"] = rates.momentum
+                else:
+                    group["betas"] = (rates.momentum, group["betas"][1])
+
+    def forget_gradients(self) -> None:
+        """Clear what is left of the gradient after an update that DeepSpeed has skipped.
+
+        With an offloaded optimizer, stages 1 and 2 would keep the sum over micro-batches and add to it (DeepSpeed
+        0.19.8).
+        """
+        if self._kind == "DeepSpeedZeroOptimizer":
+            for group in self.deepspeed.optimizer.averaged_gradients:
+                self.deepspeed.optimizer.averaged_gradients[group] = None
+
+    # ---- State -------------------------------------------------------------------------------------------------------
+
+    def moment_kinds(self) -> list[str]:
+        """Kinds of tensors that the optimizer keeps for parameters that it updates."""
+        return sorted({kind for kept in self._kept.values() for kind in kept})
+
+    def kinds_as_parameter(self, name: str) -> list[str]:
+        """Kinds of state that have the parameter's shape and are divided as it is."""
+        return [kind for kind, shape in self._kept[name].items() if shape == tuple(self.shapes[name])]
+
+    def _of_other_shape(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Kinds and shapes of the other state, whole on every rank with a piece; `KIND/NAME` in the optimizer."""
+        return {kind: shape for kind, shape in self._kept[name].items() if shape != tuple(self.shapes[name])}
+
+    def state_shapes(self) -> dict[str, dict[str, list[int] | None]]:
+        """Kind -> parameter -> shape of its state where that differs from the parameter's; None if it has no state."""
+        differing: dict[str, dict[str, list[int] | None]] = {}
+        for kind in self.moment_kinds():
+            kept = {name: self._kept.get(name, {}).get(kind) for name in self.shapes}
+            other = {name: shape and list(shape) for name, shape in kept.items() if shape != tuple(self.shapes[name])}
+            differing |= {kind: other} if other else {}
+        return differing
+
+    def owned(self, rank: int, world_size: int, average: Average | None = None) -> list[Fragment]:
+        """What this rank saves: over all ranks every element of every parameter exactly once. Tensors are views."""
+        fragments, whole = [], []
+        for piece in self.pieces[rank::world_size] if self.is_replicated else self.pieces:
+            state = self.optimizer.state[piece.flat]
+            tensors = {MASTER: piece.view(piece.flat)}
+            tensors |= {kind: piece.view(state[kind]) for kind in self.kinds_as_parameter(piece.name)}
+            if average is not None:
+                tensors[EMA] = piece.view(average[piece.flat])
+            fragments.append(Fragment(piece.name, piece.start, tensors))
+            if piece.start == 0:  # every rank with a piece has the whole of these
+                whole += [
+                    Fragment(piece.name, 0, {kind: state[f"{kind}/{piece.name}"].view(-1)})
+                    for kind in self._of_other_shape(piece.name)
+                ]
+        frozen_kinds = [MASTER, *([EMA] if average is not None else [])]  # a frozen parameter's average is its value
+        frozen = [
+            Fragment(name, start, dict.fromkeys(frozen_kinds, values))
+            for name, start, values in self._frozen_shares
+            if values.numel()
+        ]
+        return fragments + whole + frozen
+
+    @torch.no_grad()
+    def load(self, source: Source, *, optimizer_steps: int) -> None:
+        """Set masters, moments and low-precision weights; all ranks call it together.
+
+        With `optimizer_steps` 0 the moments are zero and only masters are read from `source`. DeepSpeed may have made
+        optimizer state by a step of its own with zero gradients: whatever it holds is overwritten, the step count too.
+        """
+        self._create_state(optimizer_steps)
+        for piece in self.pieces:
+            state = self.optimizer.state[piece.flat]
+            piece.view(piece.flat).copy_(source(MASTER, piece.name, piece.start, piece.length))
+            if optimizer_steps:
+                for kind in self.kinds_as_parameter(piece.name):
+                    piece.view(state[kind]).copy_(source(kind, piece.name, piece.start, piece.length))
+                for kind in self._of_other_shape(piece.name):
+                    whole = state[f"{kind}/{piece.name}"].view(-1)
+                    whole.copy_(source(kind, piece.name, 0, whole.numel()))
+        frozen = [(name, p) for name, p in self.module.named_weights() if not p.requires_grad]
+        self._frozen_shares = [_load_frozen(name, parameter, source) for name, parameter in frozen]
+        self.refresh_weights()
+
+    @torch.no_grad()
+    def load_average(self, average: Average, source: Source) -> None:
+        """Fill an average of the masters from `source`."""
+        for piece in self.pieces:
+            piece.view(average[piece.flat]).copy_(source(EMA, piece.name, piece.start, piece.length))
+
+    def _create_state(self, optimizer_steps: int) -> None:
+        """Set all state that the optimizer keeps to zero, creating what is missing, and AdamW's step count."""
+        if isinstance(self.optimizer, WholeTensorOptimizer):
+            for piece in self.pieces:
+                for kind in self.kinds_as_parameter(piece.name):
+                    self._zero(piece.flat, kind, kind, tuple(piece.flat.shape))
+                for kind, shape in self._of_other_shape(piece.name).items():
+                    self._zero(piece.flat, f"{kind}/{piece.name}", kind, shape)
+        else:
+            for flat in self.masters:  # torch's optimizers update padding as well
+                if isinstance(self.optimizer, torch.optim.AdamW):
+                    step = torch.tensor(float(optimizer_steps), dtype=torch.float32, device=flat.device)
+                    self.optimizer.state[flat]["step"] = step
+                for kind in self.moment_kinds():
+                    self._zero(flat, kind, kind, tuple(flat.shape))
+        if self._kind in ("BF16_Optimizer", "DeepSpeedZeroOptimizer"):
+            self.deepspeed.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _zero(self, flat: Tensor, key: str, kind: str, shape: tuple[int, ...]) -> None:
+        state = self.optimizer.state[flat]
+        if state.get(key) is None:
+            dtype = torch.bfloat16 if kind in self._kept_in_bf16 else flat.dtype
+            state[key] = torch.zeros(shape, dtype=dtype, device=flat.device)
+        else:
+            state[key].zero_()  # padding between and behind the parameters too
+
+    # ---- Weights -----------------------------------------------------------------------------------------------------
+
+    def settle_weights(self) -> None:
+        """Wait until all weights have been gathered; needed before reading them other than by a forward pass."""
+        if self.exchange is not None:
+            self.exchange.settle()
+
+    def refresh_weights(self) -> None:
+        """Compute the low-precision weights of what is trained from the masters; all ranks call it together."""
+        optimizer = self.deepspeed.optimizer
+        match self._kind:
+            case "FP16_UnfusedOptimizer":
+                for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+                    for weight, master in zip(weights, masters, strict=True):
+                        weight.data.copy_(master.data)
+            case "BF16_Optimizer" | "DeepSpeedZeroOptimizer":
+                optimizer.update_lp_params()
+            case "DeepSpeedZeroOptimizer_Stage3":
+                optimizer._partition_all_parameters()
+                for group in range(len(optimizer.fp16_groups)):
+                    optimizer._reassign_or_swap_out_partitioned_parameters(group)
+                if optimizer.persistent_parameters:
+                    optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+                parameter: Any
+                for parameter in self.module.parameters():  # DeepSpeed forgets only the copies of what is trained
+                    parameter.ds_secondary_tensor = None
+
+
+def decay(settings: Ema, updates: int) -> float:
+    """The factor of the old average at the `updates`-th update, from 1."""
+    return min(settings.decay, (1 + updates) / (10 + updates)) if settings.warmup else settings.decay
+
+
+class WeightAverage:
+    """The exponential moving average (Polyak and Juditsky) of an engine's masters, which begins with their values.
+
+    Each rank averages the masters that it has, so that nothing is gathered, and no stage needs more than four bytes a
+    parameter, divided as the masters are.
+    """
+
+    def __init__(self, engine: Engine, settings: Ema) -> None:
+        self._engine, self._settings = engine, settings
+        self.values: dict[Tensor, Tensor] = {flat: flat.detach().clone() for flat in engine.masters}
+
+    @torch.no_grad()
+    def update(self, updates: int) -> None:
+        """Move the average towards the masters, after `updates` updates."""
+        masters = [flat.detach() for flat in self.values]
+        torch._foreach_lerp_(list(self.values.values()), masters, 1 - decay(self._settings, updates))
+
+    @contextmanager
+    def in_place_of_weights(self) -> Iterator[None]:
+        """Have the engine compute with the average inside; afterwards its weights are restored to the last bit.
+
+        After an exception only the masters are restored: refreshing the engine's weights takes all ranks, and the
+        exception may have come from one alone.
+        """
+        self._exchange()
+        self._engine.refresh_weights()
+        try:
+            yield
+        except BaseException:
+            self._exchange()
+            raise
+        self._exchange()
+        self._engine.refresh_weights()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for flat, average in self.values.items():
+            pieces = flat.detach().view(-1).split(_AT_ONCE)
+            for weights, averages in zip(pieces, average.view(-1).split(_AT_ONCE), strict=True):
+                kept = weights.clone()
+                weights.copy_(averages)
+                averages.copy_(kept)
 
 
 def _quieten() -> None:
-    """Silence DeepSpeed's messages about its own progress, a FutureWarning of torch's, and memory reports.
-
-    DeepSpeed's errors still get through.
-    """
+    """Silence DeepSpeed's progress messages and memory reports, and a FutureWarning of torch's; its errors remain."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *arguments, **options: None
 
 
-def settle_weights(engine: Any) -> None:
-    """Wait until all weights have been gathered; needed before reading them other than by a forward pass."""
-    if engine.exchange is not None:
-        engine.exchange.settle()
+def _load_frozen(name: str, parameter: Any, source: Source) -> _Share:
+    """Give a frozen parameter its value. Returns this rank's share of it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if hasattr(parameter, "ds_tensor"):  # ZeRO 3: this rank has its share only, the last ranks with padding
+        size, length = parameter.ds_tensor.ds_numel, parameter.ds_numel
+        start = min(rank * size, length)
+        values = source(MASTER, name, start, min(size, length - start))
+        parameter.ds_tensor[: values.numel()].copy_(values)
+        return name, start, values.clone()
+    length = parameter.numel()
+    values = source(MASTER, name, 0, length)
+    parameter.view(-1).copy_(values)
+    start, stop = (length * each // world_size for each in (rank, rank + 1))
+    return name, start, values[start:stop].clone()
 
 
-def forget_gradients(engine: Any) -> None:
-    """Clear what is left of the gradient after an update that DeepSpeed has skipped.
-
-    With an offloaded optimizer, stages 1 and 2 would keep the sum over micro-batches and add to it (DeepSpeed 0.19.8).
-    """
-    if type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer":
-        for group in engine.optimizer.averaged_gradients:
-            engine.optimizer.averaged_gradients[group] = None
-
-
-class Fp32Accumulation:
-    """Sums the micro-batches' gradients in fp32 in stage 0 with bf16, where DeepSpeed itself would sum in bf16.
+def _accumulate_in_fp32(engine: Any) -> None:
+    """Sum the micro-batches' gradients in fp32 in stage 0 with bf16, where DeepSpeed itself would sum in bf16.
 
     Each parameter's gradient is removed after every micro-batch; after the last one the sum takes its place, before
     DeepSpeed reduces it over the ranks.
     """
+    sums: dict[Tensor, Tensor] = {}
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._sums: dict[nn.Parameter, torch.Tensor] = {}
-        for parameter in engine.module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._take)
-
-    def _take(self, parameter: torch.Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
-        if parameter not in self._sums:
-            self._sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
-        total = self._sums[parameter].add_(parameter.grad)
-        if self._engine.is_gradient_accumulation_boundary():
+    def add(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if parameter not in sums:
+            sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+        total = sums[parameter].add_(parameter.grad)
+        if engine.is_gradient_accumulation_boundary():
             parameter.grad.copy_(total)
             total.zero_()
         else:
             parameter.grad = None
+
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(add)

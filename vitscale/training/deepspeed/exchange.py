@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vitscale.models import is_compiled
-from vitscale.training.deepspeed.bucket_sizes import MOST_UNDER_WAY
+from vitscale.training.deepspeed.config import MOST_UNDER_WAY
 from vitscale.training.deepspeed.lean_deepspeed import deepspeed
 from vitscale.training.deepspeed.zero_update import Partition, stop_reducing, unfilled
 
@@ -53,39 +53,22 @@ def in_buckets(groups: Iterable[dict[str, Any]], elements: int) -> list[dict[str
 
 @dataclass(eq=False)
 class _Bucket:
-    """One of DeepSpeed's groups of parameters.
+    """One of DeepSpeed's groups of parameters."""
 
-    Attributes:
-        index: its number in DeepSpeed's lists.
-        weights: the weights that the model computes with, flat and padded.
-        part: this rank's part of `weights`.
-        places: parameter -> where it begins in `weights`.
-        awaited: parameters whose gradients this backward pass has not made yet.
-        sums: gradients (elements of `weights`,), until they are sent; None before the first.
-        missing: parameters whose gradients are not in `sums` yet.
-        streams: those on which gradients were added, on CUDA.
-        share: this rank's part of the mean over ranks, in fp32, summed over micro-batches.
-        gathering: the all-gather of the weights, while it is under way.
-    """
-
-    index: int
-    weights: Tensor
-    part: Tensor
-    places: dict[nn.Parameter, int]
-    awaited: set[nn.Parameter] = field(default_factory=set)
-    sums: Tensor | None = None
-    missing: set[nn.Parameter] = field(default_factory=set)
-    streams: set[torch.cuda.Stream] = field(default_factory=set)
-    share: Tensor | None = None
-    gathering: dist.Work | None = None
+    index: int  # in DeepSpeed's lists
+    weights: Tensor  # that the model computes with, flat and padded
+    part: Tensor  # this rank's, of `weights`
+    places: dict[nn.Parameter, int]  # where each begins in `weights`
+    awaited: set[nn.Parameter] = field(default_factory=set)  # whose gradients this backward pass has not made yet
+    sums: Tensor | None = None  # gradients (elements of `weights`,), until they are sent
+    missing: set[nn.Parameter] = field(default_factory=set)  # whose gradients are not in `sums` yet
+    streams: set[torch.cuda.Stream] = field(default_factory=set)  # on which gradients were added, on CUDA
+    share: Tensor | None = None  # this rank's part of the mean over ranks, in fp32, summed over micro-batches
+    gathering: dist.Work | None = None  # the all-gather of the weights, while it is under way
 
 
 class _ReduceScatter:
-    """The sum over ranks of a bucket's gradients, under way.
-
-    Args:
-        values: this rank's gradients, (ranks * n,).
-    """
+    """The sum over ranks of a bucket's gradients (ranks * n,), under way."""
 
     def __init__(self, values: Tensor, group: dist.ProcessGroup) -> None:
         self._ranks = dist.get_world_size(group)
@@ -94,14 +77,14 @@ class _ReduceScatter:
         if self._is_by_parts:
             # gloo's reduce-scatter is an all-reduce, which sends twice as much.
             self._received = torch.empty_like(values)
-            self._work = dist.all_to_all_single(_words(self._received), _words(values), group=group, async_op=True)
+            both = (each.view(torch.uint8) for each in (self._received, values))  # not every backend has every dtype
+            self._work = dist.all_to_all_single(*both, group=group, async_op=True)
         else:
             self._received = values.new_empty(len(values) // self._ranks)
             self._work = dist.reduce_scatter_tensor(self._received, values, group=group, async_op=True)
 
     def mean(self) -> Tensor:
         """Wait for the sum. Returns this rank's part of the mean over ranks, fp32 (n,)."""
-        assert self._work is not None
         self._work.wait()
         total = self._received
         if self._is_by_parts:
@@ -111,17 +94,8 @@ class _ReduceScatter:
         return total.float().div_(self._ranks)
 
 
-def _words(values: Tensor) -> Tensor:
-    """The values as bytes: not every backend knows every number format."""
-    return values.view(torch.uint8)
-
-
 class Exchange:
-    """Sends gradients and weights in place of an engine's ZeRO optimizer; every rank makes one.
-
-    Args:
-        reduce_dtype: the dtype in which gradients are sent.
-    """
+    """Sends gradients, in `reduce_dtype`, and weights in place of DeepSpeed's optimizer; every rank makes one."""
 
     def __init__(self, engine: Any, reduce_dtype: torch.dtype) -> None:
         self._engine, self._optimizer, self._reduce_dtype = engine, engine.optimizer, reduce_dtype
@@ -132,31 +106,27 @@ class Exchange:
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.places}
         self._is_in_backward = False
         self._complete = 0  # number of buckets, in their order, sent in this backward pass
-        self._take_over()
+        # DeepSpeed is to sum nothing, and to gather weights by `gather`.
+        optimizer = self._optimizer
+        stop_reducing(engine)
+        optimizer.backward_epilogue = self._end_backward
+        optimizer.update_lp_params = partial(self._refresh, optimizer.update_lp_params)
+        optimizer.bit16_groups_flat = _Gathered(optimizer.bit16_groups_flat, self)
+        deepspeed.runtime.zero.stage_1_and_2.all_gather_dp_groups = _all_gather
         for parameter in self._bucket_of:
-            parameter.register_post_accumulate_grad_hook(self._take)
+            parameter.register_post_accumulate_grad_hook(self._add)
         self._wait_before_use()
 
     def _lay_out(self) -> list[_Bucket]:
         """The buckets in the order in which a backward pass fills them."""
         optimizer, rank = self._optimizer, dist.get_rank(self._group)
-        found = []
+        buckets = []
         for index, parameters in enumerate(optimizer.round_robin_bit16_groups):
             places = dict(zip(parameters, optimizer.round_robin_bit16_offsets[index], strict=True))
             parts = optimizer.parallel_partitioned_bit16_groups[index]
-            found.append(_Bucket(index, optimizer.bit16_groups_flat[index], parts[rank], places))
-        met = {parameter: number for number, parameter in enumerate(self._engine.module.parameters())}
-        found.sort(key=lambda bucket: -min(met[parameter] for parameter in bucket.places))
-        return found
-
-    def _take_over(self) -> None:
-        """Have DeepSpeed sum nothing, and gather weights by `gather`."""
-        optimizer = self._optimizer
-        stop_reducing(self._engine)
-        optimizer.backward_epilogue = self._end_backward
-        optimizer.update_lp_params = partial(self._refresh, optimizer.update_lp_params)
-        optimizer.bit16_groups_flat = _Gathered(optimizer.bit16_groups_flat, self)
-        deepspeed.runtime.zero.stage_1_and_2.all_gather_dp_groups = _all_gather
+            buckets.append(_Bucket(index, optimizer.bit16_groups_flat[index], parts[rank], places))
+        order = {parameter: number for number, parameter in enumerate(self._engine.module.parameters())}
+        return sorted(buckets, key=lambda bucket: -min(order[parameter] for parameter in bucket.places))
 
     # ---- Gradients ---------------------------------------------------------------------------------------------------
 
@@ -166,7 +136,7 @@ class Exchange:
         return bool(self._engine.is_gradient_accumulation_boundary())
 
     @torch.no_grad()
-    def _take(self, parameter: Tensor) -> None:
+    def _add(self, parameter: Tensor) -> None:
         """Called by autograd when a micro-batch's gradient of a parameter is whole."""
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
         bucket = self._bucket_of[parameter]
@@ -268,16 +238,15 @@ class Exchange:
         within = {inner for module in compiled for inner in module.modules()}
         for module in compiled + [module for module in self._engine.module.modules() if module not in within]:
             parameters = module.parameters(recurse=module in within)
-            own = {self._bucket_of[each]: None for each in parameters if each in self._bucket_of}
-            if own:
-                module.register_forward_pre_hook(partial(self._await, own))
+            buckets = {self._bucket_of[each]: None for each in parameters if each in self._bucket_of}
+            if buckets:
+                module.register_forward_pre_hook(partial(self._await, buckets))
 
 
 class ScatteredSums:
     """Sends the gradients of an engine of ZeRO 3 while others are computed, on devices without streams.
 
-    Args:
-        engine: its optimizer fills the buckets and keeps the sums.
+    DeepSpeed's optimizer fills the buckets and keeps the sums.
     """
 
     def __init__(self, engine: Any) -> None:

@@ -1,11 +1,11 @@
-"""Where the time of a step goes: a trace of some steps, and a table of them.
+"""Where the time of a step goes: seconds a step, waiting for data and of this rank's own work; a trace of some steps.
 
 The trainer marks the parts of a step by `part`; torch's own profiler sees what is computed in each.
 """
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,11 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
+from vitscale.data.batch import Batch
 from vitscale.ground.files.durable import write_text
 
-PROFILE_DIR = "profile"
-STEPS_BEFORE = 3
-"""Steps of a process that are left out: in them it compiles, allocates, and learns which parameters are used when."""
-
+# Steps of a process that are left out: in them it compiles, allocates, and learns which parameters are used when.
+_STEPS_BEFORE = 3
 _PREFIX = "vitscale: "
 _MOST_OPERATIONS = 20
 
@@ -28,16 +27,83 @@ def part(name: str) -> contextlib.AbstractContextManager[Any]:
     return record_function(f"{_PREFIX}{name}")
 
 
-class StepProfiler:
-    """Profiles some steps of this process, and writes what it found into the run directory.
+class StepTimer:
+    """Seconds a step takes and waits for data, between two lines of metrics; evaluations and checkpoints left out."""
 
-    Args:
-        steps: the number of steps to profile; 0 for none.
-        say: prints a line for people.
+    def __init__(self, step: int) -> None:
+        self._start_interval(step)
+
+    def _start_interval(self, step: int) -> None:
+        self._step, self._began, self._waited, self._paused = step, time.perf_counter(), 0.0, 0.0
+
+    def timed(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The loader's batches; counts the time waiting for each."""
+        batches = iter(loader)
+        while True:
+            asked = time.perf_counter()
+            with part("waiting for data"):
+                batch = next(batches, None)
+            self._waited += time.perf_counter() - asked
+            if batch is None:
+                return
+            yield batch
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context whose time counts for no step."""
+        began = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - began
+
+    def per_step(self, step: int) -> tuple[float, float]:
+        """(seconds, seconds waited for data) a step since the last call."""
+        steps = max(1, step - self._step)
+        seconds = (time.perf_counter() - self._began - self._paused) / steps
+        waited = self._waited / steps
+        self._start_interval(step)
+        return seconds, waited
+
+
+class OwnWork:
+    """Measures the seconds of this rank's forward passes, in which it waits for no other rank (except under ZeRO 3).
+
+    A whole step takes all ranks equally long, since they wait for the slowest one when gradients are summed.
     """
 
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """A context in which computing counts."""
+        if self._is_cuda:
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record()
+            yield
+            events[1].record()
+            self._events.append(events)
+        else:
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
+
+    def take(self) -> float:
+        """Seconds since the last call. Waits until the device has done what was counted."""
+        for first, last in self._events:
+            last.synchronize()
+            self._seconds += first.elapsed_time(last) / 1000
+        self._events.clear()
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+class StepProfiler:
+    """Profiles `steps` steps of this process, or none, and writes what it found into the run directory."""
+
     def __init__(self, steps: int, run_dir: Path, device: torch.device, say: Callable[[str], None]) -> None:
-        self._steps, self._folder, self._device, self._say = steps, run_dir / PROFILE_DIR, device, say
+        self._steps, self._folder, self._device, self._say = steps, run_dir / "profile", device, say
         self._seen = 0
         self._began = 0.0
         self._profiler: Any = None
@@ -45,16 +111,16 @@ class StepProfiler:
     def step_ends(self, step: int) -> None:
         """Note that `step` updates are done; begins or writes the profile when its time has come."""
         self._seen += 1
-        if self._steps and self._seen == STEPS_BEFORE:
+        if self._steps and self._seen == _STEPS_BEFORE:
             self._begin()
-        elif self._profiler is not None and self._seen == STEPS_BEFORE + self._steps:
+        elif self._profiler is not None and self._seen == _STEPS_BEFORE + self._steps:
             self._say(self._write(step))
 
     def end(self) -> None:
         """Say so if the process had too few steps for a profile."""
-        needed = STEPS_BEFORE + self._steps
+        before, needed = _STEPS_BEFORE, _STEPS_BEFORE + self._steps
         if self._steps and self._seen < needed:
-            self._say(f"no profile: {self._steps} steps after the first {STEPS_BEFORE} need {needed}, not {self._seen}")
+            self._say(f"no profile: {self._steps} steps after the first {before} need {needed}, not {self._seen}")
 
     def _begin(self) -> None:
         activities = [ProfilerActivity.CPU]

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from types import TracebackType
 
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -25,20 +24,12 @@ class TrainingProgress:
         total_steps: steps of the whole run.
         step: steps done before this process.
         console: where to write; None is standard output.
-        clock: seconds from an arbitrary start.
     """
 
     def __init__(
-        self,
-        total_steps: int,
-        step: int = 0,
-        *,
-        console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, total_steps: int, step: int = 0, *, console: Console | None = None, clock: Callable = time.monotonic
     ) -> None:
-        self._total = total_steps
-        self._console = console or Console()
-        self._clock = clock
+        self._total, self._console, self._clock = total_steps, console or Console(), clock
         self._first: tuple[int, float] | None = None  # step and time of the first one of this process
         self._last_line = -PLAIN_INTERVAL_S
         self._status = ""
@@ -55,9 +46,7 @@ class TrainingProgress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             with _without_terminal():
                 self._live.stop()
@@ -81,20 +70,13 @@ class TrainingProgress:
         if self._live is None and (is_first or step >= self._total or now - self._last_line >= PLAIN_INTERVAL_S):
             self._last_line = now
             values = f"loss {loss:.4f}  lr {lr:.2e}  {images_per_s:,.1f} images/s"
-            self._plain(f"step {step:,}/{self._total:,}  {values}  ETA {self._time_left(step, now)}")
+            self.note(f"step {step:,}/{self._total:,}  {values}  ETA {self._time_left(step, now)}")
 
     def note(self, message: str) -> None:
         """Print a line, above the live one if there is one."""
-        if self._live is not None:
-            with _without_terminal():
-                self._live.console.print(message, markup=False, highlight=False)
-        else:
-            self._plain(message)
-
-    def _plain(self, line: str) -> None:
-        # soft_wrap: a log line stays one line, whatever width rich assumes of a file.
         with _without_terminal():
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            # soft_wrap: a log line stays one line, whatever width rich assumes of a file.
+            self._console.print(message, markup=False, highlight=False, soft_wrap=self._live is None)
 
     def _time_left(self, step: int, now: float) -> str:
         assert self._first is not None

@@ -31,7 +31,6 @@ class RankGradients:
     all are taken at once, when the backward pass is done.
 
     Args:
-        engine: of ZeRO 1 or 2, on one rank, with a DeepSpeedZeroOptimizer.
         rounded_to: the number format to which a step's sum is rounded, as if it were sent.
     """
 
@@ -44,7 +43,7 @@ class RankGradients:
         self._optimizer.backward_epilogue = self._end_backward
         if engine.gradient_accumulation_steps() > 1:
             for parameter in chain(*self._optimizer.round_robin_bit16_groups):
-                parameter.register_post_accumulate_grad_hook(self._take)
+                parameter.register_post_accumulate_grad_hook(self._add)
 
     def _lay_out(self) -> None:
         optimizer = self._optimizer
@@ -57,7 +56,7 @@ class RankGradients:
         self._missing = set(self._views)
 
     @torch.no_grad()
-    def _take(self, parameter: Tensor) -> None:
+    def _add(self, parameter: Tensor) -> None:
         """Called by autograd when a micro-batch's gradient of a parameter is whole."""
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
         if not self._flats:
@@ -85,8 +84,8 @@ class RankGradients:
             flat.copy_(flat.to(self._rounded_to))
         for index, parameters in enumerate(self._optimizer.round_robin_bit16_groups):
             # The norm is taken of these: of the gradients themselves where they have been taken just now.
-            given = [at_once.get(parameter, self._views[parameter]) for parameter in parameters]
-            self._optimizer.averaged_gradients[index] = Partition(given, self._flats[index])
+            gradients = [at_once.get(parameter, self._views[parameter]) for parameter in parameters]
+            self._optimizer.averaged_gradients[index] = Partition(gradients, self._flats[index])
         self._flats, self._views = [], {}
 
 
@@ -99,11 +98,7 @@ def stop_reducing(engine: Any) -> None:
 
 
 def unfilled(weights: Tensor, places: dict[nn.Parameter, int], dtype: torch.dtype) -> Tensor:
-    """A vector for the gradients of flat `weights`, in which only padding is set, to zero.
-
-    Args:
-        places: parameter -> where it begins, in ascending order.
-    """
+    """A vector for the gradients of flat `weights`, in which only padding is set, to zero; `places` ascend."""
     values = torch.empty_like(weights, dtype=dtype)
     ends = [0, *(place + parameter.numel() for parameter, place in places.items())]
     for end, begin in zip(ends, [*places.values(), len(values)], strict=True):
@@ -139,8 +134,8 @@ class ZeroUpdate:
         """The norm of all ranks' gradients, () on the host, which waits for it; not finite if a gradient is not."""
         optimizer = self._optimizer
         groups = [
-            [each for each in optimizer.averaged_gradients[index] if not hasattr(each, "_zero_padding")][: len(own)]
-            for index, own in enumerate(optimizer.params_in_partition)  # a rank's end may hold padding only
+            [each for each in optimizer.averaged_gradients[index] if not hasattr(each, "_zero_padding")][: len(here)]
+            for index, here in enumerate(optimizer.params_in_partition)  # a rank's end may hold padding only
         ]
         if self._is_pooled:
             groups = [list(chain(*groups))]
@@ -148,8 +143,8 @@ class ZeroUpdate:
         norms = iter(torch._foreach_norm(gradients, norm_type, dtype=self._dtype) if gradients else ())
         totals = []
         for group in groups:
-            own = [next(norms) for _ in group] or [optimizer.bit16_groups_flat[0].new_zeros((), dtype=self._dtype)]
-            square = torch.stack(own).square().sum().float()
+            of_group = [next(norms) for _ in group] or [optimizer.bit16_groups_flat[0].new_zeros((), dtype=self._dtype)]
+            square = torch.stack(of_group).square().sum().float()
             if dist.get_world_size(optimizer.dp_process_group) > 1:
                 dist.all_reduce(square, group=optimizer.dp_process_group)
             totals.append(square.sqrt())

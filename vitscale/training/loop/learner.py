@@ -1,14 +1,14 @@
 """The objective under DeepSpeed: updates, predictions, and what checkpoints hold of them.
 
-This module, engine.py, zero_update.py, fragments.py and averaging.py are all that knows DeepSpeed. The learner keeps no
-step count: the loop passes the step in.
+This module and those of `training.deepspeed` are all that knows DeepSpeed. The learner keeps no step count: the loop
+passes the step in.
 """
 
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -21,24 +21,15 @@ from vitscale.ground.errors import DataError
 from vitscale.ground.ranks import gather, gather_numbers, sum_integers
 from vitscale.models import Outputs, compile_blocks, initial_value, weight_dtype
 from vitscale.objectives import Losses, Objective, build_objective
-from vitscale.recipe import Recipe
 from vitscale.runs.checkpoint import CheckpointReader, Fragment
-from vitscale.training.beginning.initial_weights import initial_source
+from vitscale.training.beginning.initial_weights import check_same_teacher, initial_source, load_teacher
 from vitscale.training.beginning.run_plan import RunPlan
-from vitscale.training.beginning.teacher import check_same_teacher, load_teacher
-from vitscale.training.deepspeed import distributed, fragments
-from vitscale.training.deepspeed.averaging import WeightAverage
-from vitscale.training.deepspeed.engine import (
-    Fp32Accumulation,
-    build_engine,
-    forget_gradients,
-    is_plain,
-    set_rates,
-    settle_weights,
-)
+from vitscale.training.deepspeed.config import is_plain
+from vitscale.training.deepspeed.distributed import World
+from vitscale.training.deepspeed.engine import Engine, WeightAverage
+from vitscale.training.deepspeed.fragments import in_pieces
 from vitscale.training.deepspeed.lean_deepspeed import deepspeed
-from vitscale.training.deepspeed.profile import part
-from vitscale.training.deepspeed.step_timer import OwnWork
+from vitscale.training.deepspeed.profile import OwnWork, part
 from vitscale.training.watching import replicas
 from vitscale.training.watching.anomalies import Anomaly, Kind, Suspects
 from vitscale.training.watching.audit import Audit, Finding
@@ -46,29 +37,17 @@ from vitscale.training.watching.audit import Audit, Finding
 
 @dataclass
 class Update:
-    """The figures of one step's update.
+    """The figures of one step's update."""
 
-    Attributes:
-        samples: the number of samples that count, over all ranks.
-        rate: the learning rate.
-        loss_sum: the sum of this rank's losses, () on its device.
-        shown: other figures of the objective, summed in the same way.
-        losses: this rank's losses by sample, one tensor for each micro-batch.
-        mean_loss: the mean over the global batch, if it was asked for.
-        gradient_norm: the norm of the global mean gradient, before clipping.
-        anomaly: why the update was not made; None if it was.
-        findings: what the audit found on all ranks, if the step was audited.
-    """
-
-    samples: int
-    rate: float
-    loss_sum: Tensor
-    shown: dict[str, Tensor] = field(default_factory=dict)
-    losses: list[Tensor] = field(default_factory=list)
-    mean_loss: float | None = None
-    gradient_norm: float = math.nan
-    anomaly: Kind | None = None
-    findings: list[Finding] = field(default_factory=list)
+    samples: int  # that count, over all ranks
+    rate: float  # the learning rate
+    loss_sum: Tensor  # of this rank's losses, () on its device
+    shown: dict[str, Tensor] = field(default_factory=dict)  # other figures of the objective, summed in the same way
+    losses: list[Tensor] = field(default_factory=list)  # this rank's, by sample, one tensor for each micro-batch
+    mean_loss: float | None = None  # over the global batch, if there is a limit
+    gradient_norm: float = math.nan  # of the global mean gradient, before clipping
+    anomaly: Kind | None = None  # why the update was not made; None if it was
+    findings: list[Finding] = field(default_factory=list)  # of an audit, on all ranks
 
     def add(self, losses: Losses, counts: Tensor | None) -> Tensor:
         """Add a micro-batch's losses. Returns them, with 0 for those that do not count (where `counts` is False)."""
@@ -80,39 +59,28 @@ class Update:
             self.shown[name] = self.shown[name] + total if name in self.shown else total
         return per_sample
 
-    def suspects(self, batch: Batch) -> Suspects:
-        """This rank's samples with their losses."""
-        return Suspects(batch.uids.tolist(), torch.cat(self.losses).float().tolist())
-
 
 class Learner:
     """Trains an objective under DeepSpeed. All ranks make one and call its methods together.
 
-    Args:
-        say: prints a line for people, on rank 0.
-
     Attributes:
-        engine: DeepSpeed's engine around the objective.
-        shapes: the parameters' shapes, by their names in checkpoints.
         own_work: measures the seconds of this rank's forward passes.
         began_with: what identifies the weights that the run began with, if its recipe has an `init`.
         learns_from: what identifies the weights of its teacher, if it has one from a file or a run.
     """
 
-    def __init__(self, recipe: Recipe, plan: RunPlan, world: distributed.World, say: Callable[[str], None]) -> None:
-        self._recipe, self._plan, self._world, self._say = recipe, plan, world, say
-        self._dtype = weight_dtype(recipe)
-        self.engine = build_engine(recipe, self._make_objective(), plan.config)
-        if recipe.parallelism.zero_stage == 0 and recipe.precision != "fp32" and plan.accumulation > 1:
-            Fp32Accumulation(self.engine)
-        is_compiled = recipe.parallelism.compiles
+    def __init__(self, plan: RunPlan, world: World, say: Callable[[str], None]) -> None:
+        self._recipe, self._plan, self._world, self._say = plan.recipe, plan, world, say
+        self._dtype = weight_dtype(plan.recipe)
+        self.objective = self._make_objective()
+        self.engine = Engine(plan.recipe, self.objective, plan.config)
+        is_compiled = plan.recipe.parallelism.compiles
         normalise = torch.compile(to_model_input, fullgraph=True, dynamic=False) if is_compiled else to_model_input
-        self._to_input = TrainingInput(recipe, normalise)
-        self.shapes = fragments.shapes(self.engine)
+        self._to_input = TrainingInput(plan.recipe, normalise)
         self.own_work = OwnWork(world.device)
         self.began_with: dict[str, Any] | None = None
         self._average: WeightAverage | None = None
-        teacher, self.learns_from = load_teacher(recipe, list(plan.manifest.class_names), world, say)
+        teacher, self.learns_from = load_teacher(plan.recipe, list(plan.manifest.class_names), world, say)
         if teacher is not None:
             self.objective.learn_from(teacher)
 
@@ -136,12 +104,6 @@ class Learner:
             compile_blocks(objective.backbone, activation_budget=self._recipe.parallelism.activation_budget)
         return objective
 
-    @property
-    def objective(self) -> Objective:
-        """The module that the engine wraps."""
-        objective: Objective = self.engine.module
-        return objective
-
     # ---- Checkpoints -------------------------------------------------------------------------------------------------
 
     def load(self, reader: CheckpointReader | None) -> None:
@@ -150,36 +112,26 @@ class Learner:
         Raises `CheckpointError`, and `RecipeError` for the recipe's `init`.
         """
         if reader is None:
-            initial = fragments.InPieces(self._initial_value)
+            shapes, seed = self.engine.shapes, self._recipe.seed
+            initial = in_pieces(lambda name: initial_value(self.objective, name, torch.Size(shapes[name]), seed))
             class_names = list(self._plan.manifest.class_names)
             source, self.began_with = initial_source(self._recipe, class_names, initial, self._world, self._say)
-            fragments.load(self.engine, source, optimizer_steps=0)
+            self.engine.load(source, optimizer_steps=0)
         else:
             self.began_with = reader.index.data.get("init")
             check_same_teacher(self.learns_from, reader.index.data.get("teacher"))
-            reader.check_shapes(self.shapes)
-            fragments.load(self.engine, reader.read, optimizer_steps=reader.index.optimizer_steps)
+            reader.check_shapes(self.engine.shapes)
+            self.engine.load(reader.read, optimizer_steps=reader.index.optimizer_steps)
         self._average = None  # frees the old average before a new one is allocated
         if self._recipe.ema is not None:
             self._average = WeightAverage(self.engine, self._recipe.ema)
             if reader is not None:
-                fragments.load_average(self.engine, self._average.values, reader.read)
-
-    def _initial_value(self, name: str) -> Tensor:
-        return initial_value(self.objective, name, torch.Size(self.shapes[name]), self._recipe.seed)
-
-    def moments(self) -> list[str]:
-        """The tensors that the optimizer keeps for each parameter that it updates."""
-        return fragments.moment_kinds(self.engine)
-
-    def state_shapes(self) -> dict[str, dict[str, list[int] | None]]:
-        """Kind -> parameter -> shape of its state where that differs from the parameter's; None if it has no state."""
-        return fragments.state_shapes(self.engine)
+                self.engine.load_average(self._average.values, reader.read)
 
     def fragments(self) -> list[Fragment]:
         """What this rank saves; the tensors are views."""
         average = self._average.values if self._average is not None else None
-        return fragments.owned(self.engine, self._world.rank, self._world.size, average)
+        return self.engine.owned(self._world.rank, self._world.size, average)
 
     # ---- Learning ----------------------------------------------------------------------------------------------------
 
@@ -195,15 +147,14 @@ class Learner:
         """
         self.objective.check(batch)
         plan = self.objective.plan(batch.keys.numpy(), batch.position)
-        rates = self._plan.rates(step)
-        set_rates(self.engine, rates)
-        update = Update(
-            self._valid_samples(batch, step), rates.learning_rate, torch.zeros((), device=self._world.device)
-        )
+        engine, rates = self.engine.deepspeed, self._plan.rates(step)
+        self.engine.set_rates(rates)
+        loss_sum = torch.zeros((), device=self._world.device)
+        update = Update(self._valid_samples(batch, step), rates.learning_rate, loss_sum)
         is_whole, leaps = bool(batch.mask.all()), False
         # DeepSpeed averages over ranks and micro-batches: with this factor the gradient is that of the global mean.
         scale = self._world.size * self._plan.accumulation / update.samples
-        skipped_before = self.engine.skipped_steps
+        skipped_before = engine.skipped_steps
         audit = Audit(self.engine, self._recipe, self._world, rates, self.fragments) if audited else None
         for micro_step in range(self._plan.accumulation):
             rows = slice(micro_step * self._plan.micro_batch, (micro_step + 1) * self._plan.micro_batch)
@@ -212,7 +163,7 @@ class Learner:
             self._seed_dropout(step, micro_step)
             with self.own_work.counted(), part("forward"):
                 images = self._to_input(batch.images[rows], batch.keys[rows], self._world.device, self._dtype)
-                losses = self.engine(images, labels, tuple(planned))
+                losses = engine(images, labels, tuple(planned))
             if audit is not None:
                 audit.watch(losses.per_sample)
             per_sample = update.add(losses, None if is_whole else self._to_device(batch.mask[rows]))
@@ -223,30 +174,31 @@ class Learner:
             # A loss that is not finite may have a finite gradient: adding zero times the loss to the factor makes it
             # NaN, and no device has to wait.
             with part("backward"):
-                self.engine.backward(per_sample.sum() * (math.nan if leaps else scale + 0.0 * update.loss_sum))
+                engine.backward(per_sample.sum() * (math.nan if leaps else scale + 0.0 * update.loss_sum))
             with part("update"):
                 if is_plain(self._recipe) and is_last:
                     update.gradient_norm = self._clip_plain()
-                self.engine.step()
+                engine.step()
         if not is_plain(self._recipe):
-            update.gradient_norm = float(self.engine.get_global_grad_norm())
+            update.gradient_norm = float(engine.get_global_grad_norm())
         if leaps:
             update.anomaly = "spike"
-        elif self.engine.skipped_steps > skipped_before or not math.isfinite(update.gradient_norm):
+        elif engine.skipped_steps > skipped_before or not math.isfinite(update.gradient_norm):
             update.anomaly = "non-finite"
         if audit is not None:
             norm, was_made = update.gradient_norm, update.anomaly is None
             update.findings = audit.end(samples=update.samples, gradient_norm=norm, was_made=was_made)
         if update.anomaly is not None:
-            forget_gradients(self.engine)
+            self.engine.forget_gradients()
         elif self._average is not None:
             self._average.update(step + 1)
         return update
 
     def anomaly(self, update: Update, batch: Batch, step: int) -> Anomaly:
-        """The anomaly because of which the update after `step` updates was not made, with the samples of all ranks."""
+        """The reason why the update after `step` updates was not made, with the samples of all ranks."""
         assert update.anomaly is not None
-        ranks = [Suspects(*of_rank) for of_rank in gather(update.suspects(batch))]
+        here = Suspects(batch.uids.tolist(), torch.cat(update.losses).float().tolist())
+        ranks = [Suspects(*of_rank) for of_rank in gather(here)]
         mean, norm = self.mean_loss(update), update.gradient_norm
         return Anomaly(update.anomaly, step + 1, batch.position, mean, update.rate, norm, ranks)
 
@@ -269,7 +221,7 @@ class Learner:
     def _clip_plain(self) -> float:
         """Check and clip the averaged gradients where DeepSpeed does not: stage 0 in fp32. Returns their norm."""
         limit = self._recipe.optimizer.clip_norm or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(self.engine.module.parameters(), limit))
+        norm = float(torch.nn.utils.clip_grad_norm_(self.objective.parameters(), limit))
         if not math.isfinite(norm):
             self.engine.optimizer.zero_grad(set_to_none=True)  # torch's optimizers leave out what has no gradient
         return norm
@@ -286,21 +238,18 @@ class Learner:
     def evaluating(self) -> Iterator[None]:
         """A context in which `predict` uses the average of the weights, if there is one, and dropout is off."""
         average = self._average
-        self.engine.eval()
+        averaged = contextlib.nullcontext() if average is None else average.in_place_of_weights()
+        self.engine.deepspeed.eval()
         try:
-            with (
-                average.in_place_of_weights() if average is not None else contextlib.nullcontext(),
-                self.eager(),  # batches of other sizes would each be compiled anew
-            ):
+            with averaged, self.eager():  # batches of other sizes would each be compiled anew
                 yield
         finally:
-            self.engine.train()
+            self.engine.deepspeed.train()
 
     @torch.no_grad()
     def predict(self, images: Tensor) -> Outputs:
         """Outputs of images uint8 (B, S, S, 3)."""
-        outputs: Outputs = self.engine(self._normalised(images))
-        return outputs
+        return cast(Outputs, self.engine.deepspeed(self._normalised(images)))
 
     def _normalised(self, images: Tensor) -> Tensor:
         return to_model_input(images, self._world.device, self._dtype, self._recipe.data.normalise)
@@ -308,24 +257,22 @@ class Learner:
     def reading(self, modules: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
         """A context in which the parameters of `modules` are whole on every rank."""
         if self._recipe.parallelism.zero_stage < 3:
-            settle_weights(self.engine)
+            self.engine.settle_weights()
             return contextlib.nullcontext()
-        gathered: contextlib.AbstractContextManager[None] = deepspeed.zero.GatheredParameters(
-            [parameter for module in modules for parameter in module.parameters()]
-        )
-        return gathered
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        return cast(contextlib.AbstractContextManager[None], deepspeed.zero.GatheredParameters(parameters))
 
     def compare_replicas(self, step: int) -> None:
         """Check that all ranks hold the same weights; stage 3 has no replicas. Raises `ReplicaError`."""
         if self._recipe.parallelism.zero_stage < 3:
-            settle_weights(self.engine)
-            replicas.compare_weights(self.engine.module, step)
+            self.engine.settle_weights()
+            replicas.compare_weights(self.objective, step)
 
     def compare_computation(self, batch: Batch, step: int) -> None:
         """Check that all ranks compute the same. Raises `ReplicaError`."""
         images, zero = batch.images[: self._plan.micro_batch], self._recipe.parallelism.zero_stage
         with self.eager():  # what is compiled by several processes may differ in its last bits
-            replicas.compare_computation(self.engine, images, self._world, self._normalised, step, zero)
+            replicas.compare_computation(self.engine.deepspeed, images, self._world, self._normalised, step, zero)
 
     def eager(self) -> contextlib.AbstractContextManager[None]:
         """A context in which blocks run uncompiled."""

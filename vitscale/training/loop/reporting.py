@@ -1,4 +1,4 @@
-"""What a run reports: lines for people, metrics, and DONE at its end."""
+"""What a run reports: lines for people, metrics in `metrics.jsonl` and for trackers, and DONE at its end."""
 
 import contextlib
 import resource
@@ -14,16 +14,15 @@ from vitscale.data.batch import Batch
 from vitscale.flops import accounting, hardware
 from vitscale.flops.work import recipe_work
 from vitscale.ground.ranks import gather, gather_numbers, sum_integers
-from vitscale.recipe import Recipe
 from vitscale.runs.done import write_done
 from vitscale.training.beginning.inspections import Pictures
 from vitscale.training.beginning.run_plan import RunPlan
 from vitscale.training.deepspeed import distributed
+from vitscale.training.deepspeed.profile import StepTimer
 from vitscale.training.deepspeed.progress import TrainingProgress, tell
-from vitscale.training.deepspeed.step_timer import StepTimer
 from vitscale.training.loop.learner import Update
-from vitscale.training.loop.metrics import MetricsWriter
 from vitscale.training.loop.state import RunState
+from vitscale.training.watching.trackers import MetricsWriter
 
 
 class Report:
@@ -33,8 +32,9 @@ class Report:
         logged_step: the step of the last line of metrics.
     """
 
-    def __init__(self, recipe: Recipe, plan: RunPlan, run_dir: Path, world: distributed.World) -> None:
-        self._recipe, self._plan, self._run_dir, self._world = recipe, plan, run_dir, world
+    def __init__(self, plan: RunPlan, run_dir: Path, world: distributed.World) -> None:
+        self._recipe, self._plan, self._run_dir, self._world = plan.recipe, plan, run_dir, world
+        recipe = plan.recipe
         self._hosts = gather(socket.gethostname())
         self._work = recipe_work(recipe, plan.num_classes)
         self._peak_flops = None
@@ -56,17 +56,14 @@ class Report:
     def begin_at(self, step: int) -> None:
         """Begin at this step, from which the run continues or to which it goes back: later steps are done again."""
         self.logged_step, self._bad_samples = step, 0
-        self.reopen(step)
-
-    def reopen(self, step: int) -> None:
-        """Write metrics where the run directory is now."""
         if self._world.is_main:
             self.close()
             self._metrics = MetricsWriter(self._run_dir, step, self._recipe.logging.trackers)
 
     def go_on_in_new_directory(self, step: int) -> None:
         """Continue in a new run directory after the old one was moved or deleted; called on rank 0 only."""
-        self.reopen(step)
+        self.close()
+        self._metrics = MetricsWriter(self._run_dir, step, self._recipe.logging.trackers)
         self.say(f"WARNING: {self._run_dir} was moved or deleted: the run continues in a new one of that name")
 
     def close(self) -> None:
@@ -101,11 +98,11 @@ class Report:
             stalled_s: seconds since then that training has waited for saves.
         """
         seconds, waited = pace.per_step(state.step)
-        own = waited + computed_s / (state.step - self.logged_step)
+        worked = waited + computed_s / (state.step - self.logged_step)
         self.logged_step, self._logged_at = state.step, time.monotonic()
         shown = {name: value.item() for name, value in update.shown.items()}
-        numbers = [update.loss_sum.item(), waited, _peak_memory(self._world), self._bad_samples, own, *shown.values()]
-        rows = gather_numbers(numbers, self._world.device)
+        numbers = [update.loss_sum.item(), waited, _peak_memory(self._world), self._bad_samples, worked]
+        rows = gather_numbers([*numbers, *shown.values()], self._world.device)
         self._bad_samples = 0
         digest = sum_integers(batch.digest, self._world.device) if batch.digest is not None else None
         if not self._world.is_main:
@@ -132,19 +129,15 @@ class Report:
             line["slowest_rank"] = f"{slowest} ({self._hosts[slowest]})"
             line["slowest_rank_s"] = rows[slowest, 4].item()
             line["median_rank_s"] = rows[:, 4].median().item()
-        mfu = accounting.mfu(images_per_s, self._work.macs, self._world.size, self._peak_flops)
-        if mfu is not None:
-            line["mfu"] = mfu
-        if self._recipe.data.bad_samples != "error":
-            line["bad_samples"] = int(rows[:, 3].sum().item())
-        if self._recipe.first_step:
-            line["first_step"] = self._recipe.first_step
-        if stalled_s:
-            line["checkpoint_stall_s"] = stalled_s
-        if state.anomalies.count:
-            line["anomalies"] = state.anomalies.count
-        if digest is not None:
-            line["batch_digest"] = f"{digest:016x}"
+        optional: dict[str, float | str | None] = {
+            "mfu": accounting.mfu(images_per_s, self._work.macs, self._world.size, self._peak_flops),
+            "bad_samples": None if self._recipe.data.bad_samples == "error" else int(rows[:, 3].sum().item()),
+            "first_step": self._recipe.first_step or None,
+            "checkpoint_stall_s": stalled_s or None,
+            "anomalies": state.anomalies.count or None,
+            "batch_digest": None if digest is None else f"{digest:016x}",
+        }
+        line |= {key: value for key, value in optional.items() if value is not None}
         assert self._metrics is not None
         self._metrics.training(state.step, line)
         if self._progress is not None:

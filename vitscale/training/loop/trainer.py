@@ -9,7 +9,7 @@ and the report prints and records (reporting.py). The step is the only clock: wh
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -19,27 +19,21 @@ import torch
 from vitscale.data.batch import Batch
 from vitscale.data.device import on_device
 from vitscale.evaluation import evaluate
-from vitscale.ground.errors import CheckpointError, PeerLostError, VitscaleError
+from vitscale.ground.errors import CheckpointError, PeerLostError, PreemptedError, StorageError, VitscaleError
 from vitscale.ground.interruption import Interruption
 from vitscale.ground.ranks import agreed, write_on_rank_zero
 from vitscale.models import Outputs
-from vitscale.recipe import Recipe
 from vitscale.runs.checkpoint import CheckpointReader
-from vitscale.training.beginning.claim import Claim
 from vitscale.training.beginning.run_plan import RunPlan, open_loader
-from vitscale.training.deepspeed import distributed, fragments
+from vitscale.training.deepspeed import distributed
 from vitscale.training.deepspeed.attention import Attention
-from vitscale.training.deepspeed.profile import StepProfiler, part
-from vitscale.training.deepspeed.step_timer import StepTimer
-from vitscale.training.loop.branch import trunk_checkpoint
+from vitscale.training.deepspeed.profile import StepProfiler, StepTimer, part
 from vitscale.training.loop.learner import Learner, Update
 from vitscale.training.loop.reporting import Report
-from vitscale.training.loop.resuming import checkpoint_to_resume, newest_checkpoint
-from vitscale.training.loop.saves import Saves
+from vitscale.training.loop.resuming import Claim, checkpoint_to_resume, newest_checkpoint, trunk_checkpoint
+from vitscale.training.loop.saves import Saves, StepBorder
 from vitscale.training.loop.state import RunState, make_index
-from vitscale.training.loop.step_border import StepBorder
 from vitscale.training.watching import audit
-from vitscale.training.watching.audit import Finding
 from vitscale.training.watching.preflight import preflight
 
 
@@ -48,7 +42,6 @@ class Trainer:
 
     Args:
         alive: called on all progress with the updates done and the phase that begins.
-        interruption: what may ask this process to end early.
 
     Raises `RecipeError`, `DataError`, `CheckpointError`, `NonFiniteError`, `ReplicaError`, `AuditError` or
     `PreemptedError` for what a person can mend.
@@ -56,35 +49,34 @@ class Trainer:
 
     def __init__(
         self,
-        recipe: Recipe,
         plan: RunPlan,
         run_dir: Path,
         world: distributed.World,
         alive: Callable[[int, str], None] = lambda step, phase: None,
         interruption: Interruption | None = None,
     ) -> None:
-        self.recipe, self.plan, self.run_dir, self.world = recipe, plan, run_dir, world
+        self.recipe, self.plan, self.run_dir, self.world = plan.recipe, plan, run_dir, world
         self.interruption = interruption
         self._alive = alive
         self.state = RunState()
-        self.report = Report(recipe, plan, run_dir, world)
+        self.report = Report(plan, run_dir, world)
         say = self.report.say
         for warning in plan.warnings:
             say(f"WARNING: {warning}")
-        self._profiler = StepProfiler(recipe.profile.steps if world.is_main else 0, run_dir, world.device, say)
-        self.claim = Claim(run_dir, recipe)
-        for line in preflight(recipe, plan, run_dir, world, fragments.checkpoint_bytes(recipe, plan.num_classes)):
+        self._profiler = StepProfiler(self.recipe.profile.steps if world.is_main else 0, run_dir, world.device, say)
+        self.claim = Claim(run_dir, self.recipe)
+        for line in preflight(plan, run_dir, world):
             say(line)
-        self._attention = Attention.of(recipe, world.device)
+        self._attention = Attention.of(self.recipe, world.device)
         self._begin("making the model")
-        self.learner = Learner(recipe, plan, world, say)
-        self._border = StepBorder(recipe, plan, self.report)
-        distributed.set_timeout_everywhere(recipe.check.step_timeout_s)
-        self.saves = Saves(recipe, plan, run_dir, world, say, self._forget_best)
+        self.learner = Learner(plan, world, say)
+        self._border = StepBorder(plan, self.report)
+        distributed.set_timeout_everywhere(self.recipe.check.step_timeout_s)
+        self.saves = Saves(plan, run_dir, world, say, self._forget_best)
         self._values: dict[str, float] = {}  # of the last evaluation
         self._last = plan.total_steps  # of this process
         self._begin("verifying checkpoints")
-        reader = checkpoint_to_resume(recipe, plan, run_dir, self.saves, say)
+        reader = checkpoint_to_resume(plan, run_dir, self.saves.store, say)
         self._load(reader)
         if reader is not None:
             say(f"resumed from {reader.folder} at step {self.state.step:,} of {plan.total_steps:,}")
@@ -100,7 +92,7 @@ class Trainer:
         self._compared_step = -1
         self._saved_step = self.saves.newest = 0 if reader is None else reader.index.step
         if reader is None and self.recipe.first_step:
-            reader = trunk_checkpoint(self.recipe, self.plan, self.world, self.report.say)
+            reader = trunk_checkpoint(self.plan, self.world, self.report.say)
         self.learner.load(reader)
         self.state = RunState() if reader is None else RunState.of(reader.index)
         self.report.logged_step = self.state.step
@@ -111,7 +103,7 @@ class Trainer:
         self.saves.wait()  # whether the best checkpoint was lost decides which ones are kept
         if self.recipe.check.replicas_every is not None:
             self._compare_replicas()  # what is saved must be right
-        index = make_index(self.state, self.recipe, self.plan, self.learner, self.world.size)
+        index = make_index(self.state, self.plan, self.learner, self.world.size)
         self._renew_run_dir()
         self.saves.begin(index, self.learner.fragments(), best=self.state.selection.best_step)
         self._saved_step = self.state.step
@@ -153,7 +145,7 @@ class Trainer:
                 # Earlier saves were right, and the next start continues from them. The other ranks write their parts
                 # too, whether or not they know of the error.
                 self._begin("ending")
-                self.saves.settle(self.recipe.check.step_timeout_s / 2)
+                self.saves.saver.wait(self.recipe.check.step_timeout_s / 2)
                 raise
             finally:
                 self.report.close()
@@ -166,7 +158,7 @@ class Trainer:
         while self.state.step < self._last and not self._is_out_of_patience():
             start, border = self.state.anomalies.skipped.next_stretch(self.state.position)
             stop = start + self._last - self.state.step
-            with open_loader(self.recipe, self.plan, self.world, start, min(stop, border or stop)) as loader:
+            with open_loader(self.plan, self.world, start, min(stop, border or stop)) as loader:
                 pace = StepTimer(self.state.step)
                 self._begin("waiting for data")
                 for batch in pace.timed(on_device(loader, self.world.device)):
@@ -188,8 +180,10 @@ class Trainer:
         if update.anomaly is not None:
             self._handle_anomaly(update, batch)
             return False
-        if update.findings:
-            self._handle_audit(update.findings)
+        if update.findings:  # an audit found the update just made wrong
+            if self.recipe.check.audit == "stop":
+                raise audit.error(update.findings, self.state.step + 1)
+            self.report.say(f"WARNING: {audit.describe(update.findings, self.state.step + 1)}")
         anomalies = self.state.anomalies.after(update.mean_loss, self.recipe.anomalies)
         self.state = replace(self.state.after(batch), anomalies=anomalies)
         step, due = self.state.step, self.plan.due(self.state.step, self._last)
@@ -224,20 +218,13 @@ class Trainer:
         return True
 
     def _log(self, batch: Batch, update: Update, pace: StepTimer) -> None:
-        self._border.logged()
+        self._border.line_is_overdue = False
         if not gc.isenabled():  # on CUDA: see distributed.start
             gc.collect()
         self.report.log(self.state, batch, update, pace, self.learner.own_work.take(), self.saves.stalled_s())
 
     def _is_interrupted(self, step_s: float = 0.0) -> bool:
         return self._border.is_end(self.interruption is not None and self.interruption.pending, self.saves, step_s)
-
-    def _handle_audit(self, findings: Sequence[Finding]) -> None:
-        """Report that an audit found the update just made wrong. Raises `AuditError`, unless the recipe only warns."""
-        step = self.state.step + 1
-        if self.recipe.check.audit == "stop":
-            raise audit.error(findings, step)
-        self.report.say(f"WARNING: {audit.describe(findings, step)}")
 
     # ---- Anomalies ---------------------------------------------------------------------------------------------------
 
@@ -254,7 +241,7 @@ class Trainer:
             with contextlib.suppress(CheckpointError):  # already reported, and not why the run ends
                 self.saves.wait()  # what is being written was right
             raise anomaly.error(message, self.saves.newest, known.count, settings.limit).on_all_ranks()
-        known = known.survived()
+        known = replace(known, count=known.count + 1)
         self.report.say(f"WARNING: {message} ({known.count} of anomalies.limit {settings.limit})")
         self.state = replace(self.state, position=batch.position)
         if policy == "rewind":
@@ -267,7 +254,7 @@ class Trainer:
         self._begin("writing the checkpoint")
         self.saves.wait()
         self._begin("verifying checkpoints")
-        self._load(newest_checkpoint(self.recipe, self.run_dir, self.saves, self.report.say))
+        self._load(newest_checkpoint(self.recipe, self.run_dir, self.saves.store, self.report.say))
         self.learner.own_work.take()  # drop the time of steps that are done again
         self.report.begin_at(self.state.step)
         self.report.say(f"went back to step {self.state.step:,}")
@@ -295,7 +282,7 @@ class Trainer:
         selection = self.state.selection.after(self.recipe.selection, step, self._values)
         self.state = replace(self.state, selection=selection)
         if self._saved_step == step:
-            self.saves.amend(step, selection.state())
+            self.saves.saver.amend(step, selection.state())
         elif self._is_out_of_patience() or selection.best_step == step:
             self.save()
 
@@ -314,10 +301,19 @@ class Trainer:
         return self.state.selection.is_out_of_patience(self.recipe.selection)
 
     def _end_early(self) -> NoReturn:
-        """Leave a checkpoint of this step, and raise the reason why the run ends."""
+        """Leave a checkpoint of this step, and raise the reason why the run ends, or that there is no checkpoint."""
         assert self.interruption is not None
-        saved = self.save if self._saved_step != self.state.step else lambda: None
-        self.saves.end_early(saved, self.interruption.reason, self.state.step, self.plan.total_steps)
+        reason, step = self.interruption.reason, self.state.step
+        try:
+            if self._saved_step != step:
+                self.save()
+            self.saves.finish(step)
+        except CheckpointError as error:
+            # The directory may be available again when the run continues.
+            unsaved = StorageError(f"{reason}: ending without a checkpoint of step {step:,}: {error}")
+            raise unsaved.on_all_ranks() from None
+        where = f"at step {step:,} of {self.plan.total_steps:,} in {self.saves.store.root}"
+        raise PreemptedError(f"{reason}: saved {where}; repeat the command to continue").on_all_ranks()
 
     def _finish(self, past: str) -> None:
         """Leave a checkpoint of this step and, if the run is done, the file that says so."""
@@ -330,14 +326,15 @@ class Trainer:
             self._values = self._evaluate()  # again: the process that took the last step ended before it wrote DONE
         self._begin("writing the checkpoint")
         self.saves.finish(step)
-        if is_done:
-            write_on_rank_zero(lambda: self._write_done(stopped_early), self.run_dir)
-        else:
+        if not is_done:
             self.report.say(f"stopped at step {step:,}, as --stop-at asks{past}; repeat the command to continue")
+            return
 
-    def _write_done(self, stopped_early: bool) -> None:
-        self._renew_run_dir()
-        self.report.done(self.state, self._values, stopped_early=stopped_early)
+        def write_done() -> None:
+            self._renew_run_dir()
+            self.report.done(self.state, self._values, stopped_early=stopped_early)
+
+        write_on_rank_zero(write_done, self.run_dir)
 
 
 class _Interrupted(Exception):

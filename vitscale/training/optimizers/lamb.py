@@ -24,16 +24,13 @@ class Lamb(WholeTensorOptimizer):
     def update(self, group: Group, masters: list[Tensor]) -> None:
         """Make one update. The ranks sum two numbers for each parameter."""
         parts = self.parts(masters)
-        for part in parts:
-            if part.piece is not None:
-                state = self.state[part.piece.flat]
-                means = (part.piece.view(state[kind]) for kind in ("exp_avg", "exp_avg_sq"))
-                update_means(group, part.piece.of_gradient(), *means)
+        for _, piece, state in self.here(parts):
+            means = (piece.view(state[kind]) for kind in ("exp_avg", "exp_avg_sq"))
+            update_means(group, piece.of_gradient(), *means)
         if group["weight_decay"]:
             self._scale(group, parts)
-        for part in parts:
-            if part.piece is not None:
-                part.piece.view(part.piece.flat).add_(part.piece.of_gradient(), alpha=-group["lr"])
+        for _, piece, _ in self.here(parts):
+            piece.view(piece.flat).add_(piece.of_gradient(), alpha=-group["lr"])
 
     def _scale(self, group: Group, parts: list[Part]) -> None:
         """Add the weight decay to the directions, and give each the norm of its parameter."""
@@ -54,11 +51,9 @@ class LambRule(Rule[Settings]):
     """In NVIDIA's form, where the direction of what has no weight decay is not scaled."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """As `Rule.build`."""
         return Lamb(groups, (self.settings.betas[0], self.settings.betas[1]), self.settings.eps)
 
     def reference(self, update: Update, before: State, gradient: Tensor) -> State:
-        """As `Rule.reference`."""
         return self._scaled(update, before, gradient, None)
 
     def _scaled(self, update: Update, before: State, gradient: Tensor, after: State | None) -> State:
@@ -74,10 +69,9 @@ class LambRule(Rule[Settings]):
         return {MASTER: weights - update.rate * ratio * direction, **kept}
 
     def of_elements(self, update: Update, before: State, gradient: Tensor, after: State) -> Expected:
-        """As `Rule.of_elements`."""
-        found = self.within(lambda state, slope: self._scaled(update, state, slope, after), before, gradient)
-        weights, limit = found[MASTER]
+        expected = self.within(lambda state, slope: self._scaled(update, state, slope, after), before, gradient)
+        weights, limit = expected[MASTER]
         change = (weights - before[MASTER]).abs()
         # The ratio is that of steps whose weights were rounded.
         off = OF_TERMS * before[MASTER].norm() * change / change.norm().clamp_min(1e-300) + OF_CHANGE * change.max()
-        return {**found, MASTER: (weights, limit + off)}
+        return {**expected, MASTER: (weights, limit + off)}

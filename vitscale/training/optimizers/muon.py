@@ -10,9 +10,8 @@ from torch import Tensor
 
 from vitscale.recipe import Muon as Settings
 from vitscale.runs.checkpoint import MASTER
-from vitscale.training.optimizers.pieces import Piece
 from vitscale.training.optimizers.rule import LEAST, OF_TERMS, Expected, Rule, State, Update, adam, decoupled
-from vitscale.training.optimizers.whole_tensors import Group, WholeTensorOptimizer, update_means
+from vitscale.training.optimizers.whole_tensors import Group, Piece, WholeTensorOptimizer, update_means
 
 # Coefficients (a, b, c) of the polynomials a x + b x^3 + c x^5 that take singular values to 1, one for each step
 # (modded-nanogpt, 2025).
@@ -40,20 +39,18 @@ class Muon(WholeTensorOptimizer):
         """Make one update. For matrices the ranks exchange data twice, 2 bytes an element each time."""
         parts = self.parts(masters)
         are_matrices = any("momentum_buffer" in self._settings.kept(part.name, part.shape) for part in parts)
-        for part in parts:
-            if part.piece is not None:
-                state, gradient = self.state[part.piece.flat], part.piece.of_gradient()
-                if are_matrices:
-                    gradient.copy_(part.piece.view(state["momentum_buffer"]).lerp_(gradient, 1 - group["momentum"]))
-                else:
-                    update_means(group, gradient, *(part.piece.view(state[kind]) for kind in ("exp_avg", "exp_avg_sq")))
+        for _, piece, state in self.here(parts):
+            gradient = piece.of_gradient()
+            if are_matrices:
+                gradient.copy_(piece.view(state["momentum_buffer"]).lerp_(gradient, 1 - group["momentum"]))
+            else:
+                update_means(group, gradient, *(piece.view(state[kind]) for kind in ("exp_avg", "exp_avg_sq")))
         if are_matrices:
             self.on_whole_matrices(parts, Piece.of_gradient, partial(orthogonal, eps=group["eps"]))
-        for part in parts:
-            if part.piece is not None:
-                scale = 0.2 * math.sqrt(max(part.shape[0], math.prod(part.shape[1:]))) if are_matrices else 1.0
-                weights = part.piece.view(part.piece.flat).mul_(1 - group["lr"] * group["weight_decay"])
-                weights.add_(part.piece.of_gradient(), alpha=-group["lr"] * scale)
+        for part, piece, _ in self.here(parts):
+            scale = 0.2 * math.sqrt(max(part.shape[0], math.prod(part.shape[1:]))) if are_matrices else 1.0
+            weights = piece.view(piece.flat).mul_(1 - group["lr"] * group["weight_decay"])
+            weights.add_(piece.of_gradient(), alpha=-group["lr"] * scale)
 
 
 def orthogonal(matrix: Tensor, eps: float) -> Tensor:
@@ -74,11 +71,9 @@ class MuonRule(Rule[Settings]):
     """Its matrices are those that it keeps a momentum of; AdamW's rule is for all else."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """As `Rule.build`."""
         return Muon(groups, self.settings)
 
     def reference(self, update: Update, before: State, gradient: Tensor) -> State:
-        """As `Rule.reference`."""
         if "momentum_buffer" not in before:
             betas = (self.settings.betas[0], self.settings.betas[1])
             direction, kept = adam(betas, self.settings.eps, update, before, gradient)

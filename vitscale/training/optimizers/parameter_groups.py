@@ -1,25 +1,17 @@
 """Which parameters are trained, and how: groups by weight decay and by a factor of the learning rate."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from vitscale.ground.errors import RecipeError
 from vitscale.objectives import Objective
-from vitscale.recipe import Optimizer, Recipe, group_of, is_frozen, matches
+from vitscale.recipe import Optimizer, Recipe, group_of, matches
 
 LR_FACTOR = "lr_factor"
 """The key of a group of torch's optimizer that holds its factor of the learning rate."""
 BASE_DECAY = "base_weight_decay"
 """The key of its weight decay before a schedule changes it."""
-
-
-def freeze(recipe: Recipe, objective: Objective) -> None:
-    """Turn off the gradients of the parameters that the recipe freezes."""
-    for name, parameter in objective.named_weights():
-        if is_frozen(recipe.optimizer, name):
-            parameter.requires_grad_(False)
 
 
 def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any]]:
@@ -39,15 +31,13 @@ def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any
         settings.check_parameters({name: _shape(parameter) for name, parameter in objective.named_weights()})
     except ValueError as error:
         raise RecipeError(str(error)) from None
-    for problem in _idle_groups(settings, names):
-        raise RecipeError(problem)
+    _check_groups(settings, names)
     groups: dict[tuple[bool, float, float, tuple[str, ...]], list[nn.Parameter]] = {}
     for name, parameter in objective.named_weights():
         group, is_excluded = group_of(settings, name), _is_excluded(settings, name)
         if group is not None and group.frozen:
             continue
-        decay = 0.0 if is_excluded else settings.weight_decay
-        factor = 1.0
+        decay, factor = 0.0 if is_excluded else settings.weight_decay, 1.0
         if settings.layer_decay is not None:
             factor = settings.layer_decay ** recipe.model.layers_above(name)
         if group is not None:
@@ -72,11 +62,11 @@ def _is_excluded(settings: Optimizer, name: str) -> bool:
     return settings.decay_exclude is not None and matches(settings.decay_exclude, name)
 
 
-def _idle_groups(settings: Optimizer, names: list[str]) -> Iterator[str]:
-    """A message for each group that gets no parameter."""
+def _check_groups(settings: Optimizer, names: list[str]) -> None:
+    """Raise `RecipeError` for a group that gets no parameter."""
     chosen = [group_of(settings, name) for name in names]
     for index, group in enumerate(settings.groups):
         if not any(group is each for each in chosen):
-            is_found = any(matches(group.match, name) for name in names)
-            why = "only parameters of groups before it" if is_found else "none of the model's parameters"
-            yield f"optimizer.groups.{index}.match: {group.match!r} matches {why}"
+            is_late = any(matches(group.match, name) for name in names)
+            why = "only parameters of groups before it" if is_late else "none of the model's parameters"
+            raise RecipeError(f"optimizer.groups.{index}.match: {group.match!r} matches {why}")

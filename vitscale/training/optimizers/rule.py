@@ -28,19 +28,12 @@ _Settings = TypeVar("_Settings", bound=Optimizer)
 
 @dataclass(frozen=True)
 class Update:
-    """How one parameter is updated this time.
+    """How one parameter is updated this time."""
 
-    Attributes:
-        shape: of the whole parameter, as the optimizer sees it.
-        number: of this update, from 1.
-        rate, decay: its learning rate and weight decay now.
-        momentum: the present momentum.
-    """
-
-    shape: tuple[int, ...]
-    number: int
-    rate: float
-    decay: float
+    shape: tuple[int, ...]  # of the whole parameter, as the optimizer sees it
+    number: int  # of this update, from 1
+    rate: float  # the learning rate now
+    decay: float  # the weight decay now
     momentum: float
 
 

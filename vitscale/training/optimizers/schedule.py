@@ -8,19 +8,12 @@ Decay = Literal["linear", "cosine", "stairs", "constant", "wsd", "rsqrt", "resta
 
 
 class Rates(NamedTuple):
-    """What the optimizer is given for one update.
+    """What the optimizer is given for one update."""
 
-    Attributes:
-        updates: the number of updates done before.
-        learning_rate: the learning rate, before a group's factor.
-        weight_decay_factor: multiplies every group's weight decay; None if no schedule changes it.
-        momentum: the momentum of every group; None if no schedule changes it.
-    """
-
-    updates: int
-    learning_rate: float
-    weight_decay_factor: float | None = None
-    momentum: float | None = None
+    updates: int  # done before
+    learning_rate: float  # before a group's factor
+    weight_decay_factor: float | None = None  # times every group's decay; None if no schedule changes it
+    momentum: float | None = None  # of every group; None if no schedule changes it
 
 
 def learning_rate(
@@ -48,18 +41,14 @@ def learning_rate(
         base: the rate at the end of the warmup.
         total, warmup: steps of the whole run, and of the linear rise from 0 at its beginning.
         decay: from the end of the warmup, `linear` falls to `end` (the authors' code stops at 1e-5, not at 0), `cosine`
-            to 0, `stairs` multiplies by `factor` after each of `boundaries` (in steps), `constant` and `wsd` stay at
-            `base`, `rsqrt` divides by sqrt(1 + t / timescale) after t steps (big_vision; Zhai et al. 2022), and
-            `restarts` falls to 0 by a cosine again and again (SGDR, Loshchilov and Hutter).
-        end: for `linear` only.
-        boundaries, factor: for `stairs` only; step 3,000 of a boundary at 3,000 still has the rate before it, as in
-            BiT-HyperRule.
+            to 0, `stairs` multiplies by `factor` after each of `boundaries` (in steps; step 3,000 of a boundary at
+            3,000 still has the rate before it, as in BiT-HyperRule), `constant` and `wsd` stay at `base`, `rsqrt`
+            divides by sqrt(1 + t / timescale) after t steps (big_vision; Zhai et al. 2022), and `restarts` falls to 0
+            by a cosine again and again (SGDR, Loshchilov and Hutter), first in `cycle` steps; each restart multiplies
+            the steps by `cycle_factor` and the rate by `restart_factor`.
         cooldown: steps at the end in which `wsd` and `rsqrt` fall to 0.
         cooldown_shape: after a part x of the cooldown, `linear` multiplies by 1 - x, `1-sqrt` by 1 - sqrt(x) (Haegele
             et al. 2024).
-        timescale: for `rsqrt` only.
-        cycle, cycle_factor, restart_factor: for `restarts` only: steps of the first fall, and what each restart
-            multiplies the steps and the rate by.
     """
     progress = min(max((step - warmup) / max(total - warmup, 1), 0.0), 1.0)
     if decay == "linear":
@@ -92,11 +81,9 @@ def _cycle_at(step: int, length: float, factor: float) -> tuple[int, float]:
 
 
 def course(step: int, *, start: float, end: float, steps: int, shape: Literal["linear", "cosine"]) -> float:
-    """The value of the update after `step` completed ones: it goes from `start` to `end` in `steps` steps and stays
-    there.
+    """A value after `step` completed updates that goes from `start` to `end` in `steps` steps and stays there.
 
-    Args:
-        shape: `linear`, or `cosine`, which leaves `start` and reaches `end` slowly (the weight decay of DINO).
+    `cosine` leaves `start` and reaches `end` slowly (the weight decay of DINO).
     """
     progress = min(step / max(steps, 1), 1.0)
     done = progress if shape == "linear" else 0.5 * (1.0 - math.cos(math.pi * progress))

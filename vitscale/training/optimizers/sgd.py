@@ -46,13 +46,11 @@ class SGDRule(Rule[SGD]):
     """Momentum as torch has it: the mean is not scaled by 1 - momentum."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """As `Rule.build`."""
         if self.settings.kept_in_bf16:
             return Bf16MomentumSGD(groups, lr=0.0, momentum=self.settings.momentum)
         return torch.optim.SGD(groups, lr=0.0, momentum=self.settings.momentum, fused=True)
 
     def reference(self, update: Update, before: State, gradient: Tensor) -> State:
-        """As `Rule.reference`."""
         weights, step = before[MASTER], gradient + update.decay * before[MASTER]
         if "momentum_buffer" not in before:
             return {MASTER: weights - update.rate * step}

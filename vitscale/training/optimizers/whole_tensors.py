@@ -7,7 +7,7 @@ together.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,29 +16,41 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitscale.ground.ranks import gather
-from vitscale.training.optimizers.pieces import Piece
 
 _AT_ONCE = 1 << 24  # elements copied at a time
 
 Group = dict[str, Any]
 
 
-@dataclass
-class Part:
-    """A parameter that lies, in part or whole, in the tensors that an optimizer updates together.
-
-    Attributes:
-        shape: the whole parameter's shape.
-        piece: this rank's piece; None if it has none.
-        holders: (rank, start, length) of every rank's piece, in the parameter's order.
-        owner: the rank that works on the whole parameter.
-    """
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of one parameter in this rank's optimizer: elements [start, start + length), at `offset` of `flat`."""
 
     name: str
-    shape: tuple[int, ...]
-    piece: Piece | None = None
-    holders: list[tuple[int, int, int]] = field(default_factory=list)
-    owner: int = 0
+    start: int
+    length: int
+    flat: Tensor
+    offset: int
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """The same part, 1-D, of a tensor that is laid out as `flat`."""
+        return tensor.detach().view(-1).narrow(0, self.offset, self.length)
+
+    def of_gradient(self) -> Tensor:
+        """The same part of the gradient, which must exist."""
+        assert self.flat.grad is not None
+        return self.view(self.flat.grad)
+
+
+@dataclass
+class Part:
+    """A parameter that lies, in part or whole, in the tensors that an optimizer updates together."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole parameter
+    piece: Piece | None = None  # this rank's, if it has one
+    holders: list[tuple[int, int, int]] = field(default_factory=list)  # (rank, start, length) of all pieces, in order
+    owner: int = 0  # the rank that works on the whole parameter
 
 
 class WholeTensorOptimizer(torch.optim.Optimizer):
@@ -50,12 +62,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         self._rank, self._world_size = 0, 1
 
     def attach(
-        self,
-        masters: Sequence[Tensor],
-        pieces: Iterable[Piece],
-        shapes: Mapping[str, Sequence[int]],
-        *,
-        are_shared: bool,
+        self, masters: Sequence[Tensor], pieces: list[Piece], shapes: Mapping[str, Sequence[int]], *, are_shared: bool
     ) -> None:
         """Set where parameters lie; all ranks call it together.
 
@@ -67,11 +74,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """
         order = list(shapes)
         number = {name: index for index, name in enumerate(order)}
-        own: list[dict[str, Piece]] = [{} for _ in masters]
-        place = {master: index for index, master in enumerate(masters)}
+        of_master: dict[Tensor, dict[str, Piece]] = {master: {} for master in masters}
         for piece in pieces:
-            own[place[piece.flat]][piece.name] = piece
-        mine = [[(number[name], piece.start, piece.length) for name, piece in each.items()] for each in own]
+            of_master[piece.flat][piece.name] = piece
+        mine = [[(number[p.name], p.start, p.length) for p in each.values()] for each in of_master.values()]
         by_rank = [mine]
         if are_shared:
             by_rank, self._rank, self._world_size = gather(mine), dist.get_rank(), dist.get_world_size()
@@ -83,7 +89,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                     part.holders.append((rank, start, length))
             for part in parts.values():
                 part.holders.sort(key=lambda holder: holder[1])
-                part.piece = own[index].get(part.name)
+                part.piece = of_master[master].get(part.name)
             self._parts[master] = [parts[name] for name in sorted(parts)]
             _deal(self._parts[master], self._world_size)
 
@@ -103,6 +109,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     def parts(self, masters: list[Tensor]) -> list[Part]:
         """The parameters in these tensors, in the same order on every rank."""
         return [part for master in masters for part in self._parts[master]]
+
+    def here(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Piece, dict[str, Tensor]]]:
+        """The parts of which this rank has a piece, each with the piece and the state of its tensor."""
+        return ((part, part.piece, self.state[part.piece.flat]) for part in parts if part.piece is not None)
 
     @property
     def device(self) -> torch.device:
@@ -127,19 +137,18 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             work: a bf16 matrix -> another of its shape; of tensors with more sides, all but the first are merged.
         """
         if self._world_size == 1:
-            for part in parts:
-                if part.piece is not None:
-                    values = of(part.piece)
-                    values.copy_(work(values.bfloat16().view(part.shape[0], -1)).reshape(-1))
+            for part, piece, _ in self.here(parts):
+                values = of(piece)
+                values.copy_(work(values.bfloat16().view(part.shape[0], -1)).reshape(-1))
             return
         if not parts:
             return
         ranks = range(self._world_size)
-        mine = [(part.owner, part.piece) for part in parts if part.piece is not None]
-        mine.sort(key=lambda each: each[0])  # in the order of sending; pieces of one owner stay in order
+        # In the order of sending; pieces of one owner stay in order.
+        mine = sorted(((part.owner, piece) for part, piece, _ in self.here(parts)), key=lambda each: each[0])
         owned = [part for part in parts if part.owner == self._rank]
-        here = [(*holder, part) for part in owned for holder in part.holders]
-        here.sort(key=lambda each: each[0])  # in the order of arrival
+        # In the order of arrival.
+        here = sorted(((*holder, part) for part in owned for holder in part.holders), key=lambda each: each[0])
         out = [sum(piece.length for owner, piece in mine if owner == rank) for rank in ranks]
         back = [sum(length for holder, _, length, _ in here if holder == rank) for rank in ranks]
         nothing = torch.empty(0, dtype=torch.bfloat16, device=self.device)

@@ -30,10 +30,10 @@ class SkippedData:
 
     ranges: tuple[tuple[int, int], ...] = ()
 
-    def adding(self, start: int, stop: int) -> "SkippedData":
-        """This with positions [start, stop) added; they may overlap ranges that are already left out."""
+    def adding(self, *ranges: tuple[int, int]) -> "SkippedData":
+        """This with more positions; they may overlap ranges that are already left out."""
         merged: list[tuple[int, int]] = []
-        for low, high in sorted([*self.ranges, (start, stop)]):
+        for low, high in sorted([*self.ranges, *ranges]):
             if merged and low <= merged[-1][1]:
                 merged[-1] = merged[-1][0], max(merged[-1][1], high)
             else:
@@ -65,17 +65,11 @@ def loss_limit(settings: Spike, losses: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class AnomalyRecord:
-    """A run's anomalies so far; saved in checkpoints.
+    """A run's anomalies so far; saved in checkpoints."""
 
-    Attributes:
-        count: anomalies that the run has survived.
-        skipped: the batches that were left out.
-        losses: the losses of the last steps, oldest first, while the recipe watches for leaps.
-    """
-
-    count: int = 0
-    skipped: SkippedData = SkippedData()
-    losses: tuple[float, ...] = ()
+    count: int = 0  # anomalies that the run has survived
+    skipped: SkippedData = SkippedData()  # the batches that were left out
+    losses: tuple[float, ...] = ()  # of the last steps, oldest first, while the recipe watches for leaps
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "AnomalyRecord":
@@ -98,20 +92,13 @@ class AnomalyRecord:
             return self
         return replace(self, losses=(*self.losses, loss)[-settings.spike.window :])
 
-    def survived(self) -> "AnomalyRecord":
-        """The record with one more anomaly survived."""
-        return replace(self, count=self.count + 1)
-
     def leaving_out(self, start: int, stop: int) -> "AnomalyRecord":
         """The record with the batches at positions [start, stop) left out."""
-        return replace(self, skipped=self.skipped.adding(start, stop))
+        return replace(self, skipped=self.skipped.adding((start, stop)))
 
     def knowing(self, later: "AnomalyRecord") -> "AnomalyRecord":
         """This earlier record, with the count and the skipped data of a `later` one."""
-        skipped = self.skipped
-        for start, stop in later.skipped.ranges:
-            skipped = skipped.adding(start, stop)
-        return replace(self, count=later.count, skipped=skipped)
+        return replace(self, count=later.count, skipped=self.skipped.adding(*later.skipped.ranges))
 
     def policy(self, kind: Kind, settings: Anomalies) -> Policy:
         """What to do about one more anomaly."""
@@ -125,53 +112,36 @@ class AnomalyRecord:
 
 @dataclass(frozen=True)
 class Anomaly:
-    """A step that must not be taken.
-
-    Attributes:
-        kind: what is wrong.
-        step: the update that it would have been, from 1.
-        position: the position of its batch in the order.
-        loss: the mean over the global batch.
-        rate: the learning rate.
-        gradient_norm: the norm that DeepSpeed reports.
-        ranks: the samples of each rank.
-    """
+    """A step that must not be taken."""
 
     kind: Kind
-    step: int
-    position: int
-    loss: float
-    rate: float
-    gradient_norm: float
+    step: int  # the update that it would have been, from 1
+    position: int  # its batch's, in the order
+    loss: float  # the mean over the global batch
+    rate: float  # the learning rate
+    gradient_norm: float  # that DeepSpeed reports
     ranks: "list[Suspects]"
-
-    @property
-    def key(self) -> str:
-        """The recipe's key, below `anomalies`, that decides what is done about it."""
-        return "spike.policy" if self.kind == "spike" else "non_finite"
 
     def describe(self, policy: Policy) -> str:
         """What happened and what is done about it, in words."""
-        then = {
-            "stop": "",
-            "skip": "; the batch is left out",
-            "rewind": "; going back to a checkpoint, and leaving out the batches since",
-        }
+        rewind = "; going back to a checkpoint, and leaving out the batches since"
+        then = {"stop": "", "skip": "; the batch is left out", "rewind": rewind}[policy]
         if self.kind == "spike":
-            return f"step {self.step:,}: the loss leaps to {self.loss:.6g}{then[policy]}"
-        where = [
-            f"rank {rank} (uids {', '.join(map(str, bad[:_SHOWN]))}{' ...' if len(bad) > _SHOWN else ''})"
-            for rank, suspects in enumerate(self.ranks)
-            if (bad := suspects.bad())
-        ]
-        losses = f"the loss is not finite on {'; '.join(where)}" if where else "every loss is"
-        return f"step {self.step:,}: the gradient is not finite (learning rate {self.rate:.3g}); {losses}{then[policy]}"
+            return f"step {self.step:,}: the loss leaps to {self.loss:.6g}{then}"
+        where = []
+        for rank, (uids, losses) in enumerate(self.ranks):
+            bad = [str(uid) for uid, loss in zip(uids, losses, strict=True) if not math.isfinite(loss)]
+            if bad:
+                where.append(f"rank {rank} (uids {', '.join(bad[:_SHOWN])}{' ...' if len(bad) > _SHOWN else ''})")
+        losses_are = f"the loss is not finite on {'; '.join(where)}" if where else "every loss is"
+        return f"step {self.step:,}: the gradient is not finite (learning rate {self.rate:.3g}); {losses_are}{then}"
 
     def error(self, message: str, newest: int, count: int, limit: int) -> NonFiniteError:
         """The error that ends the run: the message, the step of the newest checkpoint, and what can be done."""
+        key = "spike.policy" if self.kind == "spike" else "non_finite"
         return NonFiniteError(
             f"{message}. The newest checkpoint is that of step {newest:,}. In another --run-dir, lower optimizer.lr or "
-            f"set optimizer.clip_norm; or have such batches left out (anomalies.{self.key}; "
+            f"set optimizer.clip_norm; or have such batches left out (anomalies.{key}; "
             f"{count} of anomalies.limit {limit} were)"
         )
 
@@ -205,10 +175,6 @@ class Suspects(NamedTuple):
 
     uids: list[int]
     losses: list[float]
-
-    def bad(self) -> list[int]:
-        """Uids of the samples whose loss is not finite."""
-        return [uid for uid, loss in zip(self.uids, self.losses, strict=True) if not math.isfinite(loss)]
 
 
 def _json(value: float) -> float | None:

@@ -32,12 +32,12 @@ from vitscale.recipe import Recipe
 from vitscale.runs.checkpoint import MASTER, Fragment
 from vitscale.training.deepspeed import fragments
 from vitscale.training.deepspeed.distributed import World
-from vitscale.training.deepspeed.engine import settle_weights
+from vitscale.training.deepspeed.engine import Engine
 from vitscale.training.optimizers.parameter_groups import LR_FACTOR, parameter_groups
-from vitscale.training.optimizers.pieces import Piece
 from vitscale.training.optimizers.projections import key_of, project, sample
 from vitscale.training.optimizers.rule import State, Update, rule_of
 from vitscale.training.optimizers.schedule import Rates
+from vitscale.training.optimizers.whole_tensors import Piece
 from vitscale.training.watching.replicas import checksum
 
 _SAMPLED = 64  # elements checked in each fragment
@@ -50,24 +50,15 @@ _ORDER = ("weights", "gradient", "update", "checkpoint", "norm")  # causes befor
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that an audit found wrong.
+    """One thing that an audit found wrong."""
 
-    Attributes:
-        check: gradient, norm, update, checkpoint or weights.
-        rank: the rank that found it.
-        name: the parameter's name; empty if the finding is about no single one.
-        start, length: the fragment's first element and its number of elements.
-        what: the finding in words.
-        missing: for a gradient, the projection of what is missing from it, and how far that may be off.
-    """
-
-    check: str
-    rank: int
-    what: str
-    name: str = ""
-    start: int = 0
-    length: int = 0
-    missing: tuple[float, float] | None = None
+    check: str  # gradient, norm, update, checkpoint or weights
+    rank: int  # that found it
+    what: str  # in words
+    name: str = ""  # the parameter's; empty if the finding is about no single one
+    start: int = 0  # the fragment's first element
+    length: int = 0  # its number of elements
+    missing: tuple[float, ...] | None = None  # projection of what is missing from a gradient, and its tolerance
 
     def __str__(self) -> str:
         where = f" {self.name} [{self.start:,}:{self.start + self.length:,}]" if self.name else ""
@@ -75,7 +66,7 @@ class Finding:
 
 
 class _Fragment(NamedTuple):
-    """A fragment: which part of which parameter it is, and which rank has it."""
+    """Which part of which parameter a rank has."""
 
     name: str
     start: int
@@ -83,9 +74,8 @@ class _Fragment(NamedTuple):
     rank: int
 
 
-@dataclass
-class _Sampled:
-    """Some elements of a fragment before the update: their places, state and gradient."""
+class _Sampled(NamedTuple):
+    """Some elements of a fragment before the update."""
 
     places: Tensor
     state: State
@@ -101,15 +91,13 @@ class Audit:
     """
 
     def __init__(
-        self, engine: Any, recipe: Recipe, world: World, rates: Rates, to_save: Callable[[], list[Fragment]]
+        self, engine: Engine, recipe: Recipe, world: World, rates: Rates, to_save: Callable[[], list[Fragment]]
     ) -> None:
-        self._engine, self._recipe, self._world, self._rates = engine, recipe, world, rates
-        self._to_save = to_save
+        self._engine, self._recipe, self._world, self._rates, self._to_save = engine, recipe, world, rates, to_save
+        self._counts = not engine.is_replicated or world.is_main  # in sums over ranks, what is on all of them once
         self._findings: list[Finding] = []
         self._trained = {name: each for name, each in engine.module.named_weights() if each.requires_grad}
         self._rule, self._updates = rule_of(recipe.optimizer), _updates(recipe, engine, rates)
-        self._pieces = list(fragments.pieces_of(engine))
-        self._is_replicated = fragments.is_replicated(engine)
         self._lay_out()
         self._local = torch.zeros(len(self._places), 2, dtype=torch.float64, device=world.device)
         self._applied: dict[Piece, tuple[float, float]] = {}
@@ -117,11 +105,11 @@ class Audit:
         self._seed = 0.0
         self._seen: set[tuple[str, str]] = set()
         self._names: dict[nn.Parameter, str] = {}  # under ZeRO 3, if weights are gathered unquantised
-        if recipe.parallelism.zero_stage == 3 and not _zero(recipe).get("zero_quantized_weights"):
+        is_quantised = recipe.deepspeed.get("zero_optimization", {}).get("zero_quantized_weights")
+        if recipe.parallelism.zero_stage == 3 and not is_quantised:
             self._names = {parameter: name for name, parameter in self._trained.items()}
         self._owners_checksums = self._compare_weights("before the step")
-        optimizer = fragments.base_optimizer(engine)
-        self._hooks: list[Any] = [optimizer.register_step_pre_hook(self._before_update)]
+        self._hooks: list[Any] = [engine.optimizer.register_step_pre_hook(self._before_update)]
         for name, parameter in self._trained.items():
             self._hooks.append(parameter.register_hook(partial(self._take_gradient, name, parameter)))
         if self._names:
@@ -130,46 +118,44 @@ class Audit:
 
     def _lay_out(self) -> None:
         """Work out which rank has which part of each parameter."""
-        mine = [(piece.name, piece.start, piece.length) for piece in self._pieces]
-        by_rank = [mine] if self._is_replicated else gather(mine)
+        mine = [(piece.name, piece.start, piece.length) for piece in self._engine.pieces]
+        by_rank = [mine] if self._engine.is_replicated else gather(mine)
         order = {name: index for index, name in enumerate(self._trained)}
-        self._places = [
-            _Fragment(name, start, length, rank)
-            for rank, pieces in enumerate(by_rank)
-            for name, start, length in pieces
-        ]
-        self._places.sort(key=lambda place: (order[place.name], place.start))
+        places = [_Fragment(*piece, rank) for rank, pieces in enumerate(by_rank) for piece in pieces]
+        self._places = sorted(places, key=lambda place: (order[place.name], place.start))
         self._index = {(place.name, place.start): index for index, place in enumerate(self._places)}
-        rows = {name: list(own) for name, own in groupby(enumerate(self._places), key=lambda each: each[1].name)}
+        by_name = groupby(range(len(self._places)), key=lambda row: self._places[row].name)
+        rows_of = {name: list(rows) for name, rows in by_name}
         self._rows: dict[str, tuple[int, Tensor]] = {}
         for name in self._trained:
-            own = rows.get(name, [])
-            lengths = [place.length for _, place in own]
-            if sum(lengths) != math.prod(self._engine.whole_shapes[name]):
-                self._find("update", f"the ranks update {sum(lengths):,} of its elements", name)
-            self._rows[name] = own[0][0] if own else 0, torch.tensor(lengths, dtype=torch.int64)
+            rows = rows_of.get(name, [])
+            lengths = [self._places[row].length for row in rows]
+            if sum(lengths) != math.prod(self._engine.shapes[name]):
+                self._find("update", f"the ranks update {sum(lengths):,} of its elements", _Fragment(name, 0, 0, 0))
+            self._rows[name] = rows[0] if rows else 0, torch.tensor(lengths, dtype=torch.int64)
 
-    def _find(self, check: str, what: str, name: str = "", piece: Piece | None = None, **others: Any) -> None:
-        if piece is not None:
-            others |= {"start": piece.start, "length": piece.length}
-        self._findings.append(Finding(check, self._world.rank, what, name if piece is None else piece.name, **others))
+    def _find(self, check: str, what: str, where: Piece | _Fragment | None, *missing: float) -> None:
+        place = () if where is None else (where.name, where.start, where.length)
+        self._findings.append(Finding(check, self._world.rank, what, *place, missing=missing or None))
 
     # ---- Gradients ---------------------------------------------------------------------------------------------------
 
     def watch(self, losses: Tensor) -> None:
         """Watch a micro-batch's losses (b,); called before its backward pass."""
-        losses.register_hook(self._take_seed)
 
-    def _take_seed(self, gradient: Tensor) -> None:
-        """Note the factor of the losses in the backward pass; it is 0 for samples that do not count."""
-        self._seed = float(gradient.detach().float().max())
+        def note_seed(
+            gradient: Tensor,
+        ) -> None:  # the losses' factor in the backward pass; 0 if a sample does not count
+            self._seed = float(gradient.detach().float().max())
+
+        losses.register_hook(note_seed)
 
     def _take_gradient(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Called by autograd with a part of this rank's gradient, usually that of a whole micro-batch."""
         first, lengths = self._rows[name]
         if self._seed > 0 and int(lengths.sum()) == gradient.numel():
-            found = project(gradient.detach().reshape(-1), 0, self._key(name), lengths)
-            self._local[first : first + len(lengths)] += found / found.new_tensor([self._seed, self._seed**2])
+            projected = project(gradient.detach().reshape(-1), 0, self._key(name), lengths)
+            self._local[first : first + len(lengths)] += projected / projected.new_tensor([self._seed, self._seed**2])
         if self._names:
             self._compare_gathered(name, parameter, "backward")
 
@@ -186,7 +172,7 @@ class Audit:
         first, lengths = self._rows[name]
         if checksum(parameter) != sum(self._owners_checksums[first : first + len(lengths)]) % 2**64:
             what = f"it is gathered with other values than its owners have, on the way {way}"
-            self._find("weights", what, name, length=parameter.numel())
+            self._find("weights", what, _Fragment(name, 0, parameter.numel(), 0))
 
     def _key(self, name: str) -> int:
         return key_of(self._recipe.seed, self._rates.updates, name)
@@ -194,7 +180,7 @@ class Audit:
     @torch.no_grad()
     def _before_update(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
         """Called by torch before an optimizer's step, which may be for only some of its tensors."""
-        for piece in fragments.stepped(self._pieces, optimizer):
+        for piece in fragments.stepped(self._engine.pieces, optimizer):
             if piece in self._applied:
                 continue
             key, gradient = self._key(piece.name), fragments.given_gradient(piece, optimizer)
@@ -205,9 +191,8 @@ class Audit:
             self._sampled[piece] = _Sampled(places, state, gradient[places].double().cpu())
 
     def _state(self, piece: Piece) -> dict[str, Tensor]:
-        own = fragments.base_optimizer(self._engine).state[piece.flat]
-        kinds = fragments.kinds_as_parameter(self._engine, piece.name)
-        return {MASTER: piece.view(piece.flat)} | {kind: piece.view(own[kind]) for kind in kinds}
+        state, kinds = self._engine.optimizer.state[piece.flat], self._engine.kinds_as_parameter(piece.name)
+        return {MASTER: piece.view(piece.flat)} | {kind: piece.view(state[kind]) for kind in kinds}
 
     # ---- The end -----------------------------------------------------------------------------------------------------
 
@@ -225,41 +210,33 @@ class Audit:
         if not was_made:
             return []
         totals = reduce_sum(self._local) / torch.tensor([samples, samples**2], device=self._local.device)
-        counts_norm = not self._is_replicated or self._world.is_main
-        squares = sum(norm**2 for _, norm in self._applied.values()) if counts_norm else 0.0
+        squares = sum(norm**2 for _, norm in self._applied.values()) if self._counts else 0.0
         applied = math.sqrt(float(reduce_sum(self._local.new_tensor(squares))))
         clipping = 1.0
         if self._recipe.optimizer.clip_norm is not None:
             clipping = min(1.0, self._recipe.optimizer.clip_norm / (gradient_norm + 1e-6))
-        self._check_norm(gradient_norm, applied, clipping)
+        if not math.isclose(gradient_norm * clipping, applied, rel_tol=_NORM, abs_tol=1e-30):
+            clipped = "" if clipping == 1 else f", clipped to {gradient_norm * clipping:.6g},"
+            what = f"DeepSpeed reports {gradient_norm:.6g}{clipped} and applies a gradient of norm {applied:.6g}"
+            self._find("norm", what, None)
         self._check_gradients(totals.tolist(), clipping)
         self._check_updates(totals[:, 1].tolist())
         self._compare_weights("after the step")
         by_rank = gather([asdict(finding) for finding in self._findings])
-        found = [Finding(**finding) for of_rank in by_rank for finding in of_rank]
-        return self._explained(found, samples) if found else []
-
-    def _check_norm(self, told: float, applied: float, clipping: float) -> None:
-        if not math.isclose(told * clipping, applied, rel_tol=_NORM, abs_tol=1e-30):
-            clipped = "" if clipping == 1 else f", clipped to {told * clipping:.6g},"
-            self._find("norm", f"DeepSpeed reports {told:.6g}{clipped} and applies a gradient of norm {applied:.6g}")
+        findings = [Finding(**finding) for of_rank in by_rank for finding in of_rank]
+        return self._explained(findings, samples) if findings else []
 
     def _check_gradients(self, totals: Sequence[Sequence[float]], clipping: float) -> None:
         """Check that the gradient applied is the mean of all ranks' gradients."""
         once = _roundings(self._recipe, self._world.size)
-        if math.isinf(once):
-            return
-        for piece in self._pieces:
-            if piece not in self._applied:
-                continue  # reported by _check_updates
-            dot, norm = (value / clipping for value in self._applied[piece])
+        for piece, values in self._applied.items() if math.isfinite(once) else ():
+            dot, norm = (value / clipping for value in values)
             expected, squares = totals[self._index[piece.name, piece.start]]
             off = _DEVIATIONS * once * (norm + math.sqrt(squares))
             if not abs(dot - expected) <= off:
-                what = (
-                    f"the optimizer is given {dot:.6g}, the ranks computed {expected:.6g} ± {off:.2g} (in projection)"
-                )
-                self._find("gradient", what, piece=piece, missing=(expected - dot, off))
+                computed = f"the ranks computed {expected:.6g} ± {off:.2g} (in projection)"
+                what = f"the optimizer is given {dot:.6g}, {computed}"
+                self._find("gradient", what, piece, expected - dot, off)
 
     def _check_updates(self, squares: Sequence[float]) -> None:
         """Check that masters and moments follow from the earlier ones, and are what a checkpoint would hold.
@@ -271,20 +248,19 @@ class Audit:
         for fragment in self._to_save():
             saved.setdefault((fragment.name, fragment.start), {}).update(fragment.tensors)
         shares = torch.zeros(len(self._places), dtype=torch.float64)
-        for piece in self._pieces:
+        for piece in self._engine.pieces:
             now = self._state(piece)
-            held = saved.get((piece.name, piece.start), {})
-            kinds = now.keys() & held.keys()
+            to_save = saved.get((piece.name, piece.start), {})
+            kinds = now.keys() & to_save.keys()
             shares[self._index[piece.name, piece.start]] = len(kinds) / len(now)
-            now |= {kind: held[kind] for kind in kinds}
+            now |= {kind: to_save[kind] for kind in kinds}
             if piece in self._sampled:
                 self._check_rule(piece, self._sampled[piece], now)
             elif squares[self._index[piece.name, piece.start]]:  # torch's optimizers leave out what has no gradient
-                self._find("update", "the optimizer was not asked to update it", piece=piece)
+                self._find("update", "the optimizer was not asked to update it", piece)
         for place, share in zip(self._places, reduce_sum(shares.to(self._world.device)).tolist(), strict=True):
             if self._world.is_main and not math.isclose(share, 1):
-                what = f"{share:.0%} of its state is among what the ranks would save"
-                self._find("checkpoint", what, place.name, start=place.start, length=place.length)
+                self._find("checkpoint", f"{share:.0%} of its state is among what the ranks would save", place)
 
     def _check_rule(self, piece: Piece, before: _Sampled, now: dict[str, Tensor]) -> None:
         after = {kind: values[before.places].double().cpu() for kind, values in now.items()}
@@ -297,24 +273,24 @@ class Audit:
                 where = f"{kind} at element {piece.start + int(before.places[at]):,}"
                 more = f" ({int(wrong.sum())} of {len(wrong)} elements are wrong)"
                 what = f"{where} changed from {was:.9g} to {is_now:.9g} instead of {wanted:.9g}{more}"
-                self._find("update", what, piece=piece)
+                self._find("update", what, piece)
 
     # ---- Weights -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _compare_weights(self, when: str) -> list[int]:
         """Compare this rank's weights with the owners' masters, rounded. Returns the masters' checksums by fragment."""
-        settle_weights(self._engine)
-        own = torch.zeros(len(self._places), dtype=torch.int64)
-        for piece in self._pieces if not self._is_replicated or self._world.is_main else []:
-            rounded = piece.view(piece.flat).to(self._trained[piece.name].dtype)
-            own[self._index[piece.name, piece.start]] = _signed(checksum(rounded, piece.start))
-        of_owners = [int(each) % 2**64 for each in reduce_sum(own.to(self._world.device)).tolist()]
+        self._engine.settle_weights()
+        sums = torch.zeros(len(self._places), dtype=torch.int64)
+        for piece in self._engine.pieces if self._counts else []:
+            total = checksum(piece.view(piece.flat).to(self._trained[piece.name].dtype), piece.start)
+            sums[self._index[piece.name, piece.start]] = total - 2**64 if total >= 2**63 else total  # int64 is signed
+        of_owners = [int(each) % 2**64 for each in reduce_sum(sums.to(self._world.device)).tolist()]
         for index, place in enumerate(self._places):
             weights = self._weights_at(place)
             if weights is not None and checksum(weights, place.start) != of_owners[index]:
                 what = f"{when}, the weights used in computing are not rank {place.rank}'s masters, rounded"
-                self._find("weights", what, place.name, start=place.start, length=place.length)
+                self._find("weights", what, place)
         return of_owners
 
     def _weights_at(self, place: _Fragment) -> Tensor | None:
@@ -330,22 +306,19 @@ class Audit:
 
     # ---- Words -------------------------------------------------------------------------------------------------------
 
-    def _explained(self, found: list[Finding], samples: int) -> list[Finding]:
+    def _explained(self, findings: list[Finding], samples: int) -> list[Finding]:
         """The findings, causes first, naming the rank whose part of the gradient was left out or counted twice."""
         local = gather((self._local[:, 0] / samples).tolist())
-        wrong = [finding for finding in found if finding.missing is not None]
-        parts = [[of_rank[self._index[finding.name, finding.start]] for of_rank in local] for finding in wrong]
-        cause = _cause([finding.missing for finding in wrong if finding.missing is not None], parts)
-        if cause is not None:
-            found = [
-                replace(finding, what=f"{finding.what}, as {cause}") if finding.missing is not None else finding
-                for finding in found
-            ]
-        return sorted(found, key=lambda finding: _ORDER.index(finding.check))
+        wrong = [(one, one.missing) for one in findings if one.missing is not None]
+        parts = [[of_rank[self._index[one.name, one.start]] for of_rank in local] for one, _ in wrong]
+        cause = _cause([missing for _, missing in wrong], parts)
+        why = "" if cause is None else f", as {cause}"
+        findings = [one if one.missing is None else replace(one, what=f"{one.what}{why}") for one in findings]
+        return sorted(findings, key=lambda one: _ORDER.index(one.check))
 
 
-def _cause(missing: Sequence[tuple[float, float]], parts: Sequence[Sequence[float]]) -> str | None:
-    """The only explanation, in words, that fits what is missing from all wrong fragments; None if none or several fit.
+def _cause(missing: Sequence[tuple[float, ...]], parts: Sequence[Sequence[float]]) -> str | None:
+    """Names the one rank whose part is missing or doubled in all wrong fragments; None if none or several explain them.
 
     Args:
         missing: for each fragment, the projection of what is missing, and how far that may be off.
@@ -355,20 +328,19 @@ def _cause(missing: Sequence[tuple[float, float]], parts: Sequence[Sequence[floa
     for rank in range(len(parts[0]) if parts and len(parts[0]) > 1 else 0):
         suspects[f"without the part of rank {rank}"] = [of_ranks[rank] for of_ranks in parts]
         suspects[f"with twice the part of rank {rank}"] = [-of_ranks[rank] for of_ranks in parts]
-    fitting = [
-        words
-        for words, amounts in suspects.items()
-        if all(abs(each - amount) <= off for (each, off), amount in zip(missing, amounts, strict=True))
-    ]
+
+    def fits(amounts: list[float]) -> bool:
+        return all(abs(each - amount) <= off for (each, off), amount in zip(missing, amounts, strict=True))
+
+    fitting = [words for words, amounts in suspects.items() if fits(amounts)]
     return fitting[0] if missing and len(fitting) == 1 else None
 
 
 def _roundings(recipe: Recipe, ranks: int) -> float:
     """The relative error that a gradient may pick up after autograd; infinite if it is quantised."""
-    added = recipe.deepspeed
-    if _zero(recipe).get("zero_quantized_gradients"):
+    if recipe.deepspeed.get("zero_optimization", {}).get("zero_quantized_gradients"):
         return math.inf
-    is_added = any(key in added for key in ("torch_autocast", "communication_data_type", "data_types"))
+    is_added = not {"torch_autocast", "communication_data_type", "data_types"}.isdisjoint(recipe.deepspeed)
     sums = math.sqrt(ranks)  # independent roundings in a sum over ranks
     off = _FP32 * (8 + sums)
     if recipe.precision != "fp32" or is_added:
@@ -376,24 +348,14 @@ def _roundings(recipe: Recipe, ranks: int) -> float:
     return off
 
 
-def _zero(recipe: Recipe) -> dict[str, Any]:
-    """What the recipe adds to DeepSpeed's ZeRO settings."""
-    added: dict[str, Any] = recipe.deepspeed.get("zero_optimization", {})
-    return added
-
-
-def _signed(number: int) -> int:
-    return number - 2**64 if number >= 2**63 else number
-
-
-def _updates(recipe: Recipe, engine: Any, rates: Rates) -> dict[str, Update]:
+def _updates(recipe: Recipe, engine: Engine, rates: Rates) -> dict[str, Update]:
     """How each parameter must be updated, by the recipe and not by what DeepSpeed has in its groups."""
     names = {parameter: name for name, parameter in engine.module.named_weights()}
     optimizer, factor = recipe.optimizer, rates.weight_decay_factor
     momentum = optimizer.first_momentum if rates.momentum is None else rates.momentum
     return {
         names[parameter]: Update(
-            shape=recipe.axes(names[parameter], engine.whole_shapes[names[parameter]]),
+            shape=recipe.axes(names[parameter], tuple(engine.shapes[names[parameter]])),
             number=rates.updates + 1,
             rate=rates.learning_rate * group[LR_FACTOR],
             decay=group["weight_decay"] * (1.0 if factor is None else factor),
@@ -407,10 +369,10 @@ def _updates(recipe: Recipe, engine: Any, rates: Rates) -> dict[str, Update]:
 def describe(findings: Sequence[Finding], step: int) -> str:
     """What an audit has found, in words."""
     lines = []
-    for check, found in groupby(findings, key=lambda finding: finding.check):
-        first, *others = found
-        lines.append("; ".join(map(str, [first, *others[: _SHOWN - 1]])))
-        lines[-1] += f"; and {len(others) - _SHOWN + 1:,} more of {check}" if len(others) >= _SHOWN else ""
+    for check, group in groupby(findings, key=lambda finding: finding.check):
+        of_check = list(map(str, group))
+        lines += of_check[:_SHOWN]
+        lines += [f"and {len(of_check) - _SHOWN:,} more of {check}"] if len(of_check) > _SHOWN else []
     return f"step {step:,}: the update is not that of the batch: {'; '.join(lines)}"
 
 

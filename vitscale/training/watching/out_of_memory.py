@@ -19,24 +19,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def explain(recipe: Recipe, plan: RunPlan, world: World) -> OutOfMemoryError:
+def explain(plan: RunPlan, world: World) -> OutOfMemoryError:
     """The error of a rank that has run out of memory with the plan's micro-batch."""
     per_rank = plan.micro_batch * plan.accumulation
     smaller = max((size for size in range(1, plan.micro_batch) if per_rank % size == 0), default=None)
     fits = None
     if smaller is not None:  # the present one does not fit, whatever is expected of it
-        content = recipe.dump()
+        content = plan.recipe.dump()
         content["batch"]["micro_max"] = smaller
         device: DeviceType = "cuda" if world.device.type == "cuda" else "cpu"
         tried = Recipe.model_validate(content)
         fits = largest_micro_batch(tried, plan.num_classes, world.size, _own_memory(world), device)
+    advice = (
+        "no smaller one is expected to fit: try --set parallelism.activation_checkpointing=1, a higher "
+        "parallelism.zero_stage, or more ranks"
+    )
     if fits is not None:
         advice = f"{fits} should fit: --set batch.micro_max={fits} changes nothing but the rounding of sums"
-    else:
-        advice = (
-            "no smaller one is expected to fit: try --set parallelism.activation_checkpointing=1, a higher "
-            "parallelism.zero_stage, or more ranks"
-        )
     return OutOfMemoryError(
         f"rank {world.rank} is out of memory with micro-batches of {plan.micro_batch} images; {advice}"
     )

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,7 +33,8 @@ from vitscale.training.beginning.automatic import missing_for_compiling, slownes
 from vitscale.training.beginning.memory import Memory, expected_memory, largest_micro_batch
 from vitscale.training.beginning.run_plan import RunPlan
 from vitscale.training.beginning.tensors import DeviceType
-from vitscale.training.deepspeed import distributed
+from vitscale.training.deepspeed.distributed import World
+from vitscale.training.deepspeed.fragments import checkpoint_bytes
 from vitscale.training.deepspeed.lean_deepspeed import deepspeed
 from vitscale.training.watching.trackers import absent_packages
 
@@ -46,41 +46,37 @@ _DIGITS = 16  # of a sha256
 _FIRST_WITH_FLOAT8 = (8, 9)  # compute capability
 
 
-def preflight(
-    recipe: Recipe, plan: RunPlan, run_dir: Path, world: distributed.World, checkpoint_bytes: int
-) -> list[str]:
+def preflight(plan: RunPlan, run_dir: Path, world: World) -> list[str]:
     """Compare the ranks and their machines with each other and with what the run will need; all ranks call it together.
 
-    Args:
-        checkpoint_bytes: size of one checkpoint.
+    Returns lines to print, the same on all ranks except for the seconds: warnings, and a summary.
 
-    Returns:
-        Lines to print, the same on all ranks except for the seconds: warnings, and a summary.
-
-    Raises:
-        RecipeError: on all ranks alike, for what would keep the run from beginning or ending.
-        DataError: on all ranks alike, if it would be evaluated on its training samples.
-        StorageError: on all ranks alike, if a resumed run has no room for its next checkpoint.
+    Raises on all ranks alike `RecipeError` for what would keep the run from beginning or ending, `DataError` if it
+    would be evaluated on its training samples, and `StorageError` if a resumed run has no room for its next checkpoint.
     """
-    began = time.monotonic()
+    began, recipe = time.monotonic(), plan.recipe
     device: DeviceType = "cuda" if world.device.type == "cuda" else "cpu"
-    ranks = [_Rank(**seen) for seen in gather(asdict(_look_around(recipe, plan, world)))]
+    ranks = [_Rank(**seen) for seen in gather(asdict(_look_around(plan, world)))]
     _check_agreement(ranks, recipe)
-    expected = partial(expected_memory, recipe, plan.num_classes, world.size, plan.micro_batch, device)
-    memory = Memory(**on_rank_zero(lambda: asdict(expected())))
+    size = recipe, plan.num_classes, world.size, plan.micro_batch, device
+    memory = Memory(**on_rank_zero(lambda: asdict(expected_memory(*size))))
     _check_able(ranks, recipe)
-    _check_trackers(recipe)
     warnings = on_rank_zero(lambda: check_splits(recipe, plan.manifest))
     warnings += _check_load(world, ranks) + _check_bf16(recipe, world, ranks)
-    warnings += _check_memory(recipe, plan, world, ranks, memory)
-    left = [bytes_left for bytes_left in _device_memory(ranks) if bytes_left is not None]
-    needs = f"{_binary(memory.device_bytes)}{f' of {_binary(min(left))}' if left else ''} a rank expected"
+    on_host = Counter(rank.host for rank in ranks)  # each rank may take an equal part of its machine's memory
+    host = [None if rank.host_memory is None else rank.host_memory // on_host[rank.host] for rank in ranks]
+    # What each rank has for its model; on the CPU that is host memory.
+    left = [part if rank.device_memory is None else rank.device_memory for rank, part in zip(ranks, host, strict=True)]
+    warnings += _check_memory(plan, ranks, memory, host, left)
+    known = [bytes_left for bytes_left in left if bytes_left is not None]
+    needs = f"{_binary(memory.device_bytes)}{f' of {_binary(min(known))}' if known else ''} a rank expected"
     directory = checkpoint_directory(recipe, run_dir)
     if isinstance(directory, LocalDirectory):
         _check_shared(Path(directory.root), world, ranks)
-        free, about_room = on_rank_zero(lambda: _check_room(recipe, directory, checkpoint_bytes))
+        of_checkpoint = checkpoint_bytes(recipe, plan.num_classes)
+        free, about_room = on_rank_zero(lambda: _check_room(recipe, directory, of_checkpoint))
         warnings += about_room
-        needs += f", checkpoints {_decimal(checkpoint_bytes)} each of {_decimal(free)} free"
+        needs += f", checkpoints {_decimal(of_checkpoint)} each of {_decimal(free)} free"
     hosts = len({rank.host for rank in ranks})
     who = f"{_count(len(ranks), 'rank')} on {_count(hosts, 'host')} {'agree' if len(ranks) > 1 else 'ready'}"
     threads = f"{_count(torch.get_num_threads(), 'thread')} each; " if device == "cpu" else ""
@@ -93,30 +89,20 @@ def preflight(
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one rank sees.
-
-    Attributes:
-        host: name of its machine.
-        identity: what must be the same on all ranks, in words -> its digest or version.
-        device_memory: bytes free on its CUDA device; None on CPUs.
-        host_memory: bytes free on its machine, for all its ranks together; None if unknown.
-        load: processes that wanted a core of its machine in the last minute, for each core that it may use.
-        has_bf16: whether the device has bf16 arithmetic of its own; None if unknown.
-        without_compiler: what it lacks for compiling; empty if nothing, or if the recipe has nothing to compile.
-        without_float8: why it cannot train in float8; empty if it can, or need not.
-    """
+    """What one rank sees."""
 
     host: str
-    identity: dict[str, str]
-    device_memory: int | None
-    host_memory: int | None
-    load: float
-    has_bf16: bool | None
-    without_compiler: str
-    without_float8: str
+    identity: dict[str, str]  # what must be the same on all ranks, in words -> its digest or version
+    device_memory: int | None  # bytes free on its CUDA device; None on CPUs
+    host_memory: int | None  # bytes free on its machine, for all its ranks together; None if unknown
+    load: float  # processes that wanted a core in the last minute, for each core that it may use
+    has_bf16: bool | None  # whether the device has bf16 arithmetic of its own; None if unknown
+    without_compiler: str  # what it lacks for compiling; empty if nothing, or if there is nothing to compile
+    without_float8: str  # why it cannot train in float8; empty if it can, or need not
 
 
-def _look_around(recipe: Recipe, plan: RunPlan, world: distributed.World) -> _Rank:
+def _look_around(plan: RunPlan, world: World) -> _Rank:
+    recipe = plan.recipe
     identity = {
         "code of vitscale (sha256)": code_fingerprint(Path(vitscale.__file__).parent),
         "version of torch": str(torch.__version__),
@@ -128,13 +114,20 @@ def _look_around(recipe: Recipe, plan: RunPlan, world: distributed.World) -> _Ra
     free, has_bf16 = None, has_bf16_instructions()
     if world.device.type == "cuda":
         free, has_bf16 = torch.cuda.mem_get_info(world.device)[0], torch.cuda.is_bf16_supported(False)
-    is_fused = recipe.parallelism.fused_gelu
-    without_compiler = missing_for_compiling(world.device.type) if recipe.parallelism.compiles or is_fused else ""
-    without_compiler = "GPU" if is_fused and world.device.type != "cuda" else without_compiler
-    without_float8 = _without_float8(world.device) if recipe.precision == "fp8" else ""
-    load = os.getloadavg()[0] / usable_cores()
+    is_fused, without_compiler = recipe.parallelism.fused_gelu, ""
+    if is_fused and world.device.type != "cuda":
+        without_compiler = "GPU"
+    elif recipe.parallelism.compiles or is_fused:
+        without_compiler = missing_for_compiling(world.device.type)
     return _Rank(
-        socket.gethostname(), identity, free, available_memory(), load, has_bf16, without_compiler, without_float8
+        host=socket.gethostname(),
+        identity=identity,
+        device_memory=free,
+        host_memory=available_memory(),
+        load=os.getloadavg()[0] / usable_cores(),
+        has_bf16=has_bf16,
+        without_compiler=without_compiler,
+        without_float8=_without_float8(world.device) if recipe.precision == "fp8" else "",
     )
 
 
@@ -175,14 +168,10 @@ def _check_agreement(ranks: Sequence[_Rank], recipe: Recipe) -> None:
     problems = []
     for what in ranks[0].identity:
         values = [rank.identity[what] for rank in ranks]
-        counts = Counter(values)
-        if len(counts) == 1:
-            continue
-        usual, number = counts.most_common(1)[0]  # of equally common ones, rank 0's
-        for value in counts:
-            if value != usual:
-                where = _describe([index for index, other in enumerate(values) if other == value], ranks)
-                problems.append(f"  {what}: {value} on {where}, {usual} on {_count(number, 'other rank')}")
+        (usual, number), *others = Counter(values).most_common()  # of equally common ones, rank 0's is the usual one
+        for value, _ in others:
+            where = _describe([index for index, other in enumerate(values) if other == value], ranks)
+            problems.append(f"  {what}: {value} on {where}, {usual} on {_count(number, 'other rank')}")
     if not problems:
         return
     # All ranks see the same problems, so all come here.
@@ -204,9 +193,9 @@ def _describe(indices: Sequence[int], ranks: Sequence[_Rank]) -> str:
     for index in indices:
         by_host.setdefault(ranks[index].host, []).append(index)
     named = [
-        f"{'rank' if len(own) == 1 else 'ranks'} {', '.join(map(str, own[:_NAMED]))}"
-        f"{f' and {len(own) - _NAMED} more' if len(own) > _NAMED else ''} on {host}"
-        for host, own in list(by_host.items())[:_NAMED]
+        f"{'rank' if len(of_host) == 1 else 'ranks'} {', '.join(map(str, of_host[:_NAMED]))}"
+        f"{f' and {len(of_host) - _NAMED} more' if len(of_host) > _NAMED else ''} on {host}"
+        for host, of_host in list(by_host.items())[:_NAMED]
     ]
     more = f"; and on {_count(len(by_host) - _NAMED, 'more host')}" if len(by_host) > _NAMED else ""
     return "; ".join(named) + more
@@ -215,7 +204,7 @@ def _describe(indices: Sequence[int], ranks: Sequence[_Rank]) -> str:
 # ---- Devices ---------------------------------------------------------------------------------------------------------
 
 
-def _check_load(world: distributed.World, ranks: Sequence[_Rank]) -> list[str]:
+def _check_load(world: World, ranks: Sequence[_Rank]) -> list[str]:
     loaded = [index for index, rank in enumerate(ranks) if rank.load > _WORTH_A_WARNING]
     if world.device.type == "cuda" or not loaded:
         return []
@@ -225,7 +214,7 @@ def _check_load(world: distributed.World, ranks: Sequence[_Rank]) -> list[str]:
     ]
 
 
-def _check_bf16(recipe: Recipe, world: distributed.World, ranks: Sequence[_Rank]) -> list[str]:
+def _check_bf16(recipe: Recipe, world: World, ranks: Sequence[_Rank]) -> list[str]:
     without = [index for index, rank in enumerate(ranks) if rank.has_bf16 is False]
     if recipe.precision == "fp32" or not without:
         return []
@@ -244,7 +233,7 @@ def _check_bf16(recipe: Recipe, world: distributed.World, ranks: Sequence[_Rank]
 
 
 def _check_able(ranks: Sequence[_Rank], recipe: Recipe) -> None:
-    """Raise `MachineError` if a rank cannot do what the recipe asks for."""
+    """Raise `MachineError` or `RecipeError` if a rank cannot do what the recipe asks for."""
     compiled = "fused_gelu" if recipe.parallelism.fused_gelu else "compile"
     for key, reasons in {
         f"parallelism.{compiled}": [one.without_compiler and f"has no {one.without_compiler}" for one in ranks],
@@ -253,9 +242,6 @@ def _check_able(ranks: Sequence[_Rank], recipe: Recipe) -> None:
         for reason in sorted({*reasons} - {""}):
             where = _describe([index for index, other in enumerate(reasons) if other == reason], ranks)
             raise MachineError(f"{key}: {where} {reason}").on_all_ranks()
-
-
-def _check_trackers(recipe: Recipe) -> None:
     if absent := on_rank_zero(lambda: absent_packages(recipe.logging.trackers)):
         raise RecipeError(
             f"logging.trackers: rank 0 lacks what they need: pip install {' '.join(absent)}, or leave them out"
@@ -264,48 +250,31 @@ def _check_trackers(recipe: Recipe) -> None:
         on_rank_zero(lambda: check_drawing("evaluation.inspect"))
 
 
-def _host_memory(ranks: Sequence[_Rank]) -> list[int | None]:
-    """What each rank may take of its machine's memory: an equal part."""
-    on_host = Counter(rank.host for rank in ranks)
-    return [None if rank.host_memory is None else rank.host_memory // on_host[rank.host] for rank in ranks]
-
-
-def _device_memory(ranks: Sequence[_Rank]) -> list[int | None]:
-    """What each rank has for its model; on the CPU that is host memory."""
-    of_hosts = _host_memory(ranks)
-    return [
-        of_host if rank.device_memory is None else rank.device_memory
-        for rank, of_host in zip(ranks, of_hosts, strict=True)
-    ]
-
-
 def _check_memory(
-    recipe: Recipe, plan: RunPlan, world: distributed.World, ranks: Sequence[_Rank], memory: Memory
+    plan: RunPlan, ranks: Sequence[_Rank], memory: Memory, host: list[int | None], left: list[int | None]
 ) -> list[str]:
+    """Warnings; `host` and `left` have the bytes of host memory and for its model that each rank has, if known."""
     warnings = []
-    small = [index for index, left in enumerate(_host_memory(ranks)) if left is not None and left < memory.host_bytes]
+    small = [index for index, part in enumerate(host) if part is not None and part < memory.host_bytes]
     if small:
         warnings.append(
             f"one rank is expected to need {_binary(memory.host_bytes)} of host memory, but {_describe(small, ranks)} "
             f"has less; --set checkpoint.background=false saves {_binary(memory.host_checkpoint)} of it"
         )
-    left = _device_memory(ranks)
     known = [bytes_left for bytes_left in left if bytes_left is not None]
-    if not known or memory.device_bytes <= min(known):
+    if not known or memory.device_bytes <= (least := min(known)):
         return warnings
-    least = min(known)
     where = _describe([left.index(least)], ranks)
     if memory.states > least:
         raise RecipeError(
             f"the model does not fit: weights, gradients and optimizer of one rank need {_binary(memory.states)}, but "
             f"{where} has {_binary(least)}. Use more ranks with parallelism.zero_stage 2 or 3, or parallelism.offload"
         ).on_all_ranks()
-    fitting = on_rank_zero(lambda: largest_micro_batch(recipe, plan.num_classes, world.size, least, memory.device))
-    advice = (
-        f"batch.micro_max {fitting} should fit"
-        if fitting is not None
-        else "not even one image at a time is expected to fit: try parallelism.activation_checkpointing or .zero_stage"
-    )
+    size = plan.recipe, plan.num_classes, len(ranks), least, memory.device
+    fitting = on_rank_zero(lambda: largest_micro_batch(*size))
+    advice = "not even one image at a time is expected to fit: try parallelism.activation_checkpointing or .zero_stage"
+    if fitting is not None:
+        advice = f"batch.micro_max {fitting} should fit"
     return [
         *warnings,
         f"one rank is expected to need {_binary(memory.device_bytes)} with {plan.micro_batch} images at a time, but "
@@ -316,7 +285,7 @@ def _check_memory(
 # ---- Folders ---------------------------------------------------------------------------------------------------------
 
 
-def _check_shared(folder: Path, world: distributed.World, ranks: Sequence[_Rank]) -> None:
+def _check_shared(folder: Path, world: World, ranks: Sequence[_Rank]) -> None:
     """Raise `RecipeError` unless all ranks see what rank 0 writes into the folder."""
     folder_of_main, name = on_rank_zero(lambda: (str(folder), f".preflight-{secrets.token_hex(8)}"))
     token = folder / name
@@ -390,7 +359,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _binary(size: int) -> str:
+def _binary(size: float) -> str:
     """Memory in binary units, as its makers count it."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 

@@ -41,8 +41,8 @@ def compare_weights(module: nn.Module, step: int) -> None:
 
     Raises `ReplicaError` on all ranks.
     """
-    own = sum(index * checksum(parameter) for index, parameter in enumerate(module.parameters(), 1)) % 2**64
-    _compare(own, f"step {step:,}: the ranks' weights, which should be equal, differ")
+    total = sum(index * checksum(parameter) for index, parameter in enumerate(module.parameters(), 1)) % 2**64
+    _compare(total, f"step {step:,}: the ranks' weights, which should be equal, differ")
 
 
 def compare_computation(
@@ -53,12 +53,11 @@ def compare_computation(
     The ranks take turns in providing it. The logits are compared, and below ZeRO 3 also the gradient of the input,
     which passes back through every layer.
 
+    Raises `ReplicaError` on all ranks.
+
     Args:
         images: uint8 (b, S, S, 3), equally many on every rank.
         to_input: turns them into the model's input, on the device.
-        zero: the ZeRO stage.
-
-    Raises `ReplicaError` on all ranks.
     """
     same = images.to(world.device).contiguous()
     source = step % world.size
@@ -70,12 +69,12 @@ def compare_computation(
         # Not by the engine, which would take the backward pass for one of its own.
         outputs = (engine.module if has_gradient else engine)(inputs)
         result = outputs.pooled if outputs.logits is None else outputs.logits
-        own = checksum(result)
+        total = checksum(result)
         if has_gradient:
             (gradient,) = torch.autograd.grad(result.float().square().sum(), inputs)
-            own = (own + 3 * checksum(gradient)) % 2**64
+            total = (total + 3 * checksum(gradient)) % 2**64
     engine.train()
-    _compare(own, f"step {step:,}: all ranks have computed a micro-batch of rank {source}, and their bits differ")
+    _compare(total, f"step {step:,}: all ranks have computed a micro-batch of rank {source}, and their bits differ")
 
 
 @contextlib.contextmanager
@@ -94,8 +93,8 @@ def _reproducibly(device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
-def _compare(own: int, what: str) -> None:
-    sums = gather(own)
+def _compare(total: int, what: str) -> None:
+    sums = gather(total)
     (common, votes), *others = Counter(sums).most_common()
     if not others:
         return

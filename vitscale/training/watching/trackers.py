@@ -1,4 +1,4 @@
-"""A run's metrics in TensorBoard, Weights & Biases, MLflow and others, by the trackers of Accelerate.
+"""Writes a run's metrics to `metrics.jsonl`, and to TensorBoard, Weights & Biases, MLflow and others by Accelerate.
 
 Each tracker has a thread of its own, so that a server that is slow or unreachable delays no step; if one fails, a
 warning is printed and the run continues without it.
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitscale.ground.files.durable import write_text
-from vitscale.runs.metrics import OF_EVALUATIONS, rows_up_to
+from vitscale.runs.metrics import OF_EVALUATIONS, MetricsLines, rows_up_to
 from vitscale.runs.names import METRICS_FILE
 from vitscale.runs.reading import read_object
 
@@ -50,40 +50,48 @@ def named(line: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-class Trackers:
-    """All trackers of a run; rank 0 alone has them.
+class MetricsWriter:
+    """Appends to the metrics of one run, for rank 0; the trackers get the same. A write that fails is reported once.
 
     Args:
-        names: the trackers, as in `logging.trackers`; installed.
         run_dir: the run's directory; must exist.
         resume_step: the step that training continues from, 0 for a new run.
+        trackers: names as in `logging.trackers`; installed.
     """
 
-    def __init__(self, names: Sequence[str], run_dir: Path, resume_step: int) -> None:
-        self._followers = [_Follower(name, run_dir, resume_step) for name in names]
+    def __init__(self, run_dir: Path, resume_step: int, trackers: Sequence[str]) -> None:
+        self._lines = MetricsLines(run_dir / METRICS_FILE, resume_step)
+        self._followers = [_Follower(name, run_dir, resume_step) for name in trackers]
         for follower, seconds in _within(_STARTED_WITHIN_S, self._followers):
             follower.has_begun.wait(seconds)
 
-    def log(self, step: int, line: Mapping[str, float | str]) -> None:
-        """Hand over the numbers of a line of metrics."""
-        for follower in self._followers:
-            follower.items.put((step, named(line)))
+    def training(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Write the metrics of training after `step` updates."""
+        self._lines.training(step, values)
+        self._put((step, named(values)))
 
-    def draw(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
-        """Hand over pictures uint8 (height, width, 3) by name. Steps that are done again draw them again."""
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Write what `evaluation.evaluate` returned after `step` updates."""
+        self._lines.evaluation(step, values)
+        self._put((step, named({f"{OF_EVALUATIONS}{key}": value for key, value in values.items()})))
+
+    def pictures(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
+        """Hand pictures uint8 (height, width, 3) to the trackers. Steps that are done again draw them again."""
+        self._put((step, pictures))
+
+    def _put(self, item: "_Item | None") -> None:
         for follower in self._followers:
-            follower.items.put((step, pictures))
+            follower.items.put(item)
 
     def close(self) -> None:
         """Have the trackers write out what they still hold."""
-        for follower in self._followers:
-            follower.items.put(None)
+        self._put(None)
         for follower, seconds in _within(_ENDED_WITHIN_S, self._followers):
             follower.leave(seconds)
 
 
-_Values = Mapping[str, Any]
-"""Numbers, or pictures."""
+_Item = tuple[int, Mapping[str, Any]]
+"""A step, and numbers or pictures of it."""
 
 
 class _Known(NamedTuple):
@@ -94,16 +102,11 @@ class _Known(NamedTuple):
 
 
 class _Follower:
-    """One tracker and its thread.
-
-    Attributes:
-        items: what is to be logged, (step, numbers or pictures); None for the end.
-        has_begun: set when the tracker has been started, or has failed.
-    """
+    """One tracker and its thread."""
 
     def __init__(self, name: str, run_dir: Path, resume_step: int) -> None:
-        self.items: queue.SimpleQueue[tuple[int, _Values] | None] = queue.SimpleQueue()
-        self.has_begun = threading.Event()
+        self.items: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()  # None for the end
+        self.has_begun = threading.Event()  # or has failed
         self._name, self._run_dir, self._resume_step = name, run_dir, resume_step
         self._known_file = run_dir / _FOLDER / f"{name}.json"
         self._known = _Known(None, 0)
@@ -179,7 +182,7 @@ class _Follower:
         tracker.start()
         return tracker
 
-    def _log(self, tracker: Any, step: int, values: _Values) -> None:
+    def _log(self, tracker: Any, step: int, values: Mapping[str, Any]) -> None:
         if self._is_left:  # another follower may have this run by now
             return
         if self._name != "tensorboard" and step > self._known.step:
@@ -204,9 +207,9 @@ class _Follower:
             _log.warning("logging.trackers: %s takes no pictures: evaluation.inspect is not drawn there", self._name)
 
     def _read_known(self) -> _Known:
-        found = read_object(self._known_file) or {}
+        known = read_object(self._known_file) or {}
         with suppress(ValueError, KeyError, TypeError, OverflowError):
-            return _Known(None if found["run"] is None else str(found["run"]), int(found["step"]))
+            return _Known(None if known["run"] is None else str(known["run"]), int(known["step"]))
         return _Known(None, 0)
 
 
