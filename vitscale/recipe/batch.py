@@ -16,11 +16,9 @@ class Batch(Block):
 
     # `global` is a Python keyword, hence the alias.
     global_size: Annotated[int, Field(ge=1, le=2**31, alias="global", description="images per update, over all ranks")]
-    micro_max: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        "auto",
-        description="largest micro-batch a rank computes at once; auto: what fits into a CUDA device by the plan, at "
-        "most 1024, and 128 on CPUs, chosen once when the run begins",
-    )
+    micro_max: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """largest micro-batch a rank computes at once; auto: what fits into a CUDA device by the plan, at most 1024, and
+    128 on CPUs, chosen once when the run begins"""
 
     def split(self, world_size: int) -> tuple[int, int]:
         """(micro-batch, accumulation steps) of each rank; their product times the world size is the global batch.

@@ -38,8 +38,7 @@ class Crop(Block):
                 limit = " <= 1" if ceiling == 1.0 else ""
                 found.append(f"{name} must be [low, high] with 0 < low <= high{limit}, not {bounds}")
         for key, owner in (("area", "inception"), ("aspect", "inception"), ("fraction", "resize")):
-            # A dumped recipe sets every field, so a default value does not mean that somebody chose it.
-            if getattr(self, key) != type(self).model_fields[key].default and self.kind != owner:
+            if self.kind != owner and not self.has_default(key):
                 found.append(f"{key} belongs to kind: {owner}, and kind is {self.kind}")
         if found:
             raise Contradictions(found)
@@ -51,12 +50,9 @@ class EvalCrop(Block):
 
     kind: Literal["central", "square"] = Field("central", description="kind of crop")
     fraction: float = Field(224 / 256, gt=0, le=1, description="share of the side or sides that is kept")
-    resize: Literal["area", "tf_bilinear", "pil_bilinear", "pil_bicubic"] = Field(
-        "area",
-        description="how the crop is resized to image_size: area: mean over areas; tf_bilinear: without antialiasing, "
-        "as in TensorFlow and the authors' code; pil_bilinear, pil_bicubic: antialiased, as in Pillow. "
-        "All but area decode at full size",
-    )
+    resize: Literal["area", "tf_bilinear", "pil_bilinear", "pil_bicubic"] = "area"
+    """how the crop is resized to image_size: area: mean over areas; tf_bilinear: without antialiasing, as in TensorFlow
+    and the authors' code; pil_bilinear, pil_bicubic: antialiased, as in Pillow. All but area decode at full size"""
 
 
 class Cache(Block):
@@ -65,9 +61,8 @@ class Cache(Block):
     dir: str | None = Field(
         None, description=f"a folder on each machine; default: ${CACHE_VARIABLE} or ~/.cache/vitscale"
     )
-    limit_gb: float = Field(
-        100.0, gt=0, le=1e9, description="limit in gigabytes (10**9) for the shards of all runs on a machine"
-    )
+    limit_gb: float = Field(100.0, gt=0, le=1e9)
+    """limit in gigabytes (10**9) for the shards of all runs on a machine"""
 
     def folder(self) -> Path:
         """The absolute path of the cache on this machine; it need not exist. Raises `RecipeError`."""
@@ -90,52 +85,34 @@ class Data(Block):
     """The training data and how it is read."""
 
     train: str = Field(description="a dataset: NAME or NAME/SPLIT under data.root, a path, or a URL")
-    root: str | None = Field(
-        None,
-        description="the folder or URL that holds the datasets; default: from datasets.yaml or $VITSCALE_DATA_ROOT",
-    )
+    root: str | None = None
+    """the folder or URL that holds the datasets; default: from datasets.yaml or $VITSCALE_DATA_ROOT"""
     image_size: int = Field(224, ge=1, le=8192, description="side of the model's input in pixels")
     crop: Crop = Crop()
     flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
-    repeats: int = Field(
-        1,
-        ge=1,
-        le=1024,
-        description="views of each sample in a global batch, which then has fewer samples by this factor (repeated "
-        "augmentation); epochs still count images",
-    )
+    repeats: int = Field(1, ge=1, le=1024)
+    """views of each sample in a global batch, which then has fewer samples by this factor (repeated augmentation);
+    epochs still count images"""
     operations: list[
         Annotated[
             Annotated[SerializeAsAny[AnyOperation], Field(discriminator="kind")],
             by_kind(ImageOperation, "data.operations.N"),
         ]
-    ] = Field(
-        [],
-        description="operations on training images after crop and flip, in this order: first those of the loader "
-        "(ours on uint8 pixels), then, on the device, other packages' operations on uint8 pixels, then "
-        "all on floats",
-    )
+    ] = Field([])
+    """operations on training images after crop and flip, in this order: first those of the loader (ours on uint8
+    pixels), then, on the device, other packages' operations on uint8 pixels, then all on floats"""
     normalise: Normalise = Normalise()
     eval_crop: EvalCrop = EvalCrop()
-    threads: int | None = Field(
-        None,
-        ge=1,
-        le=256,
-        description="decoding threads per rank; default: 2; with a GPU, the rank's share of the cores minus one, at "
-        "most 16",
-    )
+    threads: int | None = Field(None, ge=1, le=256)
+    """decoding threads per rank; default: 2; with a GPU, the rank's share of the cores minus one, at most 16"""
     prefetch: int = Field(2, ge=1, le=64, description="number of batches decoded ahead")
-    dct_scaling: bool = Field(
-        False,
-        description="decode at 1/2, 1/4 or 1/8 if that is still at least image_size; faster, but gives other pixels",
-    )
+    dct_scaling: bool = False
+    """decode at 1/2, 1/4 or 1/8 if that is still at least image_size; faster, but gives other pixels"""
     verify_shards: bool = Field(True, description="compare each shard with its digest when a machine first opens it")
     check_rate: float = Field(1.0, ge=0, le=1, description="share of image reads whose checksum is compared")
-    bad_samples: Literal["error", "substitute", "mask"] = Field(
-        "error",
-        description="a damaged image ends the run (error), is replaced by another of its shard (substitute), or has "
-        "no weight (mask)",
-    )
+    bad_samples: Literal["error", "substitute", "mask"] = "error"
+    """a damaged image ends the run (error), is replaced by another of its shard (substitute), or has no weight
+    (mask)"""
     stall_s: float = Field(300.0, gt=0, description="seconds after which a read that has not returned ends the run")
     cache: Cache = Cache()
 

@@ -18,20 +18,13 @@ class Teacher(Block):
     """The teacher model: never updated, and not part of checkpoints or exports."""
 
     # `from` is a Python keyword, hence the alias.
-    source: Annotated[
-        str | None,
-        Field(
-            alias="from",
-            min_length=1,
-            description="its weights, with their head: a run's directory, the folder of one checkpoint, or weights in "
-            "any format that `vitscale export` reads; default: initial values, for trials such as smoke forms",
-        ),
-    ] = None
+    source: Annotated[str | None, Field(alias="from", min_length=1)] = None
+    """its weights, with their head: a run's directory, the folder of one checkpoint, or weights in any format that
+    `vitscale export` reads; default: initial values, for trials such as smoke forms"""
     step: int | None = Field(None, ge=1, lt=2**53, description="step of the run's checkpoint; default: its newest")
     model: ModelBlock = Field(description="its architecture, as `model`")
-    normalise: Normalise | None = Field(
-        None, description="normalisation of its input; default: as data.normalise, which is that of the model itself"
-    )
+    normalise: Normalise | None = None
+    """normalisation of its input; default: as data.normalise, which is that of the model itself"""
 
     @model_validator(mode="after")
     def _weights(self) -> "Teacher":
@@ -52,13 +45,11 @@ class Distillation(Classification):
     implementation: ClassVar[str] = "vitscale.objectives.distillation:Distillation"
 
     kind: Literal["distillation"] = Field(description="chooses this objective")  # type: ignore[assignment]
-    loss: Literal["softmax"] = Field(
-        "softmax", description="loss of the class token's head; the other head's is also softmax"
-    )
+    loss: Literal["softmax"] = "softmax"
+    """loss of the class token's head; the other head's is also softmax"""
     teacher: Teacher
 
     def check(self, context: Context) -> None:
-        """As `Objective.check`."""
         super().check(context)
         shape = context.model.shape()
         if not getattr(shape, "distilled", False):

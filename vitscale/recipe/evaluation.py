@@ -23,15 +23,11 @@ class FewShot(Block):
     """Closed-form few-shot evaluation on the representation (section 4.1)."""
 
     tasks: list[FewShotTask] = Field(min_length=1, description="the data sets")
-    shots: list[Annotated[int, Field(ge=1)]] = Field(
-        [1, 5, 10, 25], min_length=1, description="training images per class"
-    )
+    shots: list[Annotated[int, Field(ge=1)]] = Field([1, 5, 10, 25], min_length=1)
+    """training images per class"""
     seeds: int = Field(3, ge=1, description="number of random draws of training samples to average over")
-    l2: Annotated[float, Field(gt=0)] | Literal["shared"] = Field(
-        2.0**10,
-        description="ridge penalty; shared: as in the paper, one per number of shots, chosen by its mean rank over "
-        "all tasks",
-    )
+    l2: Annotated[float, Field(gt=0)] | Literal["shared"] = 2.0**10
+    """ridge penalty; shared: as in the paper, one per number of shots, chosen by its mean rank over all tasks"""
     crop: EvalCrop = EvalCrop(kind="square")
 
     @model_validator(mode="after")
@@ -58,13 +54,11 @@ class Evaluation(Block):
     every: Interval | None = Field(None, description="how often to evaluate; default: only at the end")
     validation: str | None = Field(None, description="a dataset, as data.train: top-1, top-5 and loss")
     fewshot: FewShot | None = None
-    evaluators: list[Annotated[SerializeAsAny[Evaluator], by_kind(Evaluator, "evaluation.evaluators.N")]] = Field(
-        [], description="evaluators of other packages"
-    )
+    evaluators: list[Annotated[SerializeAsAny[Evaluator], by_kind(Evaluator, "evaluation.evaluators.N")]] = Field([])
+    """evaluators of other packages"""
     batch: int = Field(64, ge=1, description="images per rank and forward pass")
-    overlap: Literal["refuse", "allow"] = Field(
-        "refuse", description="evaluated samples that are training samples: refuse: an error; allow: a warning"
-    )
+    overlap: Literal["refuse", "allow"] = "refuse"
+    """evaluated samples that are training samples: refuse: an error; allow: a warning"""
     inspect: Inspect | None = None
 
 
@@ -73,6 +67,5 @@ class Selection(Block):
 
     metric: str = Field("validation/top1", description="name as in metrics.jsonl, without eval/")
     mode: Literal["max", "min"] = Field("max", description="whether higher or lower is better")
-    patience: int | None = Field(
-        None, ge=1, description="number of evaluations without improvement after which the run ends"
-    )
+    patience: int | None = Field(None, ge=1)
+    """number of evaluations without improvement after which the run ends"""

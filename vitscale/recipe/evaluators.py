@@ -14,9 +14,8 @@ class Evaluator(Block):
     # `module:class` of the `vitscale.evaluation.Evaluator` that measures.
     implementation: ClassVar[str]
 
-    kind: str = Field(
-        description="dotted path of its block, such as my_package.Calibration, whose keys are written here"
-    )
+    kind: str
+    """dotted path of its block, such as my_package.Calibration, whose keys are written here"""
     name: str = Field(min_length=1, description="its name in metrics")
 
     def metrics(self) -> Sequence[str]:

@@ -37,7 +37,6 @@ class LoaderOperation(ImageOperation):
 
     @property
     def place(self) -> int:
-        """As `ImageOperation.place`."""
         return 0
 
 
@@ -49,26 +48,20 @@ class RandAugment(LoaderOperation):
     """
 
     kind: Literal["randaugment"] = Field(description="chooses this operation")
-    set: Literal["timm", "timm_increasing", "big_vision"] = Field(
-        description="which operations, and how magnitudes map to their strength; in timm_increasing a higher "
-        "magnitude is always stronger"
-    )
+    set: Literal["timm", "timm_increasing", "big_vision"]
+    """which operations, and how magnitudes map to their strength; in timm_increasing a higher magnitude is always
+    stronger"""
     n: int = Field(2, ge=1, le=16, description="number of operations")
     m: float = Field(9, ge=0, le=30, description="their magnitude, at most 10 in timm's sets")
-    std: float = Field(
-        0, ge=0, le=10, description="standard deviation of the magnitude, which is limited to 0 to 10 or 30"
-    )
-    probability: _Probability | None = Field(
-        None, description="probability of applying each of the n; default: 0.5 in timm's sets, 1 in big_vision's"
-    )
-    interpolation: Literal["nearest", "bilinear", "bicubic", "random"] | None = Field(
-        None,
-        description="interpolation of geometric operations; random: bilinear or bicubic; default: random in timm's "
-        "sets, nearest in big_vision's",
-    )
-    fill: _Colour = Field(
-        [128, 128, 128], description="red, green, blue of empty areas after geometric operations; timm uses the mean"
-    )
+    std: float = Field(0, ge=0, le=10)
+    """standard deviation of the magnitude, which is limited to 0 to 10 or 30"""
+    probability: _Probability | None = None
+    """probability of applying each of the n; default: 0.5 in timm's sets, 1 in big_vision's"""
+    interpolation: Literal["nearest", "bilinear", "bicubic", "random"] | None = None
+    """interpolation of geometric operations; random: bilinear or bicubic; default: random in timm's sets, nearest in
+    big_vision's"""
+    fill: _Colour = Field([128, 128, 128])
+    """red, green, blue of empty areas after geometric operations; timm uses the mean"""
 
     @model_validator(mode="after")
     def _as_in_timm(self) -> "RandAugment":
@@ -81,12 +74,8 @@ class ThreeAugment(LoaderOperation):
     """One of gray, solarization and Gaussian blur, followed by colour jitter (DeiT-III, arXiv:2204.07118)."""
 
     kind: Literal["three_augment"] = Field(description="chooses this operation")
-    jitter: float = Field(
-        0.3,
-        ge=0,
-        le=1,
-        description="brightness, contrast and saturation each change by a factor from 1 - this to 1 + this",
-    )
+    jitter: float = Field(0.3, ge=0, le=1)
+    """brightness, contrast and saturation each change by a factor from 1 - this to 1 + this"""
 
 
 class ColorJitter(LoaderOperation):
@@ -136,9 +125,8 @@ class RandomErasing(ImageOperation):
 
     kind: Literal["random_erasing"] = Field(description="chooses this operation")
     probability: _Probability = Field(0.25, description="probability of changing an image")
-    mode: Literal["pixel", "mean"] = Field(
-        "pixel", description="new content: pixel: noise of mean 0 and variance 1; mean: 0, which is data.normalise.mean"
-    )
+    mode: Literal["pixel", "mean"] = "pixel"
+    """new content: pixel: noise of mean 0 and variance 1; mean: 0, which is data.normalise.mean"""
     area: _Range = Field([0.02, 1 / 3], description="lowest and highest share of the image's area")
     aspect: _Range = Field([0.3, 1 / 0.3], description="lowest and highest height / width")
 

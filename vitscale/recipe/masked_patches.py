@@ -42,15 +42,12 @@ class MaskedPatches(Objective):
     own: ClassVar[tuple[str, ...]] = ("mask", "prediction.weight", "prediction.bias")
 
     kind: Literal["masked_patches"] = Field(description="chooses this objective")
-    target: Literal["mean_colour", "cell_colours", "pixels"] = Field(
-        "mean_colour",
-        description="what is predicted for a corrupted patch: its mean colour, one of 512; the mean colours of its 4 "
-        "x 4 cells; or all its pixels, with a squared error",
-    )
+    target: Literal["mean_colour", "cell_colours", "pixels"] = "mean_colour"
+    """what is predicted for a corrupted patch: its mean colour, one of 512; the mean colours of its 4 x 4 cells; or all
+    its pixels, with a squared error"""
     share: float = Field(0.5, gt=0, le=1, description="share of an image's patches that is corrupted")
 
     def check(self, context: Context) -> None:
-        """As `Objective.check`."""
         patches = context.model.patches(context.data.image_size)
         if patches is None:
             raise ValueError("objective.kind: masked_patches needs a model that cuts the picture itself into patches")

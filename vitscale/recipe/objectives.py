@@ -33,24 +33,19 @@ class Mixing(Block):
 
     mixup: float = Field(0.0, ge=0, le=1000, description="alpha of mixup; 0: no mixup")
     cutmix: float = Field(0.0, ge=0, le=1000, description="alpha of CutMix; 0: no CutMix")
-    cutmix_sides: Annotated[list[_Part], Field(min_length=2, max_length=2)] | None = Field(
-        None,
-        description="shortest and longest side of the CutMix box as shares of the image's, instead of an area drawn "
-        "by alpha, which must be 1: height and width are drawn independently, and the box lies within the "
-        "image (timm's cutmix_minmax)",
-    )
+    cutmix_sides: Annotated[list[_Part], Field(min_length=2, max_length=2)] | None = None
+    """shortest and longest side of the CutMix box as shares of the image's, instead of an area drawn by alpha, which
+    must be 1: height and width are drawn independently, and the box lies within the image (timm's cutmix_minmax)"""
     probability: float = Field(1.0, gt=0, le=1, description="probability of mixing")
     cutmix_share: float = Field(0.5, gt=0, lt=1, description="if both are on: probability of CutMix when mixing")
-    per: Literal["batch", "pair", "element"] = Field(
-        "batch",
-        description="unit of a draw: a global batch, a pair, or each image (timm's batch, pair, elem)",
-    )
+    per: Literal["batch", "pair", "element"] = "batch"
+    """unit of a draw: a global batch, a pair, or each image (timm's batch, pair, elem)"""
 
     @model_validator(mode="after")
     def _possible(self) -> "Mixing":
         if self.mixup == self.cutmix == 0:
             raise ValueError("give mixup, cutmix or both an alpha above 0, e.g. {mixup: 0.8, cutmix: 1.0}")
-        if self.cutmix_share != type(self).model_fields["cutmix_share"].default and not (self.mixup and self.cutmix):
+        if not self.has_default("cutmix_share") and not (self.mixup and self.cutmix):
             raise ValueError("cutmix_share belongs to mixup and cutmix together, and one of them is 0")
         if self.cutmix_sides is not None:
             if self.cutmix != 1:
@@ -145,31 +140,20 @@ class Classification(Objective):
     has_classes: ClassVar[bool] = True
 
     kind: Literal["classification"] = Field("classification", description="chooses this objective")
-    loss: Literal["sigmoid", "softmax", "bce"] = Field(
-        "sigmoid",
-        description="sigmoid: binary cross-entropy summed over classes, as the paper pre-trains; softmax: one class "
-        "per image; bce: as sigmoid, but the mean over classes, as in timm and DeiT-III",
-    )
+    loss: Literal["sigmoid", "softmax", "bce"] = "sigmoid"
+    """sigmoid: binary cross-entropy summed over classes, as the paper pre-trains; softmax: one class per image; bce: as
+    sigmoid, but the mean over classes, as in timm and DeiT-III"""
     on: float = Field(1.0, ge=0, le=1, description="target of the true class")
     off: float = Field(0.0, ge=0, le=1, description="target of the others; above 0 with on below 1: label smoothing")
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=1, description="share of the target spread evenly over all classes, instead of on and off"
-    )
-    threshold: float | None = Field(
-        None,
-        ge=0,
-        lt=1,
-        description="for sigmoid and bce: targets above it become 1, all others 0, after smoothing and mixing (timm's "
-        "bce_target_thresh)",
-    )
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """share of the target spread evenly over all classes, instead of on and off"""
+    threshold: float | None = Field(None, ge=0, lt=1)
+    """for sigmoid and bce: targets above it become 1, all others 0, after smoothing and mixing (timm's
+    bce_target_thresh)"""
     mixing: Mixing | None = None
-    keep: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="share of each image's patches that a Transformer sees in training, drawn per sample; class token "
-        "and registers are kept (PatchDropout)",
-    )
+    keep: float = Field(1.0, gt=0, le=1)
+    """share of each image's patches that a Transformer sees in training, drawn per sample; class token and registers
+    are kept (PatchDropout)"""
 
     @model_validator(mode="after")
     def _targets(self) -> "Classification":
@@ -187,7 +171,6 @@ class Classification(Objective):
         return self
 
     def check(self, context: Context) -> None:
-        """As `Objective.check`."""
         if self.keep < 1:
             if context.model.patches(context.data.image_size) is None:
                 raise ValueError("objective.keep needs a model that cuts the picture itself into patches")
@@ -211,7 +194,6 @@ class Classification(Objective):
             )
 
     def kept(self, context: Context) -> int | None:
-        """As `Objective.kept`."""
         patches = context.model.patches(context.data.image_size)
         if self.keep == 1 or patches is None:
             return None

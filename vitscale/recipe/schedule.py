@@ -14,12 +14,10 @@ class Course(Block):
     """An optimizer setting that changes with the step, from the optimizer's own value to another."""
 
     to: float = Field(ge=0, description="the final value, which is then kept")
-    over: Interval | None = Field(
-        None, description="length of the change, from the first step on; default: the whole run"
-    )
-    shape: Literal["linear", "cosine"] = Field(
-        "cosine", description="shape of the change; cosine begins and ends slowly"
-    )
+    over: Interval | None = None
+    """length of the change, from the first step on; default: the whole run"""
+    shape: Literal["linear", "cosine"] = "cosine"
+    """shape of the change; cosine begins and ends slowly"""
 
 
 _OWNERS = {
@@ -43,43 +41,32 @@ class Schedule(Block):
 
     duration: Interval = Field(description="how long to train")
     warmup: Duration = Field(Duration(steps=0), description="the learning rate rises from 0 to optimizer.lr")
-    decay: Literal["linear", "cosine", "stairs", "constant", "wsd", "rsqrt", "restarts"] = Field(
-        "linear",
-        description="after the warmup: linear: to end_lr; cosine: to 0; stairs: by factor at each of boundaries; "
-        "constant: unchanged; wsd: unchanged until the cooldown (warmup, stable, decay); rsqrt: by 1 / "
-        "sqrt(1 + t / timescale) after t steps, as in big_vision; restarts: a cosine to 0 that restarts "
-        "from the top after each cycle (SGDR)",
-    )
+    decay: Literal["linear", "cosine", "stairs", "constant", "wsd", "rsqrt", "restarts"] = "linear"
+    """after the warmup: linear: to end_lr; cosine: to 0; stairs: by factor at each of boundaries; constant: unchanged;
+    wsd: unchanged until the cooldown (warmup, stable, decay); rsqrt: by 1 / sqrt(1 + t / timescale) after t steps, as
+    in big_vision; restarts: a cosine to 0 that restarts from the top after each cycle (SGDR)"""
     end_lr: float = Field(1e-5, ge=0, description="final rate of decay: linear; no effect on the others")
     boundaries: list[Duration] = Field([], description="times after which decay: stairs multiplies the rate by factor")
     factor: float = Field(0.1, gt=0, lt=1, description="for decay: stairs; no effect on the others")
     cooldown: Duration = Field(Duration(steps=0), description="for decay: wsd and rsqrt: length of the final fall to 0")
-    cooldown_shape: Literal["linear", "1-sqrt"] = Field(
-        "linear",
-        description="for decay: wsd: after a share x of the cooldown, the rate is multiplied by 1 - x or by 1 - "
-        "sqrt(x)",
-    )
+    cooldown_shape: Literal["linear", "1-sqrt"] = "linear"
+    """for decay: wsd: after a share x of the cooldown, the rate is multiplied by 1 - x or by 1 - sqrt(x)"""
     timescale: Interval = Field(Duration(steps=10_000), description="for decay: rsqrt")
-    cycle: Interval | None = Field(
-        None, description="for decay: restarts: length of the first cycle, from the end of the warmup"
-    )
-    cycle_factor: float = Field(
-        1.0, ge=1, le=1e6, description="for decay: restarts: length of each cycle relative to the one before"
-    )
-    restart_factor: float = Field(
-        1.0, gt=0, le=1, description="for decay: restarts: top rate of each cycle relative to the one before"
-    )
-    weight_decay: Course | None = Field(
-        None, description="changes optimizer.weight_decay, and that of its groups by the same factor"
-    )
+    cycle: Interval | None = None
+    """for decay: restarts: length of the first cycle, from the end of the warmup"""
+    cycle_factor: float = Field(1.0, ge=1, le=1e6)
+    """for decay: restarts: length of each cycle relative to the one before"""
+    restart_factor: float = Field(1.0, gt=0, le=1)
+    """for decay: restarts: top rate of each cycle relative to the one before"""
+    weight_decay: Course | None = None
+    """changes optimizer.weight_decay, and that of its groups by the same factor"""
     momentum: Course | None = Field(None, description="changes optimizer.momentum, or the first of optimizer.betas")
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> "Schedule":
         found = []
         for key, owners in _OWNERS.items():
-            # A dumped recipe sets every field, so a default value does not mean that somebody chose it.
-            is_set = getattr(self, key) != type(self).model_fields[key].default
+            is_set = not self.has_default(key)
             if is_set and self.decay not in owners:
                 found.append(f"{key} belongs to decay: {' or '.join(owners)}, and decay is {self.decay}")
             if not is_set and _NEEDED.get(self.decay) == key:

@@ -110,34 +110,10 @@ def _resolved(model: Model) -> dict[str, Any]:
     if model.family is not None:
         return own
     own = {
-        key: value
-        for key, value in own.items()
-        if key not in ("family", *model.optional) or value != type(model).model_fields[key].default
+        key: value for key, value in own.items() if key not in ("family", *model.optional) or not model.has_default(key)
     }
     return {key: own.get(key, value) for key, value in UNSET.items()} | own
 
 
 ModelBlock = Annotated[ViT | ResNet, WrapValidator(lambda content, _: _validated(content)), PlainSerializer(_resolved)]
 """The `model` of a recipe: the block of one family, chosen by its name or dimensions."""
-
-__all__ = [
-    "DIMENSIONS",
-    "FAMILIES",
-    "REGISTRY",
-    "UNSET",
-    "DropPathRule",
-    "Model",
-    "ModelBlock",
-    "Patches",
-    "Pool",
-    "Position",
-    "ResNet",
-    "ResNetShape",
-    "Shape",
-    "ViT",
-    "ViTShape",
-    "architecture",
-    "has_class_token",
-    "model_of",
-    "nearest",
-]

@@ -59,22 +59,14 @@ class Model(Block):
     optional: ClassVar[tuple[str, ...]] = ()
 
     name: str | None = Field(None, description="ViT-B/16, ResNet50x1, R50+ViT-B/16, ...: `vitscale models` lists them")
-    family: str | None = Field(
-        None,
-        pattern=r"\.",
-        description="a family of another package: the dotted path of its block, whose keys are then written here",
-    )
-    num_classes: int | None = Field(
-        None, ge=1, le=2**31, description="number of classes; default: the number of class names of data.train"
-    )
-    head: Literal["pretrain", "linear"] = Field(
-        "pretrain",
-        description="linear: an output layer; pretrain: a dense layer with tanh before it, which ResNets do not have",
-    )
-    head_bias: float | None = Field(
-        None,
-        description="initial bias of the output layer; default: -10 with head: pretrain and the sigmoid loss, else 0",
-    )
+    family: str | None = Field(None, pattern=r"\.")
+    """a family of another package: the dotted path of its block, whose keys are then written here"""
+    num_classes: int | None = Field(None, ge=1, le=2**31)
+    """number of classes; default: the number of class names of data.train"""
+    head: Literal["pretrain", "linear"] = "pretrain"
+    """linear: an output layer; pretrain: a dense layer with tanh before it, which ResNets do not have"""
+    head_bias: float | None = None
+    """initial bias of the output layer; default: -10 with head: pretrain and the sigmoid loss, else 0"""
 
     # ---- What it is --------------------------------------------------------------------------------------------------
 

@@ -14,37 +14,24 @@ class Position(Block):
     attention layer. `1d_rope` is EVA-02's, which combines 1d and rotations, and with unit and registers_base ViT-5's.
     """
 
-    kind: Literal["none", "1d", "2d", "sincos", "relative", "rope", "1d_rope"] = Field(
-        "1d",
-        description="learned embeddings by patch (1d) or by row and column (2d), fixed ones of sines and cosines "
-        "(sincos, as in big_vision), a learned bias by distance (relative), queries and keys of patches rotated by row "
-        "and column (rope, as in DINOv3), learned embeddings and rotations (1d_rope, as in EVA-02), or none",
-    )
-    at: Literal["stem", "every_layer", "shared"] = Field(
-        "stem",
-        description="for 1d and 2d: added before the first block (stem), before every block (every_layer), or the "
-        "same embeddings before every block (shared)",
-    )
+    kind: Literal["none", "1d", "2d", "sincos", "relative", "rope", "1d_rope"] = "1d"
+    """learned embeddings by patch (1d) or by row and column (2d), fixed ones of sines and cosines (sincos, as in
+    big_vision), a learned bias by distance (relative), queries and keys of patches rotated by row and column (rope, as
+    in DINOv3), learned embeddings and rotations (1d_rope, as in EVA-02), or none"""
+    at: Literal["stem", "every_layer", "shared"] = "stem"
+    """for 1d and 2d: added before the first block (stem), before every block (every_layer), or the same embeddings
+    before every block (shared)"""
 
-    base: float | None = Field(
-        None,
-        gt=1,
-        description="frequencies of rotations fall to nearly 1 / base of the first one. For rope, default 100, the "
-        "first is one turn per unit, with 2 units per side; for 1d_rope, default 10,000, one radian per "
-        "unit, with 16 units per side",
-    )
+    base: float | None = Field(None, gt=1)
+    """frequencies of rotations fall to nearly 1 / base of the first one. For rope, default 100, the first is one turn
+    per unit, with 2 units per side; for 1d_rope, default 10,000, one radian per unit, with 16 units per side"""
 
-    unit: Literal["image", "patch"] | None = Field(
-        None,
-        description="for 1d_rope, the unit of one radian: image (default): a side is 16 units; patch: a patch is one "
-        "unit (as in ViT-5)",
-    )
-    registers_base: float | None = Field(
-        None,
-        gt=1,
-        description="for 1d_rope: registers, whose number must be a square, are rotated like the patches of a square, "
-        "with frequencies that fall to 1 / this (as in ViT-5); default: not rotated",
-    )
+    unit: Literal["image", "patch"] | None = None
+    """for 1d_rope, the unit of one radian: image (default): a side is 16 units; patch: a patch is one unit (as in
+    ViT-5)"""
+    registers_base: float | None = Field(None, gt=1)
+    """for 1d_rope: registers, whose number must be a square, are rotated like the patches of a square, with frequencies
+    that fall to 1 / this (as in ViT-5); default: not rotated"""
 
     @model_validator(mode="before")
     @classmethod

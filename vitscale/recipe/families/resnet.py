@@ -90,19 +90,12 @@ class ResNet(Model):
     blocks: Blocks = None
     width_factor: WidthFactor = None
     variant: Literal["v1", "v2"] | None = Field(None, description="post- or pre-activation, default v2")
-    mixing: Literal["conv", "axial"] | None = Field(
-        None, description="how units mix pixels: 3 x 3 convolution or axial attention; default conv"
-    )
-    drop_path: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="share of samples for which the last unit is only its shortcut in training; it grows from 0 in "
-        "the first unit",
-    )
-    pool: Literal["cls", "mean"] | None = Field(
-        None, description="how the feature map becomes one vector: always by its mean"
-    )
+    mixing: Literal["conv", "axial"] | None = None
+    """how units mix pixels: 3 x 3 convolution or axial attention; default conv"""
+    drop_path: float = Field(0.0, ge=0, lt=1)
+    """share of samples for which the last unit is only its shortcut in training; it grows from 0 in the first unit"""
+    pool: Literal["cls", "mean"] | None = None
+    """how the feature map becomes one vector: always by its mean"""
 
     @model_validator(mode="after")
     def _possible(self) -> "ResNet":
@@ -122,38 +115,31 @@ class ResNet(Model):
 
     @classmethod
     def refusal(cls, key: str, value: Any, name: str | None) -> str:
-        """As `Model.refusal`."""
         lacks = {"pool": "class token", "dropout": "dropout", "position": "position embeddings"}.get(key)
         if lacks is not None:
             return f"{key} {value!r}: this is a ResNet, which has no {lacks}"
         return f"{key} is a dimension of Transformers, and {name or 'this'} is a ResNet"
 
     def shape(self) -> ResNetShape:
-        """As `Model.shape`."""
         named = None if self.name is None else self.named(self.name)
         return complete(ResNetShape, named, self.given(self.dimensions))
 
     def describe_dimensions(self) -> str:
-        """As `Model.describe_dimensions`."""
         shape = self.shape()
         return f"ResNet{list(shape.blocks)}x{shape.width_factor}"
 
     @property
     def kind(self) -> str:
-        """As `Model.kind`."""
         return "resnet" if self.shape().mixing == "conv" else "axial"
 
     @property
     def draws(self) -> bool:
-        """As `Model.draws`."""
         return self.drop_path > 0
 
     def small(self) -> tuple[dict[str, Any], int]:
-        """As `Model.small`."""
         return small_stages(self.shape()), 64
 
     def operations(self, image_size: int, num_classes: int | None) -> Sequence[Operation]:
-        """As `Model.operations`."""
         shape = self.shape()
         operations = feature_operations(shape, image_size, self.drop_path)
         if shape.variant == "v2":

@@ -59,67 +59,43 @@ class ViT(Model):
     depth: int | None = Field(None, ge=1, le=1024, description="number of Transformer blocks")
     mlp_dim: int | None = Field(None, ge=1, le=2**19, description="size of the hidden layer of a block's MLP")
     num_heads: int | None = Field(None, ge=1, le=1024, description="attention heads per block; must divide the width")
-    attention: Literal["full", "axial"] | None = Field(
-        None, description="axial: blocks with attention within rows, and blocks with attention within columns"
-    )
+    attention: Literal["full", "axial"] | None = None
+    """axial: blocks with attention within rows, and blocks with attention within columns"""
     blocks: Blocks = None
     width_factor: WidthFactor = None
     norm: Literal["layer", "rms"] | None = Field(None, description="layer norm or RMS norm, default layer")
-    norm_eps: float | None = Field(
-        None, gt=0, lt=1, description="epsilon that keeps norms from dividing by zero, default 1e-6 (DINOv3: 1e-5)"
-    )
-    sub_norm: Literal["none", "mlp", "all"] | None = Field(
-        None,
-        description="an extra norm before the second layer of each MLP (mlp, as in EVA-02 B and L), or also before "
-        "the output layer of attention (all, as in EVA-02 of CLIP); default none",
-    )
-    mlp: Literal["gelu", "exact_gelu", "quick_gelu", "swiglu"] | None = Field(
-        None,
-        description="activation of an MLP's hidden layer; default gelu, in its tanh form; quick_gelu: x sigmoid(1.702 "
-        "x), as in the first CLIP; swiglu: mlp_dim gates and as many values. Two thirds of gelu's mlp_dim give as many "
-        "parameters; DINOv2 g rounds this number up to a multiple of 8, EVA-02 rounds it down",
-    )
-    qkv_bias: Literal["all", "no_key", "none"] | None = Field(
-        None,
-        description="which of queries, keys and values have a bias: all, no_key (not the keys) or none; default all",
-    )
+    norm_eps: float | None = Field(None, gt=0, lt=1)
+    """epsilon that keeps norms from dividing by zero, default 1e-6 (DINOv3: 1e-5)"""
+    sub_norm: Literal["none", "mlp", "all"] | None = None
+    """an extra norm before the second layer of each MLP (mlp, as in EVA-02 B and L), or also before the output layer of
+    attention (all, as in EVA-02 of CLIP); default none"""
+    mlp: Literal["gelu", "exact_gelu", "quick_gelu", "swiglu"] | None = None
+    """activation of an MLP's hidden layer; default gelu, in its tanh form; quick_gelu: x sigmoid(1.702 x), as in the
+    first CLIP; swiglu: mlp_dim gates and as many values. Two thirds of gelu's mlp_dim give as many parameters; DINOv2 g
+    rounds this number up to a multiple of 8, EVA-02 rounds it down"""
+    qkv_bias: Literal["all", "no_key", "none"] | None = None
+    """which of queries, keys and values have a bias: all, no_key (not the keys) or none; default all"""
     qk_norm: bool | None = Field(None, description="normalise the queries and keys of each head; default false")
-    layer_scale: float | None = Field(
-        None, gt=0, le=1, description="initial value of a learned factor per channel after attention and MLP"
-    )
-    registers: int | None = Field(
-        None, ge=0, le=1024, description="learned tokens beside the class token, without positions; default 0"
-    )
-    class_position: bool | None = Field(
-        None, description="whether the class token has a position embedding, as patches do; default true"
-    )
-    distilled: bool | None = Field(
-        None,
-        description="a distillation token beside the class token, and a head for each, as in DeiT; the model's output "
-        "is the mean of both; default false",
-    )
-    class_token: bool | None = Field(
-        None, description="false: no class token with pool: normed_mean, as in timm's vit_*_gap models; default true"
-    )
-    pool: Pool | None = Field(
-        None,
-        description="how tokens become one vector: the class token (cls), the mean of the patches (mean), attention "
-        "with a learned query (map), or the final norm of the mean of the patches, in a model with a "
-        "class token (normed_mean, as in EVA-02); default: cls, and mean with axial attention. Only cls "
-        "and normed_mean have a class token",
-    )
+    layer_scale: float | None = Field(None, gt=0, le=1)
+    """initial value of a learned factor per channel after attention and MLP"""
+    registers: int | None = Field(None, ge=0, le=1024)
+    """learned tokens beside the class token, without positions; default 0"""
+    class_position: bool | None = None
+    """whether the class token has a position embedding, as patches do; default true"""
+    distilled: bool | None = None
+    """a distillation token beside the class token, and a head for each, as in DeiT; the model's output is the mean of
+    both; default false"""
+    class_token: bool | None = None
+    """false: no class token with pool: normed_mean, as in timm's vit_*_gap models; default true"""
+    pool: Pool | None = None
+    """how tokens become one vector: the class token (cls), the mean of the patches (mean), attention with a learned
+    query (map), or the final norm of the mean of the patches, in a model with a class token (normed_mean, as in
+    EVA-02); default: cls, and mean with axial attention. Only cls and normed_mean have a class token"""
     dropout: float = Field(0.0, ge=0, lt=1, description="share of activations zeroed in training")
-    drop_path: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="share of samples for which the last block's attention, and independently its MLP, is dropped in "
-        "training",
-    )
-    drop_path_rule: DropPathRule = Field(
-        "growing",
-        description="how drop_path varies by depth: growing from 0 in the first block, or uniform, as in DeiT-III",
-    )
+    drop_path: float = Field(0.0, ge=0, lt=1)
+    """share of samples for which the last block's attention, and independently its MLP, is dropped in training"""
+    drop_path_rule: DropPathRule = "growing"
+    """how drop_path varies by depth: growing from 0 in the first block, or uniform, as in DeiT-III"""
     position: Position = Position()
 
     @model_validator(mode="before")
@@ -208,11 +184,9 @@ class ViT(Model):
 
     @classmethod
     def refusal(cls, key: str, value: Any, name: str | None) -> str:
-        """As `Model.refusal`."""
         return f"{key} belongs to ResNets; the stem of a hybrid is v1 with convolutions"
 
     def shape(self) -> ViTShape:
-        """As `Model.shape`."""
         named = None if self.name is None else self.named(self.name)
         given = self.given(self.dimensions)
         of_stem = {key: given.pop(key) for key in ("blocks", "width_factor") if key in given}
@@ -222,25 +196,21 @@ class ViT(Model):
         return complete(ViTShape, named, given)
 
     def describe_dimensions(self) -> str:
-        """As `Model.describe_dimensions`."""
         shape = self.shape()
         stem = "" if shape.stem is None else f"R{list(shape.stem.blocks)}x{shape.stem.width_factor}+"
         return f"{stem}L{shape.depth} D{shape.width} MLP{shape.mlp_dim} /{shape.patch_size}"
 
     @property
     def kind(self) -> str:
-        """As `Model.kind`."""
         shape = self.shape()
         if shape.attention == "axial":
             return "axial"
         return "vit" if shape.stem is None else "hybrid"
 
     def facts(self) -> dict[str, Any]:
-        """As `Model.facts`."""
         return super().facts() | {f"position.{key}": value for key, value in self.position}
 
     def pool_or_default(self) -> Pool:
-        """As `Model.pool_or_default`."""
         return self.pool or ("mean" if self.shape().attention == "axial" else "cls")
 
     @property
@@ -274,7 +244,6 @@ class ViT(Model):
         return shape.grid(image_size) ** 2 + shape.registers + self.has_class_token + shape.distilled
 
     def patches(self, image_size: int) -> Patches | None:
-        """As `Model.patches`."""
         shape = self.shape()
         return Patches(shape.patch_size, shape.grid(image_size), shape.width) if shape.stem is None else None
 
@@ -340,11 +309,9 @@ class ViT(Model):
 
     @property
     def num_blocks(self) -> int:
-        """As `Model.num_blocks`."""
         return self.shape().depth
 
     def with_blocks(self, count: int) -> Self:
-        """As `Model.with_blocks`."""
         return self.model_copy(update={"depth": count})
 
     def layers_above(self, parameter: str) -> int:
@@ -366,12 +333,10 @@ class ViT(Model):
 
     @property
     def has_attention_bias(self) -> bool:
-        """As `Model.has_attention_bias`."""
         return self.position.kind == "relative"
 
     @property
     def draws(self) -> bool:
-        """As `Model.draws`."""
         return self.dropout > 0 or self.drop_path > 0
 
     def small(self) -> tuple[dict[str, Any], int]:
