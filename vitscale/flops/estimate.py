@@ -14,15 +14,12 @@ from vitscale.recipe import Recipe
 
 @dataclass(frozen=True)
 class Estimate:
-    """One recipe's figures.
+    """One recipe's figures; `problem` says why something is None.
 
     Attributes:
-        name: the recipe's name.
-        recipe: the recipe itself.
         work: the work for one image; None if nothing says how many classes the model has.
-        samples: the number of samples in the training set, or None.
-        images: the number of images that the whole run trains on, or None.
-        problem: why something is None.
+        samples: the number of samples in the training set.
+        images: the number of images that the whole run trains on.
     """
 
     name: str
@@ -38,11 +35,6 @@ class Estimate:
         if self.recipe.schedule.duration.epochs is not None:
             return self.recipe.schedule.duration.epochs
         return None if not self.samples or self.images is None else self.images / self.samples
-
-    @property
-    def tokens(self) -> int | None:
-        """A Transformer's tokens, class token included."""
-        return self.recipe.model.num_tokens(self.recipe.data.image_size)
 
     @property
     def own_images(self) -> int | None:
@@ -70,9 +62,8 @@ class Estimate:
     @property
     def own_exaflops(self) -> float | None:
         """exaFLOPs of training on `own_images`."""
-        if self.work is None or self.own_images is None:
-            return None
-        return exaflops(self.work.accounting_macs, self.own_images)
+        images = self.own_images
+        return None if self.work is None or images is None else exaflops(self.work.accounting_macs, images)
 
     @cached_property
     def recomputed(self) -> Work:

@@ -297,10 +297,10 @@ class Recipe(Block):
     def split(self, world_size: int) -> tuple[int, int]:
         """As `Batch.split`. Also raises `RecipeError` if it separates images that the objective mixes."""
         micro, accumulation = self.batch.split(world_size)
-        together, per_rank = self.objective.together, micro * accumulation
+        together = self.objective.together
         if micro % together == 0:
             return micro, accumulation
-        possible = [size for size in range(together, per_rank + 1, together) if per_rank % size == 0]
+        possible = self.micro_batches(world_size)
         near = max((size for size in possible if size <= micro), default=min(possible, default=None))
         remedy = (
             f"set batch.micro_max to {near}"
@@ -311,6 +311,11 @@ class Recipe(Block):
             f"batch.global {self.batch.global_size} on {world_size} ranks makes micro-batches of {micro}, which part "
             f"images that the objective computes together, {together} at a time; {remedy}"
         )
+
+    def micro_batches(self, world_size: int) -> list[int]:
+        """All divisors of a rank's part of the global batch that separate no images that the objective mixes."""
+        per_rank, together = self.batch.global_size // world_size, self.objective.together
+        return [size for size in range(together, per_rank + 1, together) if per_rank % size == 0]
 
     def axes(self, name: str, shape: Shape) -> Shape:
         """A parameter's shape as the optimizer sees it: for Adafactor `by_head` with all axes apart."""

@@ -17,6 +17,7 @@ from vitscale.flops.training_set import training_set
 from vitscale.flops.work import Work
 from vitscale.ground.errors import RecipeError, VitscaleError
 from vitscale.recipe import Recipe
+from vitscale.recipe.schema import Parallelism
 from vitscale.training.beginning.memory import Memory, memory_of
 from vitscale.training.beginning.micro_batches import USABLE, tensors_by_micro_batch
 from vitscale.training.beginning.parameters import Parameters, model_parameters
@@ -33,25 +34,17 @@ _HOST_COPY = 10 * GB
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to distribute a recipe.
+    """One way to distribute a recipe: the memory of one rank, and the collectives and the time of one step.
 
     Attributes:
-        zero_stage, overlap, hpz_size, activation_checkpointing: the values for the recipe's `parallelism`.
-        micro_batch, accumulation: the micro-batch and the accumulation steps; their product is a rank's part of the
-            global batch.
-        memory: the memory of one rank.
-        collectives: the collectives of one step.
-        time: the time of one step.
+        micro_batch, accumulation: their product is a rank's part of the global batch.
         images_per_s: the speed of all devices together.
         mfu: model FLOPs utilisation, a fraction.
         fits: whether it fits into a device's memory.
         verdict: `best`, or why it is not, in words.
     """
 
-    zero_stage: int
-    overlap: bool
-    hpz_size: int
-    activation_checkpointing: int
+    parallelism: Parallelism
     micro_batch: int
     accumulation: int
     memory: Memory
@@ -70,33 +63,31 @@ class Choice:
     @property
     def way_to_send(self) -> tuple[int, bool, int]:
         """(ZeRO stage, `overlap`, `hpz_size`)."""
-        return self.zero_stage, self.overlap, self.hpz_size
+        return self.parallelism.zero_stage, self.parallelism.overlaps, self.parallelism.hpz_size
 
     def settings(self) -> list[str]:
         """The arguments of `--set` that make a recipe use this choice."""
+        stage, overlap, hpz_size = self.way_to_send
         return [
-            f"parallelism.zero_stage={self.zero_stage}",
-            *([f"parallelism.overlap={str(self.overlap).lower()}"] if self.zero_stage in (1, 2) else []),
-            *([f"parallelism.hpz_size={self.hpz_size}"] if self.hpz_size > 1 else []),
-            f"parallelism.activation_checkpointing={self.activation_checkpointing}",
+            f"parallelism.zero_stage={stage}",
+            *([f"parallelism.overlap={str(overlap).lower()}"] if stage in (1, 2) else []),
+            *([f"parallelism.hpz_size={hpz_size}"] if hpz_size > 1 else []),
+            f"parallelism.activation_checkpointing={self.parallelism.activation_checkpointing}",
             f"batch.micro_max={self.micro_batch}",
         ]
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The totals of a run with the best choice; None for what is not known.
+    """The totals of a run with the best choice, on all devices together; None for what is not known.
+
+    They are the whole run's, or for a branch, those after its trunk, without evaluations and interruptions.
 
     Attributes:
-        images, steps, days, exaflops: the whole run's, or for a branch, those after its trunk. Evaluations and
-            interruptions are not included.
-        device_hours, energy_kwh, cost: of all devices together.
-        loader_images_per_s: the rate at which each node has to decode images.
-        storage_bytes_per_s: the rate at which each node reads.
-        checkpoint_bytes: the size of one checkpoint.
-        checkpoint_s: the time to write one, in seconds.
-        stall_s: the time that training waits for it, in seconds.
-        checkpoint_every_s: the time between two checkpoints, in seconds.
+        loader_images_per_s, storage_bytes_per_s: the rates at which each node has to decode images, and to read.
+        checkpoint_s: the time to write one checkpoint.
+        stall_s: the time that training waits for it.
+        checkpoint_every_s: the time between two checkpoints.
     """
 
     images: int | None
@@ -116,13 +107,11 @@ class Totals:
 
 @dataclass(frozen=True)
 class WithSpares:
-    """A run's totals with failures and spare nodes.
+    """A run's totals with failures and `spares` nodes besides those that compute, if it saves at the best interval.
 
     Attributes:
-        spares: the number of nodes besides those that compute.
-        useful: the share of the time that advances the run, if it saves at the best interval.
-        days: the time until the run ends, including failures and waiting for nodes; None if the run's length is not
-            known or it never ends.
+        useful: the share of the time that advances the run.
+        days: including failures and waiting for nodes; None if the run's length is not known or it never ends.
         device_hours: of all nodes, including spares; None as above.
     """
 
@@ -137,11 +126,10 @@ class Goodput:
     """What failures cost a run.
 
     Attributes:
-        failure_every_s: the mean time between two failures of any node, in seconds.
+        failure_every_s: the mean time between two failures of any node.
         useful: the share of the time that advances the run, without spares and if it saves as the recipe says; None if
             it is not known how often it saves.
-        best_every_s: the time between two checkpoints that maximises this share, in seconds.
-        best_every_steps: the same in steps.
+        best_every_s, best_every_steps: the time between two checkpoints that maximises this share.
         by_spares: the totals with 0, 1, 2 and 3 spare nodes.
     """
 
@@ -181,8 +169,6 @@ def make_plan(
     """Work out every choice for an estimated recipe on a cluster.
 
     Args:
-        estimate: the recipe with its compute and its length.
-        cluster: the devices.
         price: the price of one device for one hour.
         storage: the rate at which all nodes together write checkpoints, in bytes/s.
         failures: the failures of the cluster's nodes; None to leave them out.
@@ -198,10 +184,10 @@ def make_plan(
         raise RecipeError(
             f"precision: {recipe.precision} cannot be planned: its peak FLOP/s are not known; --set precision=bf16"
         )
-    if (asked := recipe.parallelism.hpz_size) > 1 and cluster.devices_per_node % asked:
+    hpz_size, per_node = recipe.parallelism.hpz_size, cluster.devices_per_node
+    if hpz_size > 1 and per_node % hpz_size:
         raise RecipeError(
-            f"parallelism.hpz_size: {asked} does not divide the {cluster.devices_per_node} devices of a node; set it "
-            f"to {cluster.devices_per_node}"
+            f"parallelism.hpz_size: {hpz_size} does not divide the {per_node} devices of a node; set it to {per_node}"
         )
     num_classes = training_set(recipe, estimate.samples).num_classes
     assert num_classes is not None
@@ -219,18 +205,17 @@ def make_plan(
                 accumulates = recipe.batch.global_size > micro * cluster.devices
                 memory = memory_of(one, parameters, tensors(micro), cluster.devices, accumulates, "cuda")
                 choices.append(_choice(one, work, parameters, cluster, memory))
-    choices.sort(key=lambda one: (*one.way_to_send, one.activation_checkpointing, one.micro_batch))
+    choices.sort(key=lambda one: (*one.way_to_send, one.parallelism.activation_checkpointing, one.micro_batch))
     best = find_best(choices)
     judged = tuple(replace(one, verdict=_verdict(one, best, cluster)) for one in choices)
     assumptions = [*cluster.assumptions, *_assumed_of_time(recipe, cluster)]
-    totals = None
+    totals = goodput = None
     if best is not None:
-        totals, said = _totals(estimate, cluster, best, parameters, price, storage)
-        assumptions += said
-    goodput = None
-    if best is not None and totals is not None and failures is not None:
-        goodput = _goodput(totals, best, cluster, failures)
-        assumptions += failures.assumptions
+        totals, assumed = _totals(estimate, cluster, best, parameters, price, storage)
+        assumptions += assumed
+        if failures is not None:
+            goodput = _goodput(totals, best, cluster, failures)
+            assumptions += failures.assumptions
     return ClusterPlan(estimate.name, cluster, parameters.total, judged, totals, tuple(assumptions), goodput)
 
 
@@ -243,13 +228,11 @@ def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
     If there are many, only powers of two, the recipe's own and the whole part. None splits images that the objective
     computes together.
     """
-    micro, accumulation = recipe.split(world_size)
-    per_rank = micro * accumulation
-    together = recipe.objective.together
-    divisors = [size for size in range(together, per_rank + 1, together) if per_rank % size == 0]
+    micro, _ = recipe.split(world_size)
+    divisors = recipe.micro_batches(world_size)
     if len(divisors) <= _MANY:
         return divisors
-    return [size for size in divisors if size & (size - 1) == 0 or size in (micro, per_rank)]
+    return [size for size in divisors if size & (size - 1) == 0 or size in (micro, divisors[-1])]
 
 
 def _ways_to_send(recipe: Recipe, stage: int, cluster: Cluster) -> list[tuple[bool, int]]:
@@ -279,10 +262,7 @@ def _choice(recipe: Recipe, work: Work, parameters: Parameters, cluster: Cluster
     utilisation = mfu(images_per_s, work.macs, cluster.devices, cluster.peak)
     assert utilisation is not None
     return Choice(
-        zero_stage=recipe.parallelism.zero_stage,
-        overlap=recipe.parallelism.overlaps,
-        hpz_size=recipe.parallelism.hpz_size,
-        activation_checkpointing=recipe.parallelism.activation_checkpointing,
+        parallelism=recipe.parallelism,
         micro_batch=micro,
         accumulation=accumulation,
         memory=memory,
@@ -297,16 +277,12 @@ def _choice(recipe: Recipe, work: Work, parameters: Parameters, cluster: Cluster
 def find_best(choices: Sequence[Choice]) -> Choice | None:
     """The fastest choice that fits; of equally fast ones that with the largest micro-batch, then the simplest.
 
-    That is the lowest stage, without overlap, without hpZ.
-
-    A lower stage sends fewer messages, any of which could be late.
+    That is the lowest stage, which sends the fewest messages, any of which could be late, without overlap and hpZ.
     """
     fitting = [one for one in choices if one.fits]
-    if not fitting:
-        return None
-    limit = min(one.time.total for one in fitting) * (1 + _AS_FAST)
+    limit = min((one.time.total for one in fitting), default=0.0) * (1 + _AS_FAST)
     as_fast = [one for one in fitting if one.time.total <= limit]
-    return max(as_fast, key=lambda one: (one.micro_batch, -one.zero_stage, not one.overlap, -one.hpz_size))
+    return min(as_fast, key=lambda one: (-one.micro_batch, *one.way_to_send), default=None)
 
 
 def _verdict(choice: Choice, best: Choice | None, cluster: Cluster) -> str:
@@ -321,7 +297,7 @@ def _verdict(choice: Choice, best: Choice | None, cluster: Cluster) -> str:
         return f"{slower:.0%} slower: {_reason(choice.time, best.time)}"
     if choice.micro_batch < best.micro_batch:
         return "as fast, smaller micro-batches"
-    return "as fast" + (", more messages" if choice.zero_stage > best.zero_stage else "")
+    return "as fast" + (", more messages" if choice.way_to_send[0] > best.way_to_send[0] else "")
 
 
 def _reason(time: StepTime, best: StepTime) -> str:

@@ -13,7 +13,7 @@ data sets are those of recipes. Beside what is printed:
 
 import csv
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -118,34 +118,16 @@ def _value(text: str) -> str | int | float | None:
     return text or None
 
 
-@cache
-def table_2() -> tuple[StateOfTheArt, ...]:
-    """Comparison with the state of the art, and TPUv3-core-days."""
-    return _read(2, StateOfTheArt)
-
-
-@cache
-def table_5() -> tuple[DataSize, ...]:
-    """Pre-training on ImageNet, ImageNet-21k and JFT-300M (Figure 3)."""
-    return _read(5, DataSize)
-
-
-@cache
-def table_6() -> tuple[Scaling, ...]:
-    """The scaling study (Figure 5)."""
-    return _read(6, Scaling)
-
-
-@cache
-def table_7() -> tuple[OptimizerChoice, ...]:
-    """ResNets pre-trained with Adam and with SGD."""
-    return _read(7, OptimizerChoice)
-
-
-@cache
-def table_8() -> tuple[PositionEmbedding, ...]:
-    """Position embeddings; `position` and `at` are the words of a recipe's `model.position`."""
-    return _read(8, PositionEmbedding)
+table_2 = cache(partial(_read, 2, StateOfTheArt))
+"""Comparison with the state of the art, and TPUv3-core-days."""
+table_5 = cache(partial(_read, 5, DataSize))
+"""Pre-training on ImageNet, ImageNet-21k and JFT-300M (Figure 3)."""
+table_6 = cache(partial(_read, 6, Scaling))
+"""The scaling study (Figure 5)."""
+table_7 = cache(partial(_read, 7, OptimizerChoice))
+"""ResNets pre-trained with Adam and with SGD."""
+table_8 = cache(partial(_read, 8, PositionEmbedding))
+"""Position embeddings; `position` and `at` are the words of a recipe's `model.position`."""
 
 
 @cache
