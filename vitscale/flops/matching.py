@@ -7,8 +7,7 @@ regularisation and what is evaluated on the way do not.
 from typing import Any
 
 from vitscale.flops import published
-from vitscale.flops.published import DataSize, PositionEmbedding, Scaling, Transfer
-from vitscale.flops.training_set import PAPER_SETS
+from vitscale.flops.published import PAPER_SETS, DataSize, PositionEmbedding, Scaling, Transfer
 from vitscale.recipe import Recipe
 from vitscale.recipe.families import model_of
 

@@ -6,11 +6,11 @@ before anything starts. Nothing is silently ignored.
 
 from vitscale.recipe.batch import MICRO_MAX_ON_CPU
 from vitscale.recipe.comparing import FREE_ON_BRANCHING, FREE_ON_RESUME, changes, differences, recipe_sha256
-from vitscale.recipe.data import Cache, Crop, Data, EvalCrop
+from vitscale.recipe.data import Cache, Crop, Data, EvalCrop, Normalise
 from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
 from vitscale.recipe.distillation import Distillation, Teacher
 from vitscale.recipe.durations import Duration
-from vitscale.recipe.evaluators import Evaluator
+from vitscale.recipe.evaluation import Evaluator
 from vitscale.recipe.fields import explain_fields, json_schema
 from vitscale.recipe.image_operations import (
     ColorJitter,
@@ -23,7 +23,6 @@ from vitscale.recipe.image_operations import (
     Solarize,
     ThreeAugment,
 )
-from vitscale.recipe.normalise import Normalise
 from vitscale.recipe.objectives import Classification, Context, Mixing, Objective
 from vitscale.recipe.optimizers import SGD, Adafactor, AdamW, Kept, Lamb, Muon, Optimizer, group_of, is_frozen, matches
 from vitscale.recipe.reading import (

@@ -1,4 +1,4 @@
-"""The `data` block of a recipe: the training data, and how images are cropped, read and cached."""
+"""The `data` block of a recipe: the training data, and how images are cropped, normalised, read and cached."""
 
 import itertools
 import os
@@ -12,9 +12,10 @@ from vitscale.ground.errors import RecipeError
 from vitscale.ground.extensions import by_kind
 from vitscale.ground.storage import is_url
 from vitscale.recipe.image_operations import AnyOperation, ImageOperation
-from vitscale.recipe.normalise import Normalise
 
 CACHE_VARIABLE = "VITSCALE_CACHE"
+
+_Channels = Annotated[list[Annotated[float, Field(ge=-1e3, le=1e3)]], Field(min_length=3, max_length=3)]
 
 
 class Crop(Block):
@@ -53,6 +54,22 @@ class EvalCrop(Block):
     resize: Literal["area", "tf_bilinear", "pil_bilinear", "pil_bicubic"] = "area"
     """how the crop is resized to image_size: area: mean over areas; tf_bilinear: without antialiasing, as in TensorFlow
     and the authors' code; pil_bilinear, pil_bicubic: antialiased, as in Pillow. All but area decode at full size"""
+
+
+class Normalise(Block):
+    """How pixels become the model's input: (x - mean) / std, with x from 0 to 1, for red, green and blue separately.
+
+    The default, [-1, 1], is the paper's. Weights of timm and transformers often use other values, and state them.
+    """
+
+    mean: _Channels = Field([0.5, 0.5, 0.5], description="subtracted from each channel")
+    std: _Channels = Field([0.5, 0.5, 0.5], description="divisor of each channel; above 0")
+
+    @model_validator(mode="after")
+    def _above_zero(self) -> "Normalise":
+        if min(self.std) <= 0:
+            raise ValueError(f"std {self.std}: expected three numbers above 0")
+        return self
 
 
 class Cache(Block):

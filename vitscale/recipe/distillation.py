@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 from vitscale.ground.block import Block
 from vitscale.ground.operations import Operation
 from vitscale.ground.storage import is_url
+from vitscale.recipe.data import Normalise
 from vitscale.recipe.families import ModelBlock
-from vitscale.recipe.normalise import Normalise
 from vitscale.recipe.objectives import Classification, Context
 
 

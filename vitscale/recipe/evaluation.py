@@ -1,6 +1,7 @@
 """The `evaluation` and `selection` blocks of a recipe: what training measures, and how to choose by it."""
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, model_validator
 
@@ -8,7 +9,6 @@ from vitscale.ground.block import Block
 from vitscale.ground.extensions import by_kind
 from vitscale.recipe.data import EvalCrop
 from vitscale.recipe.durations import Interval
-from vitscale.recipe.evaluators import Evaluator
 
 
 class FewShotTask(Block):
@@ -46,6 +46,25 @@ class Inspect(Block):
     every: Interval = Field(description="how often")
     images: str = Field(description="a dataset, as data.train: the model sees its first images")
     count: int = Field(128, ge=1, le=10_000, description="number of images, rounded up to whole batches of all ranks")
+
+
+class Evaluator(Block):
+    """An evaluator of another package."""
+
+    # `module:class` of the `vitscale.evaluation.Evaluator` that measures.
+    implementation: ClassVar[str]
+
+    kind: str
+    """dotted path of its block, such as my_package.Calibration, whose keys are written here"""
+    name: str = Field(min_length=1, description="its name in metrics")
+
+    def metrics(self) -> Sequence[str]:
+        """The names of the metrics that it yields, which `selection` can choose by."""
+        return ()
+
+    def on_smoke_data(self, train: str, test: str) -> dict[str, Any]:
+        """The keys that make it use a smoke run's datasets instead of its own."""
+        return {}
 
 
 class Evaluation(Block):

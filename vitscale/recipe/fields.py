@@ -141,13 +141,8 @@ def blocks() -> tuple[Block, ...]:
 
     Blocks of other packages that recipes have named so far come last.
     """
-    outside = (
-        block
-        for place, by_path in extensions.named.items()
-        for path, named in by_path.items()
-        for block in _outside_blocks(place, path, named)
-    )
-    return (*_own_blocks(), *outside)
+    named = [(place, path, block) for place, by_path in extensions.named.items() for path, block in by_path.items()]
+    return (*_own_blocks(), *(block for each in named for block in _outside_blocks(*each)))
 
 
 @cache
@@ -244,10 +239,8 @@ def _blocks(
     """A block and all blocks inside it.
 
     Args:
-        schema: the whole schema, which resolves references.
-        block: the block's part of the schema.
-        key: the block's dotted key.
-        given: the block's defaults at this place.
+        schema: the whole schema, which resolves references; `block` is the block's part of it.
+        given: the block's defaults at this place; None if it is not there by default.
         variant: which of the blocks that are possible here it is.
     """
     fields: list[Field] = []
@@ -256,11 +249,8 @@ def _blocks(
         path = f"{key}.{name}" if key else name
         inner = _inner_blocks(schema, field)
         if not inner or "items" in field:
-            default = (
-                "required"
-                if name in block.get("required", ())
-                else _default((given or {}).get(name, field.get("default")))
-            )
+            is_required = name in block.get("required", ())
+            default = "required" if is_required else _default((given or {}).get(name, field.get("default")))
             kind = "list of blocks" if inner else _kind(field)
             fields.append(Field(path, kind, default, field.get("description", "")))
         for one in inner:
@@ -375,17 +365,10 @@ def _details(field: Field) -> str:
         "the paper": noted.paper,
     }
     width = max(map(len, rows))
+    lines = [f"  {name:<{width}}  {text}" for name, text in rows.items() if text]
+    indent = " " * (width + 4)
     return "\n".join(
-        [
-            field.key,
-            *(
-                textwrap.fill(
-                    f"  {name:<{width}}  {text}", _COLUMNS, subsequent_indent=" " * (width + 4), **_WHOLE_WORDS
-                )
-                for name, text in rows.items()
-                if text
-            ),
-        ]
+        [field.key, *(textwrap.fill(line, _COLUMNS, subsequent_indent=indent, **_WHOLE_WORDS) for line in lines)]
     )
 
 

@@ -13,7 +13,6 @@ from vitscale.data.shards import Manifest
 from vitscale.flops.accounting import mfu
 from vitscale.flops.cost import cost_row
 from vitscale.flops.estimate import Estimate
-from vitscale.flops.training_set import training_set
 from vitscale.flops.work import Work
 from vitscale.ground.errors import RecipeError, VitscaleError
 from vitscale.recipe import Recipe
@@ -178,8 +177,8 @@ def make_plan(
     """
     if estimate.recipe.precision == "auto":  # what `auto` chooses on every device with a known peak
         estimate = replace(estimate, recipe=estimate.recipe.model_copy(update={"precision": "bf16"}))
-    recipe, work = estimate.recipe, estimate.work
-    assert work is not None, "the caller has checked that the classes are known"
+    recipe, work, num_classes = estimate.recipe, estimate.work, estimate.num_classes
+    assert work is not None and num_classes is not None, "the caller has checked that the classes are known"
     if recipe.precision != "bf16":
         raise RecipeError(
             f"precision: {recipe.precision} cannot be planned: its peak FLOP/s are not known; --set precision=bf16"
@@ -189,8 +188,6 @@ def make_plan(
         raise RecipeError(
             f"parallelism.hpz_size: {hpz_size} does not divide the {per_node} devices of a node; set it to {per_node}"
         )
-    num_classes = training_set(recipe, estimate.samples).num_classes
-    assert num_classes is not None
     parameters = model_parameters(recipe, num_classes)
     sizes = _micro_batches(recipe, cluster.devices)
     choices = []

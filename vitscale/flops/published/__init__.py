@@ -97,6 +97,23 @@ class PositionEmbedding:
     imagenet_5shot: float
 
 
+@dataclass(frozen=True)
+class PaperSet:
+    """A training set of the paper: samples and classes."""
+
+    samples: int
+    num_classes: int
+
+
+PAPER_SETS = {
+    "jft300m/train": PaperSet(303_000_000, 18_291),
+    "jft300m/train-90m": PaperSet(90_000_000, 18_291),
+    "jft300m/train-30m": PaperSet(30_000_000, 18_291),
+    "jft300m/train-9m": PaperSet(9_000_000, 18_291),
+    "imagenet21k/train": PaperSet(14_197_122 - 102_400, 21_843),  # the authors validate on the rest
+    "imagenet/train": PaperSet(1_281_167, 1_000),
+}
+
 _Row = TypeVar("_Row")
 
 

@@ -14,8 +14,15 @@ from vitscale.ground.operations import Operation, block_of, dense, parameters
 from vitscale.recipe.families.family import Model, Patches, Pool, complete
 from vitscale.recipe.families.position import ROPE_BASES, Position
 from vitscale.recipe.families.resnet import Blocks, ResNetShape, WidthFactor, feature_operations, small_stages
-from vitscale.recipe.families.vit_operations import block_operations, map_operations, norm_parameters
-from vitscale.recipe.families.vit_shape import BESIDE, DropPathRule, ViTShape, shape_of
+from vitscale.recipe.families.vit_shape import (
+    BESIDE,
+    DropPathRule,
+    ViTShape,
+    block_operations,
+    map_operations,
+    norm_parameters,
+    shape_of,
+)
 
 _OF_PARTS = (
     *("norm", "norm_eps", "sub_norm", "mlp", "qkv_bias", "qk_norm", "layer_scale", "registers", "class_position"),
@@ -135,7 +142,9 @@ class ViT(Model):
         ):
             key = "registers" if shape.registers else "class_position"
             raise ValueError(f"{key}: tokens without a position go with position.at: stem, and not with kind: relative")
-        if self.position.registers_base is not None and not (shape.registers and is_square(shape.registers)):
+        if self.position.registers_base is not None and not (
+            shape.registers and math.isqrt(shape.registers) ** 2 == shape.registers
+        ):
             raise ValueError(
                 f"position.registers_base: registers {shape.registers} are no square; give as many as 1, 4, 9 or 16"
             )
@@ -348,11 +357,6 @@ class ViT(Model):
         while shape.grid(size) == 0:
             size *= 2
         return small, size
-
-
-def is_square(count: int) -> bool:
-    """Whether `count` is a square number."""
-    return math.isqrt(count) ** 2 == count
 
 
 def has_class_token(pool: Pool) -> bool:
