@@ -3,12 +3,12 @@
 import ast
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import pairwise
-from typing import Any
+from itertools import islice, pairwise
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
 
 
 class Block(BaseModel):
@@ -18,6 +18,19 @@ class Block(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    reports_all: ClassVar[bool] = False
+    """Whether every contradiction is reported, or only the first, from which the others may follow."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a line for each contradiction between the block's fields."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _without_contradictions(self) -> Self:
+        if lines := list(islice(self.contradictions(), None if self.reports_all else 1)):
+            raise Contradictions(lines)
+        return self
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """The `objective` block of distillation through a token, and what is known about it without torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from vitscale.ground.block import Block
 from vitscale.ground.operations import Operation
@@ -26,13 +26,11 @@ class Teacher(Block):
     normalise: Normalise | None = None
     """normalisation of its input; default: as data.normalise, which is that of the model itself"""
 
-    @model_validator(mode="after")
-    def _weights(self) -> "Teacher":
+    def contradictions(self) -> Iterator[str]:
         if self.source is not None and is_url(self.source):
-            raise ValueError(f"from {self.source!r}: expected a path; fetch the weights first")
+            yield f"from {self.source!r}: expected a path; fetch the weights first"
         if self.step is not None and self.source is None:
-            raise ValueError("step is of the run that from names, and there is no from")
-        return self
+            yield "step is of the run that from names, and there is no from"
 
 
 class Distillation(Classification):

@@ -1,8 +1,9 @@
 """Lengths of training, in steps, epochs or examples."""
 
+from collections.abc import Iterator
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from vitscale.ground.block import Block
 
@@ -14,11 +15,9 @@ class Duration(Block):
     epochs: float | None = Field(None, ge=0, lt=1e9, description="passes over the training data")
     examples: int | None = Field(None, ge=0, lt=2**53, description="training images")
 
-    @model_validator(mode="after")
-    def _one_unit(self) -> "Duration":
+    def contradictions(self) -> Iterator[str]:
         if sum(value is not None for value in (self.steps, self.epochs, self.examples)) != 1:
-            raise ValueError("give exactly one of steps, epochs, examples, e.g. {epochs: 7}")
-        return self
+            yield "give exactly one of steps, epochs, examples, e.g. {epochs: 7}"
 
     def describe(self) -> str:
         """The duration in words, for messages."""

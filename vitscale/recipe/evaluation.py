@@ -1,9 +1,9 @@
 """The `evaluation` and `selection` blocks of a recipe: what training measures, and how to choose by it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny
 
 from vitscale.ground.block import Block
 from vitscale.ground.extensions import by_kind
@@ -30,12 +30,10 @@ class FewShot(Block):
     """ridge penalty; shared: as in the paper, one per number of shots, chosen by its mean rank over all tasks"""
     crop: EvalCrop = EvalCrop(kind="square")
 
-    @model_validator(mode="after")
-    def _names(self) -> "FewShot":
+    def contradictions(self) -> Iterator[str]:
         names = [task.name for task in self.tasks]
         if len(set(names)) != len(names):
-            raise ValueError(f"two tasks have one name: {names}")
-        return self
+            yield f"two tasks have one name: {names}"
 
 
 class Inspect(Block):

@@ -3,9 +3,10 @@
 The loader's threads do ours on uint8 pixels; all others run on the device.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from vitscale.ground.block import Block
 
@@ -63,11 +64,9 @@ class RandAugment(LoaderOperation):
     fill: _Colour = Field([128, 128, 128])
     """red, green, blue of empty areas after geometric operations; timm uses the mean"""
 
-    @model_validator(mode="after")
-    def _as_in_timm(self) -> "RandAugment":
+    def contradictions(self) -> Iterator[str]:
         if self.set != "big_vision" and self.m > 10:
-            raise ValueError(f"m {self.m:g}: magnitudes of set: {self.set} end at 10")
-        return self
+            yield f"m {self.m:g}: magnitudes of set: {self.set} end at 10"
 
 
 class ThreeAugment(LoaderOperation):
@@ -102,11 +101,9 @@ class GaussianBlur(LoaderOperation):
     probability: _Probability = Field(0.5, description="probability of changing an image")
     radius: _Range = Field([0.1, 2.0], description="lowest and highest standard deviation in pixels, at most 50")
 
-    @model_validator(mode="after")
-    def _order(self) -> "GaussianBlur":
+    def contradictions(self) -> Iterator[str]:
         if not self.radius[0] <= self.radius[1] <= 50:
-            raise ValueError(f"radius must be [low, high] with 0 < low <= high <= 50, not {self.radius}")
-        return self
+            yield f"radius must be [low, high] with 0 < low <= high <= 50, not {self.radius}"
 
 
 class Solarize(LoaderOperation):
@@ -130,12 +127,10 @@ class RandomErasing(ImageOperation):
     area: _Range = Field([0.02, 1 / 3], description="lowest and highest share of the image's area")
     aspect: _Range = Field([0.3, 1 / 0.3], description="lowest and highest height / width")
 
-    @model_validator(mode="after")
-    def _order(self) -> "RandomErasing":
+    def contradictions(self) -> Iterator[str]:
         for name, (low, high), ceiling in (("area", self.area, 1.0), ("aspect", self.aspect, 100.0)):
             if not low <= high <= ceiling:
-                raise ValueError(f"{name} must be [low, high] with 0 < low <= high <= {ceiling:g}, not {[low, high]}")
-        return self
+                yield f"{name} must be [low, high] with 0 < low <= high <= {ceiling:g}, not {[low, high]}"
 
 
 AnyOperation = RandAugment | ThreeAugment | ColorJitter | Gray | GaussianBlur | Solarize | RandomErasing

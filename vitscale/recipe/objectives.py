@@ -3,11 +3,11 @@
 A block holds what is known without torch; `implementation` names the class that computes it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from vitscale.ground.block import Block
 from vitscale.ground.operations import Operation
@@ -41,19 +41,17 @@ class Mixing(Block):
     per: Literal["batch", "pair", "element"] = "batch"
     """unit of a draw: a global batch, a pair, or each image (timm's batch, pair, elem)"""
 
-    @model_validator(mode="after")
-    def _possible(self) -> "Mixing":
+    def contradictions(self) -> Iterator[str]:
         if self.mixup == self.cutmix == 0:
-            raise ValueError("give mixup, cutmix or both an alpha above 0, e.g. {mixup: 0.8, cutmix: 1.0}")
+            yield "give mixup, cutmix or both an alpha above 0, e.g. {mixup: 0.8, cutmix: 1.0}"
         if not self.has_default("cutmix_share") and not (self.mixup and self.cutmix):
-            raise ValueError("cutmix_share belongs to mixup and cutmix together, and one of them is 0")
+            yield "cutmix_share belongs to mixup and cutmix together, and one of them is 0"
         if self.cutmix_sides is not None:
             if self.cutmix != 1:
-                raise ValueError("cutmix_sides goes with cutmix: 1, whose alpha plays no part then")
+                yield "cutmix_sides goes with cutmix: 1, whose alpha plays no part then"
             low, high = self.cutmix_sides
             if low >= high:
-                raise ValueError(f"cutmix_sides must be [low, high] with 0 <= low < high <= 1, not {[low, high]}")
-        return self
+                yield f"cutmix_sides must be [low, high] with 0 <= low < high <= 1, not {[low, high]}"
 
     @model_serializer(mode="wrap")
     def _without_sides(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -155,20 +153,16 @@ class Classification(Objective):
     """share of each image's patches that a Transformer sees in training, drawn per sample; class token and registers
     are kept (PatchDropout)"""
 
-    @model_validator(mode="after")
-    def _targets(self) -> "Classification":
+    def contradictions(self) -> Iterator[str]:
         if self.on <= self.off:
-            raise ValueError(f"on ({self.on}) must be greater than off ({self.off})")
+            yield f"on ({self.on}) must be greater than off ({self.off})"
         if self.label_smoothing and (self.on, self.off) != (1.0, 0.0):
-            raise ValueError("label_smoothing says what on and off say; give one of the two")
+            yield "label_smoothing says what on and off say; give one of the two"
         if self.threshold is not None:
             if self.loss == "softmax":
-                raise ValueError("threshold belongs to loss: sigmoid and bce, and loss is softmax")
+                yield "threshold belongs to loss: sigmoid and bce, and loss is softmax"
             if not self.off <= self.threshold < self.on:
-                raise ValueError(
-                    f"threshold {self.threshold}: expected at least off ({self.off}) and less than on ({self.on})"
-                )
-        return self
+                yield f"threshold {self.threshold}: expected at least off ({self.off}) and less than on ({self.on})"
 
     def check(self, context: Context) -> None:
         if self.keep < 1:

@@ -1,6 +1,6 @@
 """The `optimizer` block of a recipe: how weights are updated, and groups of them with settings of their own."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -57,12 +57,10 @@ class ParameterGroup(Block):
     """their weight decay; default: from the optimizer's weight_decay and decay_exclude"""
     frozen: bool = Field(False, description="keep their initial values: no gradient, no moments, no weight decay")
 
-    @model_validator(mode="after")
-    def _frozen_alone(self) -> "ParameterGroup":
+    def contradictions(self) -> Iterator[str]:
         for key in ("lr_factor", "weight_decay"):
             if self.frozen and not self.has_default(key):
-                raise ValueError(f"{key} says how parameters are trained, and those of this group are frozen")
-        return self
+                yield f"{key} says how parameters are trained, and those of this group are frozen"
 
 
 Shape = tuple[int, ...]
@@ -172,11 +170,9 @@ class SGD(Optimizer):
     momentum_dtype: Literal["fp32", "bf16"] = "fp32"
     """data type of the momentum; bf16, as in the authors' fine-tuning code: 2 bytes per parameter"""
 
-    @model_validator(mode="after")
-    def _something_to_keep(self) -> "SGD":
+    def contradictions(self) -> Iterator[str]:
         if self.momentum_dtype == "bf16" and self.momentum == 0:
-            raise ValueError("momentum_dtype: bf16 says how momentum is kept, and momentum is 0")
-        return self
+            yield "momentum_dtype: bf16 says how momentum is kept, and momentum is 0"
 
     @property
     def kept_in_bf16(self) -> frozenset[str]:

@@ -1,11 +1,11 @@
 """The `schedule` block of a recipe: how long to train, and what changes with the step."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from vitscale.ground.block import Block, Contradictions
+from vitscale.ground.block import Block
 from vitscale.recipe.durations import Duration, Interval
 from vitscale.recipe.optimizers import Optimizer
 
@@ -39,6 +39,8 @@ _NEEDED = {"stairs": "boundaries", "wsd": "cooldown", "restarts": "cycle"}
 class Schedule(Block):
     """How long to train, and the learning rate over the steps, as in the authors' code."""
 
+    reports_all: ClassVar[bool] = True
+
     duration: Interval = Field(description="how long to train")
     warmup: Duration = Field(Duration(steps=0), description="the learning rate rises from 0 to optimizer.lr")
     decay: Literal["linear", "cosine", "stairs", "constant", "wsd", "rsqrt", "restarts"] = "linear"
@@ -62,20 +64,15 @@ class Schedule(Block):
     """changes optimizer.weight_decay, and that of its groups by the same factor"""
     momentum: Course | None = Field(None, description="changes optimizer.momentum, or the first of optimizer.betas")
 
-    @model_validator(mode="after")
-    def _of_one_kind(self) -> "Schedule":
-        found = []
+    def contradictions(self) -> Iterator[str]:
         for key, owners in _OWNERS.items():
             is_set = not self.has_default(key)
             if is_set and self.decay not in owners:
-                found.append(f"{key} belongs to decay: {' or '.join(owners)}, and decay is {self.decay}")
+                yield f"{key} belongs to decay: {' or '.join(owners)}, and decay is {self.decay}"
             if not is_set and _NEEDED.get(self.decay) == key:
-                found.append(f"decay: {self.decay} needs {key}")
+                yield f"decay: {self.decay} needs {key}"
         if self.momentum is not None and not 0 < self.momentum.to < 1:
-            found.append(f"momentum.to {self.momentum.to:g}: expected a number above 0 and below 1")
-        if found:
-            raise Contradictions(found)
-        return self
+            yield f"momentum.to {self.momentum.to:g}: expected a number above 0 and below 1"
 
     def check_optimizer(self, optimizer: Optimizer) -> Iterator[str]:
         """Yield a line for each setting that the schedule would change but the optimizer does not have."""

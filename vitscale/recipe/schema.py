@@ -9,10 +9,9 @@ from pydantic import (
     SerializeAsAny,
     SerializerFunctionWrapHandler,
     model_serializer,
-    model_validator,
 )
 
-from vitscale.ground.block import Block, Contradictions
+from vitscale.ground.block import Block
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.extensions import by_kind
 from vitscale.ground.storage import is_url
@@ -52,16 +51,14 @@ class Init(Block):
     the data; only the schedule, and fields that may change on resume, may differ; data.train may be a view of the
     trunk's"""
 
-    @model_validator(mode="after")
-    def _on_this_machine(self) -> "Init":
+    def contradictions(self) -> Iterator[str]:
         if is_url(self.source):
-            raise ValueError(f"from {self.source!r}: expected a path; fetch the weights first")
+            yield f"from {self.source!r}: expected a path; fetch the weights first"
         if self.continues and self.step is None:
-            raise ValueError("continue: true needs step, the step of the other run after which this run continues")
+            yield "continue: true needs step, the step of the other run after which this run continues"
         for key in ("head", "positions"):
             if self.continues and not self.has_default(key):
-                raise ValueError(f"{key} applies to runs that begin at step 0; continue: true takes over everything")
-        return self
+                yield f"{key} applies to runs that begin at step 0; continue: true takes over everything"
 
 
 class Parallelism(Block):
@@ -91,22 +88,20 @@ class Parallelism(Block):
     """ranks, as many as a node has, that keep a copy of all weights between them during a step of stage 3, so that each
     weight crosses the network once a step (hpZ of ZeRO++); 1: none"""
 
-    @model_validator(mode="after")
-    def _possible(self) -> "Parallelism":
+    def contradictions(self) -> Iterator[str]:
         if self.overlaps and (self.zero_stage == 0 or self.offload != "none"):
-            raise ValueError("overlap: true needs zero_stage 1, 2 or 3, and offload: none")
+            yield "overlap: true needs zero_stage 1, 2 or 3, and offload: none"
         if self.hpz_size > 1 and (self.zero_stage != 3 or self.offload != "none"):
-            raise ValueError(f"hpz_size: {self.hpz_size} needs zero_stage 3, and offload: none")
+            yield f"hpz_size: {self.hpz_size} needs zero_stage 3, and offload: none"
         # One at most: of stages 0 and 3.
         if self.offload == "optimizer" and self.zero_stage == 0:
-            raise ValueError("offload: optimizer needs zero_stage 1, 2 or 3")
+            yield "offload: optimizer needs zero_stage 1, 2 or 3"
         if self.compiles and self.zero_stage == 3:
-            raise ValueError("compile: true needs zero_stage 0, 1 or 2: stage 3 gathers weights within a block")
+            yield "compile: true needs zero_stage 0, 1 or 2: stage 3 gathers weights within a block"
         if self.fused_gelu and self.zero_stage == 3:
-            raise ValueError("fused_gelu: true needs zero_stage 0, 1 or 2: stage 3 gathers weights layer by layer")
+            yield "fused_gelu: true needs zero_stage 0, 1 or 2: stage 3 gathers weights layer by layer"
         if self.activation_budget is not None and not self.compile:
-            raise ValueError(f"activation_budget: {self.activation_budget:g} needs compile: true, which applies it")
-        return self
+            yield f"activation_budget: {self.activation_budget:g} needs compile: true, which applies it"
 
     @property
     def compiles(self) -> bool:
@@ -182,6 +177,8 @@ def _complaint(check: Callable[[], None]) -> Iterator[str]:
 class Recipe(Block):
     """One run."""
 
+    reports_all: ClassVar[bool] = True
+
     model: ModelBlock = Field(description="the architecture, by name or by its dimensions")
     data: Data
     batch: Batch
@@ -209,12 +206,6 @@ class Recipe(Block):
     seed: int = Field(0, ge=0, lt=2**63, description="determines initial weights, order, crops, flips and dropout")
     deepspeed: dict[str, Any] = Field({})
     """additions to the DeepSpeed configuration derived from the recipe"""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> "Recipe":
-        if found := list(self.contradictions()):
-            raise Contradictions(found)
-        return self
 
     def contradictions(self, broken: Collection[str] = ()) -> Iterator[str]:
         """Yield a line for each contradiction between fields; checks that need a `broken` field are left out."""

@@ -1,5 +1,6 @@
 """The blocks of a recipe that watch a run: `anomalies`, `check`, `logging` and `profile`."""
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -78,11 +79,9 @@ class Logging(Block):
             trackers = ["tensorboard", *others] if content["tensorboard"] else others
         return {key: value for key, value in content.items() if key != "tensorboard"} | {"trackers": trackers}
 
-    @model_validator(mode="after")
-    def _each_once(self) -> "Logging":
+    def contradictions(self) -> Iterator[str]:
         if len(set(self.trackers)) != len(self.trackers):
-            raise ValueError(f"trackers: {self.trackers} has one twice")
-        return self
+            yield f"trackers: {self.trackers} has one twice"
 
 
 class Profile(Block):

@@ -1,5 +1,6 @@
 """The position embeddings of a Transformer (appendix D.3): the `position` block of a model."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -41,17 +42,15 @@ class Position(Block):
             return content
         return content | {"base": ROPE_BASES[kind]}
 
-    @model_validator(mode="after")
-    def _possible(self) -> "Position":
+    def contradictions(self) -> Iterator[str]:
         if self.kind not in ("1d", "2d") and self.at != "stem":
-            raise ValueError(f"at: {self.at} belongs to kind: 1d and 2d, and kind is {self.kind}")
+            yield f"at: {self.at} belongs to kind: 1d and 2d, and kind is {self.kind}"
         if self.kind not in ROPE_BASES and self.base is not None:
             kinds = " and ".join(ROPE_BASES)
-            raise ValueError(f"base: {self.base:g} belongs to kind: {kinds}, and kind is {self.kind}")
+            yield f"base: {self.base:g} belongs to kind: {kinds}, and kind is {self.kind}"
         for key in ("unit", "registers_base"):
             if self.kind != "1d_rope" and getattr(self, key) is not None:
-                raise ValueError(f"{key} belongs to kind: 1d_rope, and kind is {self.kind}")
-        return self
+                yield f"{key} belongs to kind: 1d_rope, and kind is {self.kind}"
 
     @model_serializer(mode="wrap")
     def _without_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """ResNets (BiT), as baselines and stems of hybrids, and AxialResNets, with axial attention for 3x3 convolutions."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from vitscale.ground.operations import Operation, block_of, convolution, dense, parameters, product
 from vitscale.recipe.families.family import Model, complete
@@ -97,13 +97,11 @@ class ResNet(Model):
     pool: Literal["cls", "mean"] | None = None
     """how the feature map becomes one vector: always by its mean"""
 
-    @model_validator(mode="after")
-    def _possible(self) -> "ResNet":
+    def contradictions(self) -> Iterator[str]:
         if not self.shape().blocks:
-            raise ValueError("blocks []: a ResNet needs a stage; only the stem of a hybrid may be a root alone")
+            yield "blocks []: a ResNet needs a stage; only the stem of a hybrid may be a root alone"
         if self.pool == "cls":
-            raise ValueError(self.refusal("pool", self.pool, self.name))
-        return self
+            yield self.refusal("pool", self.pool, self.name)
 
     @classmethod
     def named(cls, name: str) -> ResNetShape | None:

@@ -5,7 +5,7 @@ Shape legend: n patches along one side, N patches, T tokens (N, or N + 1 with a 
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -116,24 +116,23 @@ class ViT(Model):
             of_name = of_name | {"head": "linear"}
         return content | {key: value for key, value in of_name.items() if content.get(key) is None}
 
-    @model_validator(mode="after")
-    def _possible(self) -> "ViT":
+    def contradictions(self) -> Iterator[str]:
         shape = self.shape()
         if shape.width % shape.num_heads:
-            raise ValueError(f"width {shape.width} does not divide into num_heads {shape.num_heads}")
+            yield f"width {shape.width} does not divide into num_heads {shape.num_heads}"
         if shape.width % 2 and self.position.kind == "2d":
-            raise ValueError(f"position.kind 2d: width {shape.width} does not divide into an x and a y half")
+            yield f"position.kind 2d: width {shape.width} does not divide into an x and a y half"
         if self.position.kind == "sincos" and (shape.width % 4 or shape.width < 8):
-            raise ValueError(
+            yield (
                 f"position.kind sincos: width {shape.width} has to be a multiple of 4, at least 8, for sines and "
                 "cosines by row and by column"
             )
         if self.drop_path_rule != "growing" and self.drop_path == 0:
-            raise ValueError(f"drop_path_rule: {self.drop_path_rule} belongs to drop_path, and that is 0")
+            yield f"drop_path_rule: {self.drop_path_rule} belongs to drop_path, and that is 0"
         if shape.attention == "axial":
-            self._possible_on_a_grid(shape)
+            yield from self._off_the_grid(shape)
         if self.position.kind in ROPE_BASES and shape.head_dim % 4:
-            raise ValueError(
+            yield (
                 f"position.kind {self.position.kind}: width / num_heads is {shape.head_dim}; it has to be a multiple "
                 "of 4, for pairs by row and by column"
             )
@@ -141,22 +140,17 @@ class ViT(Model):
             self.position.at != "stem" or self.position.kind == "relative"
         ):
             key = "registers" if shape.registers else "class_position"
-            raise ValueError(f"{key}: tokens without a position go with position.at: stem, and not with kind: relative")
+            yield f"{key}: tokens without a position go with position.at: stem, and not with kind: relative"
         if self.position.registers_base is not None and not (
             shape.registers and math.isqrt(shape.registers) ** 2 == shape.registers
         ):
-            raise ValueError(
-                f"position.registers_base: registers {shape.registers} are no square; give as many as 1, 4, 9 or 16"
-            )
+            yield f"position.registers_base: registers {shape.registers} are no square; give as many as 1, 4, 9 or 16"
         if shape.distilled:
-            self._possible_with_distillation(shape)
+            yield from self._against_distillation(shape)
         if not shape.class_token and self.pool_or_default() != "normed_mean":
-            raise ValueError(
-                "class_token: false belongs to pool: normed_mean; cls needs one, and mean and map have none"
-            )
-        return self
+            yield "class_token: false belongs to pool: normed_mean; cls needs one, and mean and map have none"
 
-    def _possible_with_distillation(self, shape: ViTShape) -> None:
+    def _against_distillation(self, shape: ViTShape) -> Iterator[str]:
         needed = {
             "head: linear": self.head == "linear",
             "pool: cls": self.pool_or_default() == "cls",
@@ -166,13 +160,11 @@ class ViT(Model):
         }
         for key, is_so in needed.items():
             if not is_so:
-                raise ValueError(f"distilled: true, a class and a distillation token with a head each, needs {key}")
+                yield f"distilled: true, a class and a distillation token with a head each, needs {key}"
 
-    def _possible_on_a_grid(self, shape: ViTShape) -> None:
+    def _off_the_grid(self, shape: ViTShape) -> Iterator[str]:
         if self.has_class_token:
-            raise ValueError(
-                f"pool: {self.pool}: axial attention works on a grid, which has no class token; use pool: mean"
-            )
+            yield f"pool: {self.pool}: axial attention works on a grid, which has no class token; use pool: mean"
         refused = {
             "registers": shape.registers > 0,
             "drop_path": self.drop_path > 0,
@@ -180,9 +172,7 @@ class ViT(Model):
         }
         for key, is_set in refused.items():
             if is_set:
-                raise ValueError(
-                    f"{key}: axial attention, which works on a grid, does not have it; use attention: full"
-                )
+                yield f"{key}: axial attention, which works on a grid, does not have it; use attention: full"
 
     # ---- What it is --------------------------------------------------------------------------------------------------
 
