@@ -8,13 +8,7 @@ from vitscale.flops.hardware import Device
 
 @dataclass(frozen=True)
 class Hardware:
-    """The devices that a run is to be computed on.
-
-    Args:
-        device: the kind of device.
-        count: the number of devices.
-        price: the price of one device for one hour, in any currency; None if nobody asks.
-    """
+    """The devices that a run is to be computed on, and the price of one of them for an hour, in any currency."""
 
     device: Device
     count: int

@@ -38,15 +38,13 @@ class Board:
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator.
+    """One accelerator, by its common name, such as `h200`.
 
     Args:
-        name: the common name, such as `h200`.
         driver_name: a regular expression for the whole name that its driver reports.
-        peak: FLOP/s by dtype, if published.
+        peak: FLOP/s by dtype, if published; `source` says where.
         watts: the most power it is made to draw, as the maker publishes it for the accelerator alone; None if not
             published.
-        source: where the peak and the watts are published.
     """
 
     name: str

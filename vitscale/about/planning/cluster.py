@@ -16,12 +16,9 @@ _FASTEST_SLOT = 128 * GB  # PCIe 6
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of nodes with equal devices.
+    """A cluster of nodes with equal devices; `devices` counts those of all nodes.
 
     Attributes:
-        device: the kind of device.
-        devices: the number of devices in all nodes.
-        devices_per_node: the number of devices in each node.
         memory: one device's memory, in bytes.
         network: the rate at which a node can send to other nodes, in bytes/s.
         link: the rate at which a device can send to others in its node, in bytes/s.
@@ -40,7 +37,6 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes."""
         return self.devices // self.devices_per_node
 
     @property
@@ -98,9 +94,10 @@ def make_cluster(
     if nodes is not None and nodes * devices_per_node != devices:
         raise RecipeError(f"--nodes {nodes} x --devices-per-node {devices_per_node} is not --devices {devices}")
     if network is None:
-        own = device.board.network
-        network = NETWORK if own is None else own * devices_per_node
-        source = "one adapter of 400 Gbit/s" if own is None else f"{own / GB:g} for each device as in its maker's nodes"
+        network, source = NETWORK, "one adapter of 400 Gbit/s"
+        if (per_device := device.board.network) is not None:
+            network = per_device * devices_per_node
+            source = f"{per_device / GB:g} for each device as in its maker's nodes"
         if devices > devices_per_node:
             assumed.append(f"{network / GB:g} GB/s of network a node, {source} (--network)")
     link = device.board.link or LINK

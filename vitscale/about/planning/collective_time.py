@@ -49,13 +49,7 @@ _WAYS = (
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """The time of one message of a collective.
-
-    Attributes:
-        algorithm, protocol: NCCL's algorithm and protocol for it.
-        latency: seconds that even an empty message takes.
-        transfer: seconds for its bytes.
-    """
+    """The time of one message of a collective: seconds that even an empty one takes, and seconds for its bytes."""
 
     algorithm: Algorithm
     protocol: Protocol
@@ -64,20 +58,14 @@ class CollectiveTime:
 
     @property
     def total(self) -> float:
-        """Latency and transfer, in seconds."""
         return self.latency + self.transfer
 
 
 def collective_time(kind: Kind, message_bytes: float, cluster: Cluster) -> CollectiveTime:
     """The time of a message of `message_bytes` over all ranks of a cluster, by NCCL's fastest way."""
-    ways = (_by(way, kind, message_bytes, cluster) for way in _WAYS if _is_open(way, kind, cluster))
-    return min(ways, key=lambda time: time.total)
-
-
-def _is_open(way: _Way, kind: Kind, cluster: Cluster) -> bool:
-    if way.algorithm == "tree" and kind != "all-reduce":
-        return False
-    return way.protocol != "LL128" or cluster.has_nvlink  # LL128 relies on NVLink's order of writes
+    ways = (way for way in _WAYS if way.algorithm == "ring" or kind == "all-reduce")
+    ways = (way for way in ways if cluster.has_nvlink or way.protocol != "LL128")  # which relies on its order of writes
+    return min((_by(way, kind, message_bytes, cluster) for way in ways), key=lambda time: time.total)
 
 
 def _by(way: _Way, kind: Kind, message_bytes: float, cluster: Cluster) -> CollectiveTime:

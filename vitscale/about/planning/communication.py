@@ -23,10 +23,7 @@ from vitscale.training.deepspeed.bucket_sizes import elements_in_flight
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter"]
 Phase = Literal["passes", "backward", "update"]
 _SHARE = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
-_AGREEMENTS, _AGREEMENT_BYTES = (
-    3,
-    24,
-)  # two numbers of the trainer, the gradients' norm, and whether they are finite
+_AGREEMENTS, _AGREEMENT_BYTES = 3, 24  # two numbers of the trainer, the gradients' norm, and whether they are finite
 
 
 @dataclass(frozen=True)
@@ -34,14 +31,10 @@ class Collective:
     """The messages of one kind in one step.
 
     Attributes:
-        what: the messages' content, in words.
-        kind: the kind of collective.
         phase: when they are sent: `passes`, during the forward and backward passes of every micro-batch; `backward`,
             during the backward pass; `update`, at the end of the step.
         elements: the number of elements, all ranks together.
-        element_bytes: the size of one element, in bytes.
-        times: how many times per step they are sent.
-        messages: the number of messages that the elements are cut into each time.
+        times: how many times per step they are sent, each time cut into `messages`.
         group: the number of ranks that send to each other, those of one node; None for all ranks.
     """
 

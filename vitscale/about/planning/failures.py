@@ -33,10 +33,9 @@ class Saving:
 
 @dataclass(frozen=True)
 class Failures:
-    """How nodes fail and come back; times in seconds.
+    """How the `nodes` that compute fail and come back; times in seconds.
 
     Attributes:
-        nodes: the number of nodes that compute.
         mtbf: the mean time between two failures of one node.
         restart: the time from a failure to the next computed step, including reading the checkpoint, if enough nodes
             are available.
@@ -102,19 +101,12 @@ class Failures:
 
 
 def make_failures(
-    nodes: int,
-    mtbf: float,
-    restart: float | None = None,
-    repair: float | None = None,
-    restarts: Sequence[float] = (),
+    nodes: int, mtbf: float, restart: float | None = None, repair: float | None = None, restarts: Sequence[float] = ()
 ) -> Failures:
     """The failures of `nodes` nodes, with assumptions for figures that are None.
 
-    Args:
-        mtbf: hours between two failures of one node.
-        restart: seconds from a failure to the next step.
-        restarts: measured values of the same; their median is used if `restart` is None.
-        repair: hours until a failed node can be used again.
+    `mtbf` and `repair` are in hours, `restart` in seconds; if that is None, it is the median of the measured
+    `restarts`.
     """
     assumed = ["nodes fail independently, at a constant rate, and every failure takes its node away"]
     if restart is None and restarts:

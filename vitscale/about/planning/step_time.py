@@ -35,8 +35,7 @@ class StepTime:
     """The time of one step, in seconds.
 
     Attributes:
-        compute: the forward and backward passes, without recomputation.
-        recompute: the recomputation of activations.
+        compute: the forward and backward passes, without `recompute`, the recomputation of activations.
         update: the optimizer's update; 0 if the device's memory bandwidth is not known, or the optimizer is offloaded.
         network: the time during which messages are being sent.
         latency: the part of `network` that would remain if all messages were empty.
@@ -52,7 +51,6 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """The time of the whole step."""
         return self.compute + self.recompute + self.update + self.waiting
 
 
