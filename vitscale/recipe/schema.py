@@ -15,17 +15,14 @@ from vitscale.ground.block import Block
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.extensions import by_kind
 from vitscale.ground.storage import is_url
-from vitscale.recipe.batch import Batch
-from vitscale.recipe.data import Data, EvalCrop
+from vitscale.recipe.data import Batch, Data, EvalCrop
 from vitscale.recipe.datasets import find_dataset
-from vitscale.recipe.distillation import Distillation
-from vitscale.recipe.durations import Duration, Interval
 from vitscale.recipe.evaluation import Evaluation, Selection
 from vitscale.recipe.families import ModelBlock
 from vitscale.recipe.masked_patches import MaskedPatches
-from vitscale.recipe.objectives import Classification, Context, Objective, with_kind
+from vitscale.recipe.objectives import Classification, Context, Distillation, Objective, with_kind
 from vitscale.recipe.optimizers import AnyOptimizer, Kept, Optimizer, Shape
-from vitscale.recipe.schedule import Schedule
+from vitscale.recipe.schedule import Duration, Interval, Schedule
 from vitscale.recipe.watching import Anomalies, Check, Logging, Profile
 
 
