@@ -12,7 +12,6 @@ import typer
 
 from vitscale.cli.command_line import HELP, Version, run
 from vitscale.flops import reports
-from vitscale.flops.cost import Hardware
 from vitscale.flops.estimate import Estimate, estimate
 from vitscale.flops.hardware import find_device
 from vitscale.flops.published import table_6
@@ -99,7 +98,7 @@ def command(
     if device is not None:
         if devices is None or mfu is None:
             raise RecipeError(_COST_NEEDS)
-        bought = Hardware(device, devices, price)
+        bought = reports.Hardware(device, devices, price)
     estimates = _estimates(recipes or [], settings or [], samples)
     if breakdown:
         table = reports.breakdown_table(estimates)

@@ -10,8 +10,7 @@ from vitscale.about.planning.communication import Collective, communication
 from vitscale.about.planning.failures import Failures, Saving
 from vitscale.about.planning.step_time import HIDDEN, OVERLAPPED, StepTime, overlaps, step_time
 from vitscale.data.shards import Manifest
-from vitscale.flops.accounting import mfu
-from vitscale.flops.cost import cost_row
+from vitscale.flops.accounting import cost_row, mfu
 from vitscale.flops.estimate import Estimate
 from vitscale.flops.work import Work
 from vitscale.ground.errors import RecipeError, VitscaleError
