@@ -28,17 +28,13 @@ class ImageOperation(Block):
     @property
     def place(self) -> int:
         """Sort key of the order of operations: 0 in the loader, 1 on the device's uint8 pixels, 2 on its floats."""
-        return {"uint8": 1, "float": 2}[self.pixels]
+        return 0 if isinstance(self, LoaderOperation) else {"uint8": 1, "float": 2}[self.pixels]
 
 
 class LoaderOperation(ImageOperation):
     """The base of those that the loader does: `vitscale.data.pixel_programs` plans them, without torch."""
 
     pixels: ClassVar[Literal["uint8", "float"]] = "uint8"
-
-    @property
-    def place(self) -> int:
-        return 0
 
 
 class RandAugment(LoaderOperation):

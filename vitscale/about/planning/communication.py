@@ -76,12 +76,8 @@ def communication(recipe: Recipe, parameters: Parameters, world_size: int, accum
         new_weights = [Collective("new weights", "all-gather", "update", total, weight_bytes)] if stage else []
         return [gradients, *new_weights, agreements]
     small = [size for size in parameters.sizes if size <= limits["stage3_param_persistence_threshold"]]
-    gathered, messages = _gathered(recipe, parameters.layers)
-    if sum(parameters.sizes) <= limits["stage3_max_live_parameters"] and limits["stage3_prefetch_bucket_size"]:
-        # Everything is prefetched. Otherwise a layer is prefetched whenever another one is released.
-        messages = min(messages, math.ceil(gathered / limits["stage3_prefetch_bucket_size"]))
     return [
-        *_weights_of_passes(recipe, parameters.layers, world_size, weight_bytes, gathered, messages, accumulation),
+        *_weights_of_passes(recipe, parameters, world_size, weight_bytes, accumulation),
         Collective("gradients", "reduce-scatter", "backward", total, gradient_bytes, accumulation, buckets),
         # One message for each parameter.
         Collective("small new weights", "all-gather", "update", sum(small), weight_bytes, messages=max(1, len(small))),
@@ -90,26 +86,17 @@ def communication(recipe: Recipe, parameters: Parameters, world_size: int, accum
 
 
 def _weights_of_passes(
-    recipe: Recipe,
-    layers: Sequence[Layer],
-    world_size: int,
-    weight_bytes: int,
-    gathered: int,
-    messages: int,
-    accumulation: int,
+    recipe: Recipe, parameters: Parameters, world_size: int, weight_bytes: int, accumulation: int
 ) -> list[Collective]:
-    """ZeRO 3's gathers in the passes of a step, of which hpZ leaves all but the first of each layer within nodes.
-
-    Args:
-        gathered, messages: elements and messages of one micro-batch.
-    """
+    """ZeRO 3's gathers in the passes of a step, of which hpZ leaves all but the first of each layer within nodes."""
+    gathered, messages = _gathered(recipe, parameters)
     if not gathered:  # every parameter is small enough to stay on all ranks
         return []
     what, group = "weights for the passes", recipe.parallelism.hpz_ranks(world_size)
     if group == 1:
         return [Collective(what, "all-gather", "passes", gathered, weight_bytes, accumulation, messages)]
     limit = elements_in_flight(recipe)["stage3_param_persistence_threshold"]
-    of_layers = [sum(size for size in layer.trained if size > limit) for layer in layers]
+    of_layers = [sum(size for size in layer.trained if size > limit) for layer in parameters.layers]
     first = sum(of_layers)  # DeepSpeed forgets the copies of what is trained after each update
     first_messages = min(math.ceil(messages * first / max(1, gathered)), sum(elements > 0 for elements in of_layers))
     found = [Collective(what, "all-gather", "passes", first, weight_bytes, messages=first_messages)]
@@ -120,28 +107,31 @@ def _weights_of_passes(
     return found
 
 
-def _gathered(recipe: Recipe, layers: Sequence[Layer]) -> tuple[int, int]:
-    """(elements that ZeRO 3 gathers in the passes of one micro-batch, the number of layers' gathers in them).
+def _gathered(recipe: Recipe, parameters: Parameters) -> tuple[int, int]:
+    """(elements that ZeRO 3 gathers in the passes of one micro-batch, messages in which it does).
 
     DeepSpeed gathers a layer when it is needed and releases it afterwards, unless it is needed again within
     `stage3_max_reuse_distance` other parameters. If it prefetches, it keeps, at the turn from the forward to the
     backward pass, as much as may be held at one time: between the two uses of a layer that is kept, the layers above
     it are used twice.
     """
-    limits = elements_in_flight(recipe)
+    limits, layers = elements_in_flight(recipe), parameters.layers
     at_the_turn = limits["stage3_max_live_parameters"] if limits["stage3_prefetch_bucket_size"] > 0 else 0
     uses = _uses(layers, recipe.parallelism.activation_checkpointing)
     held: set[int] = set()
-    gathered = times = 0
+    gathered = messages = 0
     for place, (layer, is_let_go) in enumerate(uses):
         if layer not in held:
             large = sum(s for s in layers[layer].sizes if s > limits["stage3_param_persistence_threshold"])
-            gathered, times = gathered + large, times + (large > 0)
+            gathered, messages = gathered + large, messages + (large > 0)
             held.add(layer)
         distance = max(limits["stage3_max_reuse_distance"], 2 * (at_the_turn - sum(layers[layer].sizes)) + 1)
         if is_let_go and not _is_needed_soon(layer, uses[place + 1 :], layers, distance):
             held.remove(layer)
-    return gathered, times
+    if sum(parameters.sizes) <= limits["stage3_max_live_parameters"] and limits["stage3_prefetch_bucket_size"]:
+        # Everything is prefetched. Otherwise a layer is prefetched whenever another one is released.
+        messages = min(messages, math.ceil(gathered / limits["stage3_prefetch_bucket_size"]))
+    return gathered, messages
 
 
 def _is_needed_soon(layer: int, uses: Sequence[tuple[int, bool]], layers: Sequence[Layer], limit: int) -> bool:

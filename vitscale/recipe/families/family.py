@@ -18,13 +18,7 @@ Pool = Literal["cls", "mean", "normed_mean", "map"]
 
 
 class Patches(NamedTuple):
-    """How a model cuts the input image into patches.
-
-    Attributes:
-        size: the side of a patch, in pixels.
-        grid: the number of patches along one side of the image.
-        width: the size of a patch's embedding.
-    """
+    """How a model cuts the input image: a patch's side in pixels, patches along a side, the width of an embedding."""
 
     size: int
     grid: int
