@@ -24,10 +24,8 @@ def exaflops(accounting_macs: int, images: float) -> float:
 def mfu(images_per_s: float, macs: int, num_devices: int, peak: float | None) -> float | None:
     """Model FLOPs utilisation, a fraction: what the model needs over what the devices could do.
 
-    Args:
-        images_per_s: images per second of all devices together.
-        macs: the MACs of one image's forward pass, padding counted.
-        peak: FLOP/s of one device (`hardware.peak_flops`). None, an unknown device, has no utilisation: None.
+    `images_per_s` is that of all devices, `macs` one image's forward pass, padding counted, and `peak` FLOP/s of one
+    device (`hardware.peak_flops`). None, an unknown device, has no utilisation: None.
     """
     if peak is None:
         return None

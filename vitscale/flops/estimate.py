@@ -13,20 +13,14 @@ from vitscale.recipe import Recipe
 
 @dataclass(frozen=True)
 class Estimate:
-    """One recipe's figures; `problem` says why something is None.
-
-    Attributes:
-        samples, num_classes: those of the training set; 0 classes if they play no part.
-        work: the work for one image; None if nothing says how many classes the model has.
-        images: the number of images that the whole run trains on.
-    """
+    """One recipe's figures; `problem` says why something is None."""
 
     name: str
     recipe: Recipe
-    samples: int | None
-    num_classes: int | None
-    work: Work | None
-    images: int | None
+    samples: int | None  # of the training set
+    num_classes: int | None  # of the training set; 0 if they play no part
+    work: Work | None  # for one image; None if nothing says how many classes the model has
+    images: int | None  # that the whole run trains on
     problem: VitscaleError | None
 
     @property

@@ -3,7 +3,7 @@
 import difflib
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -188,13 +188,9 @@ def keys_in(block: str) -> list[str]:
 
 
 def explain_fields(key: str | None = None) -> str:
-    """Explain all fields in Markdown, or those that a key names.
+    """Explain all fields in Markdown, or those that a key names; one field with all that is known about it.
 
-    Args:
-        key: a block's key, a field's key (for all that is known about it), or the last part of several fields' keys;
-            None for everything.
-
-    Raises `RecipeError` for an unknown key.
+    The key is that of a block or a field, or the last part of several fields' keys. Raises `RecipeError` for others.
     """
     if key is None:
         return "\n\n".join([_ABOUT, *map(_section, _each_once(_own_blocks()))])
@@ -238,10 +234,8 @@ def _blocks(
 ) -> Iterator[Block]:
     """A block and all blocks inside it.
 
-    Args:
-        schema: the whole schema, which resolves references; `block` is the block's part of it.
-        given: the block's defaults at this place; None if it is not there by default.
-        variant: which of the blocks that are possible here it is.
+    `schema` resolves references. `given` are the block's defaults at this place, None if it is not there by default;
+    `variant` is which of the blocks that are possible here it is.
     """
     fields: list[Field] = []
     below: list[Block] = []
@@ -295,8 +289,7 @@ def _kind(field: dict[str, Any]) -> str:
     if "$ref" in field:
         return _DURATION
     if "enum" in field:
-        *first, last = field["enum"]
-        return f"{', '.join(first)} or {last}"
+        return any_of(field["enum"])
     if "const" in field:
         return str(field["const"])
     if field["type"] == "array" and "enum" in field["items"]:
@@ -305,6 +298,12 @@ def _kind(field: dict[str, Any]) -> str:
         kind, _, bounds = _kind(field["items"]).partition(" ")
         return f"list of {kind}s {bounds}".rstrip()
     return " ".join([_TYPES[field["type"]], *_bounds(field)])
+
+
+def any_of(words: Sequence[str]) -> str:
+    """`a, b or c`."""
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _bounds(field: dict[str, Any]) -> Iterator[str]:

@@ -85,16 +85,11 @@ class Context:
 
 
 class Objective(Block):
-    """The base of every `objective` block; its keys are the fields of one kind.
+    """The base of every `objective` block; its keys are the fields of one kind."""
 
-    Attributes:
-        implementation: `module:class` of the `vitscale.objectives.Objective` that computes it.
-        has_classes: whether the model has an output for each class of the training data.
-        own: which parameters are the objective's, and no part of the model that is exported or begun with.
-    """
-
-    implementation: ClassVar[str]
-    has_classes: ClassVar[bool]
+    implementation: ClassVar[str]  # `module:class` of the `vitscale.objectives.Objective` that computes it
+    has_classes: ClassVar[bool]  # whether the model has an output for each class of the training data
+    # The parameters that are the objective's, and no part of the model that is exported or begun with.
     own: ClassVar[tuple[str, ...]] = ()
 
     kind: str = Field(description="chooses this objective")

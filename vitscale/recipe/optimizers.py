@@ -73,18 +73,12 @@ Betas = Annotated[
 
 
 class Optimizer(Block):
-    """The base of every `optimizer` block; its keys are the fields of one optimizer.
+    """The base of every `optimizer` block; its keys are the fields of one optimizer."""
 
-    Attributes:
-        implementation: `module:class` of the `vitscale.training.optimizers.rule.Rule` that updates by it.
-        needs_whole_tensors: whether the update of an element depends on others of its parameter, which may be on
-            another rank.
-        untimed: what of an update the time of a plan leaves out; empty for nothing.
-    """
-
-    implementation: ClassVar[str]
+    implementation: ClassVar[str]  # `module:class` of the `vitscale.training.optimizers.rule.Rule` that updates by it
+    # Whether the update of an element depends on others of its parameter, which may be on another rank.
     needs_whole_tensors: ClassVar[bool] = False
-    untimed: ClassVar[str] = ""
+    untimed: ClassVar[str] = ""  # what of an update the time of a plan leaves out
 
     name: str = Field(description="chooses this optimizer")
     lr: float = Field(gt=0, description="learning rate at the end of the warmup")
@@ -137,10 +131,8 @@ class Optimizer(Block):
     def workspace(self, largest: int, share: int, is_divided: bool) -> int:
         """Temporary bytes of an update.
 
-        Args:
-            largest: elements of the largest parameter.
-            share: elements that a rank updates.
-            is_divided: whether ranks hold parts of parameters.
+        `largest` is the elements of the largest parameter, `share` those that a rank updates, `is_divided` whether
+        ranks hold parts of parameters.
         """
         return 0
 

@@ -16,24 +16,16 @@ _FASTEST_SLOT = 128 * GB  # PCIe 6
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of nodes with equal devices; `devices` counts those of all nodes.
-
-    Attributes:
-        memory: one device's memory, in bytes.
-        network: the rate at which a node can send to other nodes, in bytes/s.
-        link: the rate at which a device can send to others in its node, in bytes/s.
-        efficiency: the share of their peak FLOP/s that devices reach while they compute without waiting.
-        assumptions: what was assumed because it was not given, in words.
-    """
+    """A cluster of nodes with equal devices."""
 
     device: Device
-    devices: int
+    devices: int  # of all nodes
     devices_per_node: int
-    memory: float
-    network: float
-    link: float
-    efficiency: float
-    assumptions: tuple[str, ...] = ()
+    memory: float  # bytes of one device
+    network: float  # bytes/s that a node can send to other nodes
+    link: float  # bytes/s that a device can send to others in its node
+    efficiency: float  # the share of their peak FLOP/s that devices reach while they compute without waiting
+    assumptions: tuple[str, ...] = ()  # what was assumed because it was not given, in words
 
     @property
     def nodes(self) -> int:

@@ -19,18 +19,12 @@ _US = 1e-6
 
 
 class _Way(NamedTuple):
-    """One of NCCL's combinations of algorithm and protocol.
-
-    Attributes:
-        payload: the share of a link's bytes that are the message's; the rest are flags.
-        start: the fixed cost of a collective, in microseconds, whatever the number of ranks.
-        nvlink, pcie, network: the latency of a hop, in microseconds.
-    """
+    """One of NCCL's combinations of algorithm and protocol, with the latencies of a hop in microseconds."""
 
     algorithm: Algorithm
     protocol: Protocol
-    payload: float
-    start: float
+    payload: float  # the share of a link's bytes that are the message's; the rest are flags
+    start: float  # the fixed cost of a collective, in microseconds, whatever the number of ranks
     nvlink: float
     pcie: float
     network: float
@@ -49,12 +43,12 @@ _WAYS = (
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """The time of one message of a collective: seconds that even an empty one takes, and seconds for its bytes."""
+    """The time of one message of a collective, in seconds."""
 
     algorithm: Algorithm
     protocol: Protocol
-    latency: float
-    transfer: float
+    latency: float  # what even an empty message takes
+    transfer: float  # for its bytes
 
     @property
     def total(self) -> float:

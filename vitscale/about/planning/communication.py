@@ -28,24 +28,17 @@ _AGREEMENTS, _AGREEMENT_BYTES = 3, 24  # two numbers of the trainer, the gradien
 
 @dataclass(frozen=True)
 class Collective:
-    """The messages of one kind in one step.
-
-    Attributes:
-        phase: when they are sent: `passes`, during the forward and backward passes of every micro-batch; `backward`,
-            during the backward pass; `update`, at the end of the step.
-        elements: the number of elements, all ranks together.
-        times: how many times per step they are sent, each time cut into `messages`.
-        group: the number of ranks that send to each other, those of one node; None for all ranks.
-    """
+    """The messages of one kind in one step."""
 
     what: str
     kind: Kind
+    # Sent during the forward and backward passes of every micro-batch, in the backward pass, or at the end of the step.
     phase: Phase
-    elements: int
+    elements: int  # all ranks together
     element_bytes: int
-    times: int = 1
-    messages: int = 1
-    group: int | None = None
+    times: int = 1  # that they are sent in a step
+    messages: int = 1  # that the elements are cut into each time
+    group: int | None = None  # the number of ranks that send to each other, those of one node; None for all ranks
 
     def sent(self, world_size: int) -> float:
         """The bytes that each rank sends in one step."""

@@ -32,15 +32,7 @@ _HOST_COPY = 10 * GB
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to distribute a recipe: the memory of one rank, and the collectives and the time of one step.
-
-    Attributes:
-        micro_batch, accumulation: their product is a rank's part of the global batch.
-        images_per_s: the speed of all devices together.
-        mfu: model FLOPs utilisation, a fraction.
-        fits: whether it fits into a device's memory.
-        verdict: `best`, or why it is not, in words.
-    """
+    """One way to distribute a recipe: the memory of one rank, the collectives and the time of one step."""
 
     parallelism: Parallelism
     micro_batch: int
@@ -48,14 +40,13 @@ class Choice:
     memory: Memory
     collectives: tuple[Collective, ...]
     time: StepTime
-    images_per_s: float
+    images_per_s: float  # of all devices together
     mfu: float
-    fits: bool
-    verdict: str = ""
+    fits: bool  # into a device's memory
+    verdict: str = ""  # `best`, or why it is not, in words
 
     @property
     def is_best(self) -> bool:
-        """Whether this is the best choice."""
         return self.verdict == "best"
 
     @property
@@ -80,12 +71,6 @@ class Totals:
     """The totals of a run with the best choice, on all devices together; None for what is not known.
 
     They are the whole run's, or for a branch, those after its trunk, without evaluations and interruptions.
-
-    Attributes:
-        loader_images_per_s, storage_bytes_per_s: the rates at which each node has to decode images, and to read.
-        checkpoint_s: the time to write one checkpoint.
-        stall_s: the time that training waits for it.
-        checkpoint_every_s: the time between two checkpoints.
     """
 
     images: int | None
@@ -95,47 +80,35 @@ class Totals:
     device_hours: float | None
     energy_kwh: float | None
     cost: float | None
-    loader_images_per_s: float
-    storage_bytes_per_s: float
+    loader_images_per_s: float  # that each node has to decode
+    storage_bytes_per_s: float  # that each node has to read
     checkpoint_bytes: int
-    checkpoint_s: float
-    stall_s: float
+    checkpoint_s: float  # to write one
+    stall_s: float  # that training waits for it
     checkpoint_every_s: float | None
 
 
 @dataclass(frozen=True)
 class WithSpares:
-    """A run's totals with failures and `spares` nodes besides those that compute, if it saves at the best interval.
+    """A run's totals with failures and spare nodes, if it saves at the best interval."""
 
-    Attributes:
-        useful: the share of the time that advances the run.
-        days: including failures and waiting for nodes; None if the run's length is not known or it never ends.
-        device_hours: of all nodes, including spares; None as above.
-    """
-
-    spares: int
-    useful: float
-    days: float | None
-    device_hours: float | None
+    spares: int  # nodes besides those that compute
+    useful: float  # the share of the time that advances the run
+    days: float | None  # with failures and waiting for nodes; None if the length is not known or it never ends
+    device_hours: float | None  # of all nodes, including spares; None as above
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """What failures cost a run.
+    """What failures cost a run."""
 
-    Attributes:
-        failure_every_s: the mean time between two failures of any node.
-        useful: the share of the time that advances the run, without spares and if it saves as the recipe says; None if
-            it is not known how often it saves.
-        best_every_s, best_every_steps: the time between two checkpoints that maximises this share.
-        by_spares: the totals with 0, 1, 2 and 3 spare nodes.
-    """
-
-    failure_every_s: float
+    failure_every_s: float  # the mean time between two failures of any node
+    # The share of the time that advances the run, without spares and if it saves as the recipe says; None if that is
+    # not known.
     useful: float | None
-    best_every_s: float
+    best_every_s: float  # the time between two checkpoints that maximises this share
     best_every_steps: int
-    by_spares: tuple[WithSpares, ...]
+    by_spares: tuple[WithSpares, ...]  # with 0, 1, 2 and 3 spare nodes
 
 
 @dataclass(frozen=True)
@@ -166,10 +139,7 @@ def make_plan(
 ) -> ClusterPlan:
     """Work out every choice for an estimated recipe on a cluster.
 
-    Args:
-        price: the price of one device for one hour.
-        storage: the rate at which all nodes together write checkpoints, in bytes/s.
-        failures: the failures of the cluster's nodes; None to leave them out.
+    `price` is that of one device for one hour, `storage` the bytes/s at which all nodes together write checkpoints.
 
     Raises `RecipeError` for fp32, if the devices do not divide the global batch, and if `hpz_size` does not divide the
     devices of a node.

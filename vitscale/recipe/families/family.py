@@ -36,21 +36,14 @@ class Shape(Protocol):
 
 
 class Model(Block):
-    """The base of every `model` block.
+    """The base of every `model` block."""
 
-    Attributes:
-        implementation: `module:class` of the `vitscale.models.Model` that computes it.
-        title: what messages call a model of this family.
-        names: the models that `vitscale models` lists and the tests cover; other names of the same patterns work, too.
-        dimensions: the keys that each replace one dimension of the named model.
-        optional: the keys that a resolved recipe has only if they are set.
-    """
-
-    implementation: ClassVar[str]
-    title: ClassVar[str]
+    implementation: ClassVar[str]  # `module:class` of the `vitscale.models.Model` that computes it
+    title: ClassVar[str]  # what messages call a model of this family
+    # The models that `vitscale models` lists and the tests cover; other names of the same patterns work, too.
     names: ClassVar[tuple[str, ...]] = ()
-    dimensions: ClassVar[tuple[str, ...]] = ()
-    optional: ClassVar[tuple[str, ...]] = ()
+    dimensions: ClassVar[tuple[str, ...]] = ()  # the keys that each replace one dimension of the named model
+    optional: ClassVar[tuple[str, ...]] = ()  # the keys that a resolved recipe has only if they are set
 
     name: str | None = Field(None, description="ViT-B/16, ResNet50x1, R50+ViT-B/16, ...: `vitscale models` lists them")
     family: str | None = Field(None, pattern=r"\.")

@@ -25,17 +25,12 @@ _BLOCKS = {
 
 @dataclass(frozen=True)
 class ResNetShape:
-    """The dimensions of one ResNet (BiT), or of the stem of a hybrid.
+    """The dimensions of one ResNet (BiT), or of the stem of a hybrid."""
 
-    `blocks` is the number of bottleneck units in each stage. Stage s has 256 * 2^s * `width_factor` channels, and a
-    quarter of that inside a unit. `variant` is v2 (pre-activation, as in the released BiT weights) or v1
-    (post-activation). `mixing` is what mixes positions in a unit: a 3x3 convolution (conv), or row and column attention
-    instead of it (axial: AxialResNet).
-    """
-
-    blocks: tuple[int, ...]
-    width_factor: int = 1
-    variant: Literal["v1", "v2"] = "v2"
+    blocks: tuple[int, ...]  # bottleneck units in each stage
+    width_factor: int = 1  # stage s has 256 * 2^s * width_factor channels, and a quarter of that inside a unit
+    variant: Literal["v1", "v2"] = "v2"  # pre-activation, as in the released BiT weights; v1: post-activation
+    # What mixes positions in a unit: a 3x3 convolution, or row and column attention instead of it (AxialResNet).
     mixing: Literal["conv", "axial"] = "conv"
 
     @property

@@ -69,28 +69,23 @@ DropPathRule = Literal["growing", "uniform"]
 
 @dataclass(frozen=True)
 class ViTShape:
-    """The dimensions of one Vision Transformer; the keys of `ViT` say what the others mean.
+    """The dimensions of one Vision Transformer; the keys of `ViT` say what most of them mean."""
 
-    `width` is the hidden size D. `patch_size` P is in pixels, or in a hybrid, which has a `stem`, in steps of the
-    stem's feature map. With `attention` axial each of the `depth` blocks is a row block and a column block. `norm_eps`
-    is that of every norm. Registers are between the class token and the patches; no position is added to them.
-    """
-
-    patch_size: int
-    width: int
+    patch_size: int  # P, in pixels, or in a hybrid in steps of the stem's feature map
+    width: int  # D
     depth: int
     mlp_dim: int
     num_heads: int
-    attention: Literal["full", "axial"] = "full"
-    stem: ResNetShape | None = None
+    attention: Literal["full", "axial"] = "full"  # axial: each of the `depth` blocks is a row and a column block
+    stem: ResNetShape | None = None  # only in a hybrid
     norm: Literal["layer", "rms"] = "layer"
-    norm_eps: float = 1e-6
+    norm_eps: float = 1e-6  # of every norm
     sub_norm: Literal["none", "mlp", "all"] = "none"
     mlp: Literal["gelu", "exact_gelu", "quick_gelu", "swiglu"] = "gelu"
     qkv_bias: Literal["all", "no_key", "none"] = "all"
     qk_norm: bool = False
     layer_scale: float | None = None
-    registers: int = 0
+    registers: int = 0  # between the class token and the patches; no position is added to them
     class_position: bool = True
     distilled: bool = False
     class_token: bool = True
