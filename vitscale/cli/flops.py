@@ -4,7 +4,6 @@ One report a call: the grid (by default), --breakdown, --budget, --hardware or -
 """
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -86,18 +85,22 @@ def command(
     }
     _check({option for option, value in given.items() if value is not None})
     _check_numbers({"--budget": budget, "--mfu": mfu, "--price": price})
-    directories = _once(runs or [])
     device = None if hardware is None else find_device(hardware)
     if runs:
         from vitscale.flops.runs import runs_table
         from vitscale.runs.run import Run
 
-        render(runs_table([Run(run) for run in directories], device, devices, price), form)
+        once = {os.path.realpath(run): run for run in runs}.values()
+        render(runs_table([Run(run) for run in once], device, devices, price), form)
         return
     bought = None
     if device is not None:
         if devices is None or mfu is None:
-            raise RecipeError(_COST_NEEDS)
+            raise RecipeError(
+                "--hardware needs --devices N and --mfu FRACTION. No utilisation is assumed: take that of a run of "
+                "yours (vitscale-flops --run DIR), or what the paper's cores reached (Table 2: 0.32 for ViT-H/14, 0.43 "
+                "for ViT-L/16)"
+            )
         bought = reports.Hardware(device, devices, price)
     estimates = _estimates(recipes or [], settings or [], samples)
     if breakdown:
@@ -107,12 +110,6 @@ def command(
     else:
         table = reports.grid_table(estimates)
     render(table, form)
-
-
-_COST_NEEDS = (
-    "--hardware needs --devices N and --mfu FRACTION. No utilisation is assumed: take that of a run of yours "
-    "(vitscale-flops --run DIR), or what the paper's cores reached (Table 2: 0.32 for ViT-H/14, 0.43 for ViT-L/16)"
-)
 
 
 def _check(given: set[str]) -> None:
@@ -135,11 +132,6 @@ def _check_numbers(given: dict[str, float | None]) -> None:
         if value is not None and not low <= value <= high:
             percent = f"; {value:g} % is --mfu {value / 100:g}" if option == "--mfu" and 1 < value <= 100 else ""
             raise RecipeError(f"{option} {value:g}: expected {what} from {low:g} to {high:g}{percent}")
-
-
-def _once(runs: Sequence[Path]) -> list[Path]:
-    """Every directory once, in order."""
-    return list({os.path.realpath(run): run for run in runs}.values())
 
 
 def _estimates(names: list[str], settings: list[str], samples: int | None) -> list[Estimate]:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 _MOST = 2**20  # devices
 _GB = 1e9
-# For values that the ranges below let through: NaN.
-_POSITIVE = "expected a number above 0, at most 1e9"
 _PARTS = ("weights", "optimizer", "ema", "gradients", "update", "activations", "workspace", "images")
 _PARALLELISM = ("zero_stage", "overlap", "hpz_size", "activation_checkpointing")
 _WORTH_SAYING = 0.01  # share of a step
@@ -80,7 +78,7 @@ def plan(
     """
     for option, value in {"--network": network, "--memory": memory, "--storage": storage, "--mtbf": mtbf}.items():
         if value is not None and not 0 < value <= 1e9:
-            raise RecipeError(f"{option} {value:g}: {_POSITIVE}")
+            raise RecipeError(f"{option} {value:g}: expected a number above 0, at most 1e9")
     if price is not None and not 0 <= price <= 1e9:
         raise RecipeError(f"--price {price:g}: expected the price of one device-hour from 0 to 1e9")
     if mfu is not None and not 0 < mfu <= 1:

@@ -82,10 +82,8 @@ class MaskedPatches(Objective):
     def operations(self, context: Context) -> Sequence[Operation]:
         """As `Objective.operations`: predictions are computed only for corrupted patches."""
         patches, rows = _patches(context), self.counts(context).corrupted
-        return (
-            parameters("mask", patches.width),
-            dense("prediction", rows, patches.width, self.outputs(patches.size)),
-        )
+        prediction = dense("prediction", rows, patches.width, self.outputs(patches.size))
+        return parameters("mask", patches.width), prediction
 
 
 def _patches(context: Context) -> Patches:

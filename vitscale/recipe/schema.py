@@ -3,13 +3,7 @@
 from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    SerializeAsAny,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-)
+from pydantic import BeforeValidator, Field, SerializeAsAny, SerializerFunctionWrapHandler, model_serializer
 
 from vitscale.ground.block import Block
 from vitscale.ground.errors import RecipeError

@@ -15,12 +15,7 @@ GROUPS = 32
 AXIAL_HEADS = 8
 """The number of heads of each attention in an AxialResNet."""
 
-_BLOCKS = {
-    "50": (3, 4, 6, 3),
-    "101": (3, 4, 23, 3),
-    "152": (3, 8, 36, 3),
-    "200": (3, 24, 36, 3),
-}
+_BLOCKS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3), "200": (3, 24, 36, 3)}
 
 
 @dataclass(frozen=True)

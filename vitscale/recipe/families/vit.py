@@ -267,11 +267,8 @@ class ViT(Model):
 
     def _operations(self, image_size: int, num_classes: int | None, patches: int) -> list[Operation]:
         shape = self.shape()
-        D, n, T = (
-            shape.width,
-            shape.grid(image_size),
-            patches + shape.registers + self.has_class_token + shape.distilled,
-        )
+        D, n = shape.width, shape.grid(image_size)
+        T = patches + shape.registers + self.has_class_token + shape.distilled
         operations = [] if shape.stem is None else feature_operations(shape.stem, image_size)
         operations.append(dense("patch_embedding", n**2, shape.patch_dim, D, input_gradient=shape.stem is not None))
         class_token = D if self.has_class_token else 0
