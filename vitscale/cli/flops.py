@@ -4,6 +4,7 @@ One report a call: the grid (by default), --breakdown, --budget, --hardware or -
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -90,8 +91,7 @@ def command(
         from vitscale.flops.runs import runs_table
         from vitscale.runs.run import Run
 
-        once = {os.path.realpath(run): run for run in runs}.values()
-        render(runs_table([Run(run) for run in once], device, devices, price), form)
+        render(runs_table([Run(run) for run in _once(runs)], device, devices, price), form)
         return
     bought = None
     if device is not None:
@@ -132,6 +132,11 @@ def _check_numbers(given: dict[str, float | None]) -> None:
         if value is not None and not low <= value <= high:
             percent = f"; {value:g} % is --mfu {value / 100:g}" if option == "--mfu" and 1 < value <= 100 else ""
             raise RecipeError(f"{option} {value:g}: expected {what} from {low:g} to {high:g}{percent}")
+
+
+def _once(runs: Sequence[Path]) -> list[Path]:
+    """Every directory once, in order."""
+    return list({os.path.realpath(run): run for run in runs}.values())
 
 
 def _estimates(names: list[str], settings: list[str], samples: int | None) -> list[Estimate]:

@@ -316,8 +316,11 @@ def _of_failures(plan: "ClusterPlan", goodput: "Goodput") -> list[str]:
 
 def _whole_run(totals: "Totals") -> str:
     assert totals.days is not None and totals.exaflops is not None and totals.device_hours is not None
-    parts = [f"{short(totals.days)} days", f"{short(totals.exaflops)} exaFLOPs"]
-    parts.append(f"{totals.device_hours:,.0f} device-hours")
+    parts = [
+        f"{short(totals.days)} days",
+        f"{short(totals.exaflops)} exaFLOPs",
+        f"{totals.device_hours:,.0f} device-hours",
+    ]
     if totals.energy_kwh is not None:
         parts.append(f"at most {totals.energy_kwh:,.0f} kWh")
     if totals.cost is not None:
@@ -341,12 +344,7 @@ def _as_data(plan: "ClusterPlan") -> dict[str, Any]:
         },
         "best": None if plan.best is None else plan.choices.index(plan.best),
         "choices": [
-            {
-                **_row(cluster, one),
-                "time_s": asdict(one.time),
-                "sent": _sent(cluster, one),
-            }
-            for one in plan.choices
+            {**_row(cluster, one), "time_s": asdict(one.time), "sent": _sent(cluster, one)} for one in plan.choices
         ],
         "totals": None if plan.totals is None else asdict(plan.totals),
         "goodput": None if plan.goodput is None else asdict(plan.goodput),

@@ -125,19 +125,18 @@ def _parts(one: Estimate) -> list[Row]:
     counted.append(("model FLOPs", one.work, one.exaflops))
     if again.operations:
         counted.append(("recomputed", again, one.recomputed_exaflops))
-    rows: list[Row] = []
-    for part, work, exaflops in counted:
-        rows.append(
-            {
-                "recipe": one.name,
-                "part": part,
-                "params": work.params if part != "recomputed" else None,
-                "gmacs": work.macs / 1e9,
-                "accounting_gmacs": work.accounting_macs / 1e9,
-                "exaflops": exaflops,
-                "share": work.accounting_macs / one.work.accounting_macs if part != "recomputed" else None,
-            }
-        )
+    rows: list[Row] = [
+        {
+            "recipe": one.name,
+            "part": part,
+            "params": work.params if part != "recomputed" else None,
+            "gmacs": work.macs / 1e9,
+            "accounting_gmacs": work.accounting_macs / 1e9,
+            "exaflops": exaflops,
+            "share": work.accounting_macs / one.work.accounting_macs if part != "recomputed" else None,
+        }
+        for part, work, exaflops in counted
+    ]
     if again.operations:
         whole = {"recipe": one.name, "part": "hardware FLOPs", "exaflops": one.hardware_exaflops}
         rows.append({column.key: None for column in _BREAKDOWN} | whole)

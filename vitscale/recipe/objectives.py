@@ -20,9 +20,6 @@ from vitscale.recipe.shares import by_largest_remainder
 DEFAULT_KIND = "classification"
 
 
-_Part = Annotated[float, Field(ge=0, le=1)]
-
-
 class Mixing(Block):
     """Mixup (Zhang et al., 2018) and CutMix (Yun et al., 2019): slots 2k and 2k + 1 of a global batch are mixed.
 
@@ -33,7 +30,7 @@ class Mixing(Block):
 
     mixup: float = Field(0.0, ge=0, le=1000, description="alpha of mixup; 0: no mixup")
     cutmix: float = Field(0.0, ge=0, le=1000, description="alpha of CutMix; 0: no CutMix")
-    cutmix_sides: Annotated[list[_Part], Field(min_length=2, max_length=2)] | None = None
+    cutmix_sides: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=2, max_length=2)] | None = None
     """shortest and longest side of the CutMix box as shares of the image's, instead of an area drawn by alpha, which
     must be 1: height and width are drawn independently, and the box lies within the image (timm's cutmix_minmax)"""
     probability: float = Field(1.0, gt=0, le=1, description="probability of mixing")

@@ -1,4 +1,4 @@
-"""The `schedule` block of a recipe: how long to train, and what changes with the step."""
+"""The `schedule` block of a recipe: how long to train, and what changes with the step; lengths of training."""
 
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal

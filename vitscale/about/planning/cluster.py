@@ -98,13 +98,5 @@ def make_cluster(
         assumed.append(f"{link / GB:g} GB/s from each device to the others of its node ({source})")
     if efficiency is None:
         assumed.append(f"{EFFICIENCY:.0%} of the peak while devices compute, with any micro-batch (--mfu)")
-    return Cluster(
-        device=device,
-        devices=devices,
-        devices_per_node=devices_per_node,
-        memory=memory or device.board.memory or 0.0,
-        network=network,
-        link=link,
-        efficiency=efficiency or EFFICIENCY,
-        assumptions=tuple(assumed),
-    )
+    memory, efficiency = memory or device.board.memory or 0.0, efficiency or EFFICIENCY
+    return Cluster(device, devices, devices_per_node, memory, network, link, efficiency, tuple(assumed))

@@ -227,17 +227,8 @@ def _choice(recipe: Recipe, work: Work, parameters: Parameters, cluster: Cluster
     images_per_s = recipe.batch.global_size / time.total
     utilisation = mfu(images_per_s, work.macs, cluster.devices, cluster.peak)
     assert utilisation is not None
-    return Choice(
-        parallelism=recipe.parallelism,
-        micro_batch=micro,
-        accumulation=accumulation,
-        memory=memory,
-        collectives=collectives,
-        time=time,
-        images_per_s=images_per_s,
-        mfu=utilisation,
-        fits=memory.device_bytes <= USABLE * cluster.memory,
-    )
+    fits = memory.device_bytes <= USABLE * cluster.memory
+    return Choice(recipe.parallelism, micro, accumulation, memory, collectives, time, images_per_s, utilisation, fits)
 
 
 def find_best(choices: Sequence[Choice]) -> Choice | None:

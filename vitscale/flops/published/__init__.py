@@ -1,4 +1,4 @@
-"""What the paper reports, table by table, as data: reports, plots and comparisons read it here.
+"""What the paper reports, table by table, and its training sets, as data: reports, plots and comparisons read it here.
 
 Files are named after the tables of "An Image is Worth 16x16 Words" and hold what is printed: top-1 accuracies in
 percent, except in table 8, which prints fractions. An empty cell is one that the paper leaves out. Names of models and

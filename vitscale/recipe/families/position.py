@@ -22,11 +22,9 @@ class Position(Block):
     at: Literal["stem", "every_layer", "shared"] = "stem"
     """for 1d and 2d: added before the first block (stem), before every block (every_layer), or the same embeddings
     before every block (shared)"""
-
     base: float | None = Field(None, gt=1)
     """frequencies of rotations fall to nearly 1 / base of the first one. For rope, default 100, the first is one turn
     per unit, with 2 units per side; for 1d_rope, default 10,000, one radian per unit, with 16 units per side"""
-
     unit: Literal["image", "patch"] | None = None
     """for 1d_rope, the unit of one radian: image (default): a side is 16 units; patch: a patch is one unit (as in
     ViT-5)"""
