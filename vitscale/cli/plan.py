@@ -316,11 +316,8 @@ def _of_failures(plan: "ClusterPlan", goodput: "Goodput") -> list[str]:
 
 def _whole_run(totals: "Totals") -> str:
     assert totals.days is not None and totals.exaflops is not None and totals.device_hours is not None
-    parts = [
-        f"{short(totals.days)} days",
-        f"{short(totals.exaflops)} exaFLOPs",
-        f"{totals.device_hours:,.0f} device-hours",
-    ]
+    parts = [f"{short(totals.days)} days", f"{short(totals.exaflops)} exaFLOPs"]
+    parts.append(f"{totals.device_hours:,.0f} device-hours")
     if totals.energy_kwh is not None:
         parts.append(f"at most {totals.energy_kwh:,.0f} kWh")
     if totals.cost is not None:

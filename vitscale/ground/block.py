@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validato
 class Block(BaseModel):
     """A typed, strict and frozen block: an unknown key, a wrong type or a number that is not finite is an error.
 
-    What a field means is its `description`, or the docstring below it.
+    What a field means is its `description`, or the docstring below it: the words that are printed after its name.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -34,7 +34,7 @@ class Block(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Adds the docstrings of fields. Pydantic's `use_attribute_docstrings` reads the source at every import."""
+        """Add the docstrings of fields. Pydantic's `use_attribute_docstrings` reads the source at every import."""
         schema = handler(core_schema)
         fields = handler.resolve_ref_schema(schema)["properties"]
         for base in cls.__mro__[: cls.__mro__.index(Block)]:

@@ -57,8 +57,9 @@ class CollectiveTime:
 
 def collective_time(kind: Kind, message_bytes: float, cluster: Cluster) -> CollectiveTime:
     """The time of a message of `message_bytes` over all ranks of a cluster, by NCCL's fastest way."""
-    ways = (way for way in _WAYS if way.algorithm == "ring" or kind == "all-reduce")
-    ways = (way for way in ways if cluster.has_nvlink or way.protocol != "LL128")  # which relies on its order of writes
+    ways = [way for way in _WAYS if way.algorithm == "ring" or kind == "all-reduce"]
+    if not cluster.has_nvlink:
+        ways = [way for way in ways if way.protocol != "LL128"]  # it relies on NVLink's order of writes
     return min((_by(way, kind, message_bytes, cluster) for way in ways), key=lambda time: time.total)
 
 
