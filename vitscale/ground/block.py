@@ -19,16 +19,16 @@ class Block(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
-    reports_all: ClassVar[bool] = False
+    _reports_all: ClassVar[bool] = False
     """Whether every contradiction is reported, or only the first, from which the others may follow."""
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         """Yield a line for each contradiction between the block's fields."""
         return iter(())
 
     @model_validator(mode="after")
     def _without_contradictions(self) -> Self:
-        if lines := list(islice(self.contradictions(), None if self.reports_all else 1)):
+        if lines := list(islice(self._contradictions(), None if self._reports_all else 1)):
             raise Contradictions(lines)
         return self
 
@@ -43,9 +43,10 @@ class Block(BaseModel):
                     fields[cls.model_fields[name].alias or name].setdefault("description", docstring)
         return schema
 
-    def has_default(self, key: str) -> bool:
-        """Whether a field has its default value, chosen or not: a dumped recipe sets every field."""
-        return bool(getattr(self, key) == type(self).model_fields[key].default)
+
+def has_default(block: Block, key: str) -> bool:
+    """Whether a field has its default value, chosen or not: a dumped recipe sets every field."""
+    return bool(getattr(block, key) == type(block).model_fields[key].default)
 
 
 @cache

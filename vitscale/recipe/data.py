@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny
 
-from vitscale.ground.block import Block
+from vitscale.ground.block import Block, has_default
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.extensions import by_kind
 from vitscale.ground.storage import is_url
@@ -29,20 +29,20 @@ class Crop(Block):
     images).
     """
 
-    reports_all: ClassVar[bool] = True
+    _reports_all: ClassVar[bool] = True
 
     kind: Literal["inception", "resize"] = Field("inception", description="kind of crop")
     area: list[float] = Field([0.05, 1.0], description="for inception: lowest and highest share of the image's area")
     aspect: list[float] = Field([3 / 4, 4 / 3], description="for inception: lowest and highest width / height")
     fraction: float = Field(480 / 512, gt=0, le=1, description="for resize: side of the crop / side of the square")
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         for name, (bounds, ceiling) in {"area": (self.area, 1.0), "aspect": (self.aspect, float("inf"))}.items():
             if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] <= ceiling:
                 limit = " <= 1" if ceiling == 1.0 else ""
                 yield f"{name} must be [low, high] with 0 < low <= high{limit}, not {bounds}"
         for key, owner in (("area", "inception"), ("aspect", "inception"), ("fraction", "resize")):
-            if self.kind != owner and not self.has_default(key):
+            if self.kind != owner and not has_default(self, key):
                 yield f"{key} belongs to kind: {owner}, and kind is {self.kind}"
 
 
@@ -65,7 +65,7 @@ class Normalise(Block):
     mean: _Channels = Field([0.5, 0.5, 0.5], description="subtracted from each channel")
     std: _Channels = Field([0.5, 0.5, 0.5], description="divisor of each channel; above 0")
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         if min(self.std) <= 0:
             yield f"std {self.std}: expected three numbers above 0"
 
@@ -89,7 +89,7 @@ class Cache(Block):
         except RuntimeError as error:  # a container's user need not have a home
             raise RecipeError(f"data.cache.dir: {error} Set a folder with --set data.cache.dir=DIR") from None
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         if self.dir is not None and is_url(self.dir):
             yield f"dir {self.dir!r}: expected a folder of each machine, no URL"
 
@@ -129,7 +129,7 @@ class Data(Block):
     stall_s: float = Field(300.0, gt=0, description="seconds after which a read that has not returned ends the run")
     cache: Cache = Cache()
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         places = ("in the loader", "on the device's uint8 pixels", "on floats")
         for operation, next_one in itertools.pairwise(self.operations):
             if operation.place > next_one.place:

@@ -30,7 +30,7 @@ class FewShot(Block):
     """ridge penalty; shared: as in the paper, one per number of shots, chosen by its mean rank over all tasks"""
     crop: EvalCrop = EvalCrop(kind="square")
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         names = [task.name for task in self.tasks]
         if len(set(names)) != len(names):
             yield f"two tasks have one name: {names}"

@@ -60,7 +60,7 @@ class RandAugment(LoaderOperation):
     fill: _Colour = Field([128, 128, 128])
     """red, green, blue of empty areas after geometric operations; timm uses the mean"""
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         if self.set != "big_vision" and self.m > 10:
             yield f"m {self.m:g}: magnitudes of set: {self.set} end at 10"
 
@@ -97,7 +97,7 @@ class GaussianBlur(LoaderOperation):
     probability: _Probability = Field(0.5, description="probability of changing an image")
     radius: _Range = Field([0.1, 2.0], description="lowest and highest standard deviation in pixels, at most 50")
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         if not self.radius[0] <= self.radius[1] <= 50:
             yield f"radius must be [low, high] with 0 < low <= high <= 50, not {self.radius}"
 
@@ -123,7 +123,7 @@ class RandomErasing(ImageOperation):
     area: _Range = Field([0.02, 1 / 3], description="lowest and highest share of the image's area")
     aspect: _Range = Field([0.3, 1 / 0.3], description="lowest and highest height / width")
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         for name, (low, high), ceiling in (("area", self.area, 1.0), ("aspect", self.aspect, 100.0)):
             if not low <= high <= ceiling:
                 yield f"{name} must be [low, high] with 0 < low <= high <= {ceiling:g}, not {[low, high]}"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from vitscale.ground.block import Block
+from vitscale.ground.block import Block, has_default
 from vitscale.ground.operations import Operation
 from vitscale.ground.storage import is_url
 from vitscale.recipe.data import Batch, Data, Normalise
@@ -38,10 +38,10 @@ class Mixing(Block):
     per: Literal["batch", "pair", "element"] = "batch"
     """unit of a draw: a global batch, a pair, or each image (timm's batch, pair, elem)"""
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         if self.mixup == self.cutmix == 0:
             yield "give mixup, cutmix or both an alpha above 0, e.g. {mixup: 0.8, cutmix: 1.0}"
-        if not self.has_default("cutmix_share") and not (self.mixup and self.cutmix):
+        if not has_default(self, "cutmix_share") and not (self.mixup and self.cutmix):
             yield "cutmix_share belongs to mixup and cutmix together, and one of them is 0"
         if self.cutmix_sides is not None:
             if self.cutmix != 1:
@@ -145,7 +145,7 @@ class Classification(Objective):
     """share of each image's patches that a Transformer sees in training, drawn per sample; class token and registers
     are kept (PatchDropout)"""
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         if self.on <= self.off:
             yield f"on ({self.on}) must be greater than off ({self.off})"
         if self.label_smoothing and (self.on, self.off) != (1.0, 0.0):
@@ -214,7 +214,7 @@ class Teacher(Block):
     normalise: Normalise | None = None
     """normalisation of its input; default: as data.normalise, which is that of the model itself"""
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         if self.source is not None and is_url(self.source):
             yield f"from {self.source!r}: expected a path; fetch the weights first"
         if self.step is not None and self.source is None:

@@ -14,7 +14,7 @@ from pydantic import (
 )
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
-from vitscale.ground.block import Block
+from vitscale.ground.block import Block, has_default
 
 _MOST_GROUPS, _LONGEST_PATTERN = 100, 300
 
@@ -57,9 +57,9 @@ class ParameterGroup(Block):
     """their weight decay; default: from the optimizer's weight_decay and decay_exclude"""
     frozen: bool = Field(False, description="keep their initial values: no gradient, no moments, no weight decay")
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         for key in ("lr_factor", "weight_decay"):
-            if self.frozen and not self.has_default(key):
+            if self.frozen and not has_default(self, key):
                 yield f"{key} says how parameters are trained, and those of this group are frozen"
 
 
@@ -162,7 +162,7 @@ class SGD(Optimizer):
     momentum_dtype: Literal["fp32", "bf16"] = "fp32"
     """data type of the momentum; bf16, as in the authors' fine-tuning code: 2 bytes per parameter"""
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         if self.momentum_dtype == "bf16" and self.momentum == 0:
             yield "momentum_dtype: bf16 says how momentum is kept, and momentum is 0"
 

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from vitscale.ground.block import Block
+from vitscale.ground.block import Block, has_default
 from vitscale.recipe.optimizers import Optimizer
 
 
@@ -16,7 +16,7 @@ class Duration(Block):
     epochs: float | None = Field(None, ge=0, lt=1e9, description="passes over the training data")
     examples: int | None = Field(None, ge=0, lt=2**53, description="training images")
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         if sum(value is not None for value in (self.steps, self.epochs, self.examples)) != 1:
             yield "give exactly one of steps, epochs, examples, e.g. {epochs: 7}"
 
@@ -74,7 +74,7 @@ _NEEDED = {"stairs": "boundaries", "wsd": "cooldown", "restarts": "cycle"}
 class Schedule(Block):
     """How long to train, and the learning rate over the steps, as in the authors' code."""
 
-    reports_all: ClassVar[bool] = True
+    _reports_all: ClassVar[bool] = True
 
     duration: Interval = Field(description="how long to train")
     warmup: Duration = Field(Duration(steps=0), description="the learning rate rises from 0 to optimizer.lr")
@@ -99,9 +99,9 @@ class Schedule(Block):
     """changes optimizer.weight_decay, and that of its groups by the same factor"""
     momentum: Course | None = Field(None, description="changes optimizer.momentum, or the first of optimizer.betas")
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         for key, owners in _OWNERS.items():
-            is_set = not self.has_default(key)
+            is_set = not has_default(self, key)
             if is_set and self.decay not in owners:
                 yield f"{key} belongs to decay: {' or '.join(owners)}, and decay is {self.decay}"
             if not is_set and _NEEDED.get(self.decay) == key:

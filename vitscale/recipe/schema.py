@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, SerializerFunctionWrapHandler, model_serializer
 
-from vitscale.ground.block import Block
+from vitscale.ground.block import Block, has_default
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.extensions import by_kind
 from vitscale.ground.storage import is_url
@@ -42,13 +42,13 @@ class Init(Block):
     the data; only the schedule, and fields that may change on resume, may differ; data.train may be a view of the
     trunk's"""
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         if is_url(self.source):
             yield f"from {self.source!r}: expected a path; fetch the weights first"
         if self.continues and self.step is None:
             yield "continue: true needs step, the step of the other run after which this run continues"
         for key in ("head", "positions"):
-            if self.continues and not self.has_default(key):
+            if self.continues and not has_default(self, key):
                 yield f"{key} applies to runs that begin at step 0; continue: true takes over everything"
 
 
@@ -79,7 +79,7 @@ class Parallelism(Block):
     """ranks, as many as a node has, that keep a copy of all weights between them during a step of stage 3, so that each
     weight crosses the network once a step (hpZ of ZeRO++); 1: none"""
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         if self.overlaps and (self.zero_stage == 0 or self.offload != "none"):
             yield "overlap: true needs zero_stage 1, 2 or 3, and offload: none"
         if self.hpz_size > 1 and (self.zero_stage != 3 or self.offload != "none"):
@@ -143,7 +143,7 @@ class Checkpoint(Block):
     @model_serializer(mode="wrap")
     def _without_default_tail(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out `tail` if it is the default, so that older resolved recipes stay as they were."""
-        return {key: value for key, value in dump(self).items() if key != "tail" or not self.has_default(key)}
+        return {key: value for key, value in dump(self).items() if key != "tail" or not has_default(self, key)}
 
 
 class Ema(Block):
@@ -168,7 +168,7 @@ def _complaint(check: Callable[[], None]) -> Iterator[str]:
 class Recipe(Block):
     """One run."""
 
-    reports_all: ClassVar[bool] = True
+    _reports_all: ClassVar[bool] = True
 
     model: ModelBlock = Field(description="the architecture, by name or by its dimensions")
     data: Data
@@ -197,6 +197,9 @@ class Recipe(Block):
     seed: int = Field(0, ge=0, lt=2**63, description="determines initial weights, order, crops, flips and dropout")
     deepspeed: dict[str, Any] = Field({})
     """additions to the DeepSpeed configuration derived from the recipe"""
+
+    def _contradictions(self) -> Iterator[str]:
+        return self.contradictions()
 
     def contradictions(self, broken: Collection[str] = ()) -> Iterator[str]:
         """Yield a line for each contradiction between fields; checks that need a `broken` field are left out."""

@@ -79,7 +79,7 @@ class Logging(Block):
             trackers = ["tensorboard", *others] if content["tensorboard"] else others
         return {key: value for key, value in content.items() if key != "tensorboard"} | {"trackers": trackers}
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         if len(set(self.trackers)) != len(self.trackers):
             yield f"trackers: {self.trackers} has one twice"
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainSerializer, WrapValidator
 
+from vitscale.ground.block import has_default
 from vitscale.ground.extensions import block_class
 from vitscale.ground.wording import shortened
 from vitscale.recipe.families.family import Model, Patches, Pool, Shape
@@ -110,7 +111,9 @@ def _resolved(model: Model) -> dict[str, Any]:
     if model.family is not None:
         return own
     own = {
-        key: value for key, value in own.items() if key not in ("family", *model.optional) or not model.has_default(key)
+        key: value
+        for key, value in own.items()
+        if key not in ("family", *model.optional) or not has_default(model, key)
     }
     return {key: own.get(key, value) for key, value in UNSET.items()} | own
 

@@ -40,7 +40,7 @@ class Position(Block):
             return content
         return content | {"base": ROPE_BASES[kind]}
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         if self.kind not in ("1d", "2d") and self.at != "stem":
             yield f"at: {self.at} belongs to kind: 1d and 2d, and kind is {self.kind}"
         if self.kind not in ROPE_BASES and self.base is not None:

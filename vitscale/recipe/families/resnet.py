@@ -87,7 +87,7 @@ class ResNet(Model):
     pool: Literal["cls", "mean"] | None = None
     """how the feature map becomes one vector: always by its mean"""
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         if not self.shape().blocks:
             yield "blocks []: a ResNet needs a stage; only the stem of a hybrid may be a root alone"
         if self.pool == "cls":

@@ -116,7 +116,7 @@ class ViT(Model):
             of_name = of_name | {"head": "linear"}
         return content | {key: value for key, value in of_name.items() if content.get(key) is None}
 
-    def contradictions(self) -> Iterator[str]:
+    def _contradictions(self) -> Iterator[str]:
         shape = self.shape()
         if shape.width % shape.num_heads:
             yield f"width {shape.width} does not divide into num_heads {shape.num_heads}"
