@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitscale import recipe
-from vitscale.cli.recipe import show_fields
+from vitscale.cli.recipe import recipe as print_recipe
 from vitscale.data import draws
 from vitscale.data.device import to_model_input
 from vitscale.data.image_operations import ImageOperation, TrainingInput
@@ -317,7 +317,7 @@ def test_an_objective_with_classes_is_validated_by_what_it_predicts(tmp_path, ki
 def test_a_field_of_another_package_is_explained_beside_a_recipe_that_names_it(tmp_path, capsys):
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(content(objective={"kind": "test_extensions.Scaled"})))
-    show_fields("objective.factor", str(path))
+    print_recipe([str(path), "objective.factor"], explain=True)
     assert "of all losses" in capsys.readouterr().out
 
 

@@ -8,7 +8,7 @@ import pytest
 from vitscale.data.order import TrainOrder
 from vitscale.flops.estimate import Estimate, estimate
 from vitscale.flops.matching import position_row, scaling_row, transfer_row
-from vitscale.flops.training_set import PAPER_SETS
+from vitscale.flops.published import PAPER_SETS
 from vitscale.recipe import load_recipe, recipes_dir
 
 

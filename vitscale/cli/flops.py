@@ -12,7 +12,6 @@ import typer
 
 from vitscale.cli.command_line import HELP, Version, run
 from vitscale.flops import reports
-from vitscale.flops.cost import Hardware
 from vitscale.flops.estimate import Estimate, estimate
 from vitscale.flops.hardware import find_device
 from vitscale.flops.published import table_6
@@ -87,19 +86,22 @@ def command(
     }
     _check({option for option, value in given.items() if value is not None})
     _check_numbers({"--budget": budget, "--mfu": mfu, "--price": price})
-    directories = _once(runs or [])
     device = None if hardware is None else find_device(hardware)
     if runs:
         from vitscale.flops.runs import runs_table
         from vitscale.runs.run import Run
 
-        render(runs_table([Run(run) for run in directories], device, devices, price), form)
+        render(runs_table([Run(run) for run in _once(runs)], device, devices, price), form)
         return
     bought = None
     if device is not None:
         if devices is None or mfu is None:
-            raise RecipeError(_COST_NEEDS)
-        bought = Hardware(device, devices, price)
+            raise RecipeError(
+                "--hardware needs --devices N and --mfu FRACTION. No utilisation is assumed: take that of a run of "
+                "yours (vitscale-flops --run DIR), or what the paper's cores reached (Table 2: 0.32 for ViT-H/14, 0.43 "
+                "for ViT-L/16)"
+            )
+        bought = reports.Hardware(device, devices, price)
     estimates = _estimates(recipes or [], settings or [], samples)
     if breakdown:
         table = reports.breakdown_table(estimates)
@@ -108,12 +110,6 @@ def command(
     else:
         table = reports.grid_table(estimates)
     render(table, form)
-
-
-_COST_NEEDS = (
-    "--hardware needs --devices N and --mfu FRACTION. No utilisation is assumed: take that of a run of yours "
-    "(vitscale-flops --run DIR), or what the paper's cores reached (Table 2: 0.32 for ViT-H/14, 0.43 for ViT-L/16)"
-)
 
 
 def _check(given: set[str]) -> None:

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 _MOST = 2**20  # devices
 _GB = 1e9
-# For values that the ranges below let through: NaN.
-_POSITIVE = "expected a number above 0, at most 1e9"
 _PARTS = ("weights", "optimizer", "ema", "gradients", "update", "activations", "workspace", "images")
+_PARALLELISM = ("zero_stage", "overlap", "hpz_size", "activation_checkpointing")
 _WORTH_SAYING = 0.01  # share of a step
 _ON_PAPER = (
     "On paper: vitscale was never measured on several of these devices. Memory and bytes follow from what DeepSpeed "
@@ -79,7 +78,7 @@ def plan(
     """
     for option, value in {"--network": network, "--memory": memory, "--storage": storage, "--mtbf": mtbf}.items():
         if value is not None and not 0 < value <= 1e9:
-            raise RecipeError(f"{option} {value:g}: {_POSITIVE}")
+            raise RecipeError(f"{option} {value:g}: expected a number above 0, at most 1e9")
     if price is not None and not 0 <= price <= 1e9:
         raise RecipeError(f"--price {price:g}: expected the price of one device-hour from 0 to 1e9")
     if mfu is not None and not 0 < mfu <= 1:
@@ -161,7 +160,7 @@ def _shortlist(plan: "ClusterPlan") -> list["Choice"]:
     from vitscale.about.planning.plan import find_best
 
     kept = []
-    for _, group in groupby(plan.choices, key=lambda one: (one.way_to_send, one.activation_checkpointing)):
+    for _, group in groupby(plan.choices, key=lambda one: (one.way_to_send, one.parallelism.activation_checkpointing)):
         sizes = list(group)
         marked = next((one for one in sizes if one.is_best), None)
         kept.append(marked or find_best(sizes) or min(sizes, key=lambda one: one.memory.device_bytes))
@@ -215,10 +214,7 @@ def _table(plan: "ClusterPlan", choices: list["Choice"] | tuple["Choice", ...]) 
 
 def _row(cluster: "Cluster", choice: "Choice") -> Row:
     return {
-        "zero_stage": choice.zero_stage,
-        "overlap": choice.overlap,
-        "hpz_size": choice.hpz_size,
-        "activation_checkpointing": choice.activation_checkpointing,
+        **{key: getattr(choice.parallelism, key) for key in _PARALLELISM},
         "micro_batch": choice.micro_batch,
         "accumulation": choice.accumulation,
         "memory_bytes": choice.memory.device_bytes,
@@ -345,12 +341,7 @@ def _as_data(plan: "ClusterPlan") -> dict[str, Any]:
         },
         "best": None if plan.best is None else plan.choices.index(plan.best),
         "choices": [
-            {
-                **_row(cluster, one),
-                "time_s": asdict(one.time),
-                "sent": _sent(cluster, one),
-            }
-            for one in plan.choices
+            {**_row(cluster, one), "time_s": asdict(one.time), "sent": _sent(cluster, one)} for one in plan.choices
         ],
         "totals": None if plan.totals is None else asdict(plan.totals),
         "goodput": None if plan.goodput is None else asdict(plan.goodput),

@@ -47,7 +47,9 @@ def recipe(
     elif schema:
         print(json.dumps(json_schema(), indent=1))
     elif explain:
-        show_fields(*reversed(asked))
+        if len(asked) == 2:
+            load_recipe(asked[0])  # blocks of other packages that it names count
+        print(explain_fields(asked[-1] if asked else None))
     elif asked:
         loaded = load_recipe(asked[0], settings or [])
         print(dump_yaml(loaded.dump()), end="")
@@ -56,13 +58,6 @@ def recipe(
     else:
         for shipped, title in list_recipes().items():
             print(f"{shipped:<23}  {hanging(title, 25)}")
-
-
-def show_fields(key: str | None = None, recipe: str | None = None) -> None:
-    """Print what a field means, or all of them; blocks of other packages count if a recipe that names them is given."""
-    if recipe is not None:
-        load_recipe(recipe)
-    print(explain_fields(key))
 
 
 def show_difference(names: Sequence[str], settings: Sequence[str]) -> None:

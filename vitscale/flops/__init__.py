@@ -12,14 +12,3 @@ from vitscale.flops.accounting import exaflops, mfu, training_flops_per_image
 from vitscale.flops.hardware import peak_flops
 from vitscale.flops.work import Work, model_work, recipe_work
 from vitscale.ground.operations import Operation
-
-__all__ = [
-    "Operation",
-    "Work",
-    "exaflops",
-    "mfu",
-    "model_work",
-    "peak_flops",
-    "recipe_work",
-    "training_flops_per_image",
-]

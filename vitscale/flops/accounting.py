@@ -1,10 +1,11 @@
-"""From multiply-adds of one forward pass to the FLOPs of a run: the one convention behind every figure reported.
+"""From multiply-adds of a forward pass to the FLOPs of a run, by one convention; from its hours to energy and money.
 
-It is the convention that reproduces the paper's corrected Table 6: two FLOPs a multiply-add, taps on zero padding not
-counted, and a training step costs three forward passes (the backward pass computes gradients of inputs and of weights).
-MFU counts the taps on padding, as its usual definition does. Activation recomputation is not model FLOPs and is never
-counted.
+The convention reproduces the paper's corrected Table 6: two FLOPs a multiply-add, taps on zero padding not counted, and
+a training step costs three forward passes (the backward pass computes gradients of inputs and of weights). MFU counts
+the taps on padding, as its usual definition does. Activation recomputation is not model FLOPs and is never counted.
 """
+
+from vitscale.flops.hardware import Device
 
 FLOPS_PER_MAC = 2
 FORWARD_PASSES_PER_TRAINING_STEP = 3
@@ -23,11 +24,22 @@ def exaflops(accounting_macs: int, images: float) -> float:
 def mfu(images_per_s: float, macs: int, num_devices: int, peak: float | None) -> float | None:
     """Model FLOPs utilisation, a fraction: what the model needs over what the devices could do.
 
-    Args:
-        images_per_s: images per second of all devices together.
-        macs: the MACs of one image's forward pass, padding counted.
-        peak: FLOP/s of one device (`hardware.peak_flops`). None, an unknown device, has no utilisation: None.
+    `images_per_s` is that of all devices, `macs` one image's forward pass, padding counted, and `peak` FLOP/s of one
+    device (`hardware.peak_flops`). None, an unknown device, has no utilisation: None.
     """
     if peak is None:
         return None
     return training_flops_per_image(macs) * images_per_s / (num_devices * peak)
+
+
+def cost_row(
+    hours: float, device_hours: float | None, device: Device | None, price: float | None
+) -> dict[str, float | None]:
+    """Hours on the clock, hours of all devices, the most kWh that these draw, and the price; None if not known."""
+    watts = None if device is None else device.watts
+    return {
+        "hours": hours,
+        "device_hours": device_hours,
+        "energy_kwh": None if device_hours is None or watts is None else device_hours * watts / 1000,
+        "cost": None if device_hours is None or price is None else device_hours * price,
+    }

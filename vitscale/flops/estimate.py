@@ -5,31 +5,22 @@ from functools import cached_property
 
 from vitscale.flops.accounting import FORWARD_PASSES_PER_TRAINING_STEP, exaflops
 from vitscale.flops.matching import scaling_row
-from vitscale.flops.published import Scaling
-from vitscale.flops.training_set import images_of, training_set
+from vitscale.flops.published import PAPER_SETS, Scaling
 from vitscale.flops.work import Work, recipe_work
-from vitscale.ground.errors import VitscaleError
+from vitscale.ground.errors import DataError, VitscaleError
 from vitscale.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One recipe's figures.
-
-    Attributes:
-        name: the recipe's name.
-        recipe: the recipe itself.
-        work: the work for one image; None if nothing says how many classes the model has.
-        samples: the number of samples in the training set, or None.
-        images: the number of images that the whole run trains on, or None.
-        problem: why something is None.
-    """
+    """One recipe's figures; `problem` says why something is None."""
 
     name: str
     recipe: Recipe
-    work: Work | None
-    samples: int | None
-    images: int | None
+    samples: int | None  # of the training set
+    num_classes: int | None  # of the training set; 0 if they play no part
+    work: Work | None  # for one image; None if nothing says how many classes the model has
+    images: int | None  # that the whole run trains on
     problem: VitscaleError | None
 
     @property
@@ -38,11 +29,6 @@ class Estimate:
         if self.recipe.schedule.duration.epochs is not None:
             return self.recipe.schedule.duration.epochs
         return None if not self.samples or self.images is None else self.images / self.samples
-
-    @property
-    def tokens(self) -> int | None:
-        """A Transformer's tokens, class token included."""
-        return self.recipe.model.num_tokens(self.recipe.data.image_size)
 
     @property
     def own_images(self) -> int | None:
@@ -70,9 +56,8 @@ class Estimate:
     @property
     def own_exaflops(self) -> float | None:
         """exaFLOPs of training on `own_images`."""
-        if self.work is None or self.own_images is None:
-            return None
-        return exaflops(self.work.accounting_macs, self.own_images)
+        images = self.own_images
+        return None if self.work is None or images is None else exaflops(self.work.accounting_macs, images)
 
     @cached_property
     def recomputed(self) -> Work:
@@ -110,6 +95,51 @@ class Estimate:
 
 def estimate(name: str, recipe: Recipe, samples: int | None = None) -> Estimate:
     """Work out a recipe; `samples` overrides the size of its training set."""
-    data = training_set(recipe, samples)
-    work = None if data.num_classes is None else recipe_work(recipe, data.num_classes)
-    return Estimate(name, recipe, work, data.samples, images_of(recipe, data.samples), data.problem)
+    samples, num_classes, problem = _training_set(recipe, samples)
+    work = None if num_classes is None else recipe_work(recipe, num_classes)
+    return Estimate(name, recipe, samples, num_classes, work, _images(recipe, samples), problem)
+
+
+def _training_set(recipe: Recipe, samples: int | None) -> tuple[int | None, int | None, VitscaleError | None]:
+    """(samples, classes, why one of them is not known); `samples` overrides how many there are.
+
+    The paper's data sets have the paper's sizes, so that figures of the grid are the same everywhere. A recipe that
+    says where its data are, or has other classes than the paper's, means the user's own data set, whatever it is
+    called: its manifest is read, like any other's.
+    """
+    has_classes = recipe.objective.has_classes
+    num_classes = recipe.model.num_classes if has_classes else 0
+    paper = PAPER_SETS.get(recipe.data.train)
+    if samples is None and paper is not None and not recipe.data.root and num_classes in (paper.num_classes, 0):
+        samples = paper.samples
+    counts_epochs = recipe.schedule.duration.epochs is not None
+    if num_classes is not None and (samples is not None or not counts_epochs):
+        return samples, num_classes, None
+    # Imported here: it takes longer than the rest of a report, and the paper's grid needs no manifest.
+    from vitscale.data.shards import Manifest
+
+    try:
+        manifest = Manifest.load(recipe.dataset_path(recipe.data.train))
+    except VitscaleError as error:
+        return samples, num_classes, error
+    samples = manifest.num_samples if samples is None else samples
+    if not has_classes:
+        return samples, 0, None
+    num_classes = num_classes or len(manifest.class_names) or None
+    return samples, num_classes, None if num_classes else DataError(f"{manifest.where} names no classes")
+
+
+def _images(recipe: Recipe, samples: int | None) -> int | None:
+    """Images that the whole run trains on; None if its length is in epochs and the samples are not known.
+
+    As many as training takes: whole batches. But epochs of the paper's data sets are counted whole, samples times
+    epochs, as in the paper's accounting. An early stop is not taken into account.
+    """
+    duration, batch = recipe.schedule.duration, recipe.batch.global_size
+    if duration.epochs is not None:
+        if samples is None:
+            return None
+        paper = PAPER_SETS.get(recipe.data.train)
+        if paper is not None and samples == paper.samples:
+            return round(samples * duration.epochs)
+    return duration.to_steps(samples or 0, batch) * batch

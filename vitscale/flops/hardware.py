@@ -19,45 +19,28 @@ Dtype = Literal["bf16", "fp16"]
 
 @dataclass(frozen=True)
 class Board:
-    """What surrounds the chip, by the datasheet.
+    """What surrounds the chip, by the datasheet, in bytes and bytes/s; None if we are not sure."""
 
-    Args:
-        memory: bytes; None if there are several variants, or we are not sure.
-        bandwidth: bytes/s of that memory, for the slowest variant; None if we are not sure.
-        link: bytes/s that one device can send to the others of its node: by NVLink if a board connects all by it, else
-            by its PCIe slot.
-        network: bytes/s for each device that a node of its maker can send to other nodes, by that node's user guide;
-            None if we are not sure. Nodes of others may have fewer adapters.
-    """
-
-    memory: float | None = None
-    bandwidth: float | None = None
+    memory: float | None = None  # None, too, if there are several variants
+    bandwidth: float | None = None  # of that memory, for the slowest variant
+    # From one device to the others of its node: by NVLink if a board connects all by it, else by its PCIe slot.
     link: float | None = None
+    # For each device, from a node of its maker to other nodes, by that node's user guide. Others may have less.
     network: float | None = None
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator.
+    """One accelerator."""
 
-    Args:
-        name: the common name, such as `h200`.
-        driver_name: a regular expression for the whole name that its driver reports.
-        peak: FLOP/s by dtype, if published.
-        watts: the most power it is made to draw, as the maker publishes it for the accelerator alone; None if not
-            published.
-        source: where the peak and the watts are published.
-    """
-
-    name: str
-    driver_name: str
-    peak: dict[Dtype, float]
-    watts: float | None
+    name: str  # the common one, such as `h200`
+    driver_name: str  # a regular expression for the whole name that its driver reports
+    peak: dict[Dtype, float]  # FLOP/s, if published
+    watts: float | None  # the most that it is made to draw, as published for the accelerator alone
     source: str
 
     @property
     def board(self) -> Board:
-        """Its memory and links, None if they are not known."""
         return _BOARDS.get(self.name, Board())
 
     @property

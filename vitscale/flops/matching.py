@@ -6,17 +6,8 @@ regularisation and what is evaluated on the way do not.
 
 from typing import Any
 
-from vitscale.flops.published import (
-    DataSize,
-    PositionEmbedding,
-    Scaling,
-    Transfer,
-    table_5,
-    table_6,
-    table_7,
-    table_8,
-)
-from vitscale.flops.training_set import PAPER_SETS
+from vitscale.flops import published
+from vitscale.flops.published import PAPER_SETS, DataSize, PositionEmbedding, Scaling, Transfer
 from vitscale.recipe import Recipe
 from vitscale.recipe.families import model_of
 
@@ -27,7 +18,7 @@ _ABLATION_EPOCHS = 7
 def possible_epochs(row: DataSize) -> tuple[int, ...]:
     """The epochs that a row may be of, since its table does not say: those that Table 3 has."""
     if row.pretraining == "jft300m":
-        return tuple(scaling.epochs for scaling in table_6() if scaling.model == row.model)
+        return tuple(scaling.epochs for scaling in published.table_6() if scaling.model == row.model)
     if row.pretraining == "imagenet21k" and row.model.startswith("ViT-L"):
         return 30, 90
     return {"imagenet21k": (90,), "imagenet": (300,)}.get(row.pretraining, ())
@@ -35,20 +26,18 @@ def possible_epochs(row: DataSize) -> tuple[int, ...]:
 
 def scaling_row(recipe: Recipe, images: int | None) -> Scaling | None:
     """The row of Table 6 that this recipe repeats on `images` training images."""
-    for row in table_6():
-        if _is_run(recipe, images, row.model, "jft300m", (row.epochs,)):
-            return row
-    return None
+    rows = (row for row in published.table_6() if _is_run(recipe, images, row.model, "jft300m", (row.epochs,)))
+    return next(rows, None)
 
 
 def transfer_row(recipe: Recipe, images: int | None) -> tuple[int, Transfer] | None:
     """(number of the table, row) of the fine-tuning results that the paper prints for this recipe."""
     if (scaling := scaling_row(recipe, images)) is not None:
         return 6, scaling
-    for choice in table_7():
+    for choice in published.table_7():
         if _is_run(recipe, images, choice.model, "jft300m", (_ABLATION_EPOCHS,), choice.optimizer):
             return 7, choice
-    for size in table_5():
+    for size in published.table_5():
         if _is_run(recipe, images, size.model, size.pretraining, possible_epochs(size)):
             return 5, size
     return None
@@ -56,7 +45,7 @@ def transfer_row(recipe: Recipe, images: int | None) -> tuple[int, Transfer] | N
 
 def position_row(recipe: Recipe, images: int | None) -> PositionEmbedding | None:
     """The row of Table 8 that this recipe repeats."""
-    for row in table_8():
+    for row in published.table_8():
         position = {"kind": row.position, "at": row.at}
         if _is_run(recipe, images, "ViT-B/16", "jft300m", (_ABLATION_EPOCHS,), position=position):
             return row

@@ -1,15 +1,25 @@
 """What `vitscale-flops` reports on recipes: the grid, where the FLOPs go, what a budget buys, hours and money."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from vitscale.flops.accounting import FORWARD_PASSES_PER_TRAINING_STEP
-from vitscale.flops.cost import Hardware, cost_row
+from vitscale.flops.accounting import FORWARD_PASSES_PER_TRAINING_STEP, cost_row, training_flops_per_image
 from vitscale.flops.estimate import Estimate
 from vitscale.flops.hardware import Device
 from vitscale.flops.matching import position_row, possible_epochs, transfer_row
 from vitscale.flops.published import DataSize
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.table import Column, ResultTable, Row, number, percent, short
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The devices that a run is to be computed on, and the price of one of them for an hour, in any currency."""
+
+    device: Device
+    count: int
+    price: float | None = None
+
 
 RECIPE = Column("recipe", "recipe", is_text=True)
 EXAFLOPS = Column("exaflops", "exaFLOPs", number(1))
@@ -80,7 +90,7 @@ def grid_table(estimates: Sequence[Estimate]) -> ResultTable:
                 "recipe": one.name,
                 "model": one.model_name,
                 "epochs": one.epochs,
-                "tokens": one.tokens,
+                "tokens": one.recipe.model.num_tokens(one.recipe.data.image_size),
                 "params": None if work is None else work.params,
                 "gmacs": None if work is None else work.macs / 1e9,
                 "accounting_gmacs": None if work is None else work.accounting_macs / 1e9,
@@ -102,13 +112,9 @@ def grid_table(estimates: Sequence[Estimate]) -> ResultTable:
 
 def breakdown_table(estimates: Sequence[Estimate]) -> ResultTable:
     """Where MACs, FLOPs and parameters are; after model FLOPs, what recomputing activations adds to them."""
-    rows: list[Row] = []
-    groups = []
-    for one in estimates:
-        before = len(rows)
-        rows += _parts(one)
-        groups.append(len(rows) - before)
-    return ResultTable(_BREAKDOWN, rows, [_ACCOUNTING_SAYS], _notes(estimates), groups)
+    groups = [_parts(one) for one in estimates]
+    rows = [row for group in groups for row in group]
+    return ResultTable(_BREAKDOWN, rows, [_ACCOUNTING_SAYS], _notes(estimates), [len(group) for group in groups])
 
 
 def _parts(one: Estimate) -> list[Row]:
@@ -119,19 +125,18 @@ def _parts(one: Estimate) -> list[Row]:
     counted.append(("model FLOPs", one.work, one.exaflops))
     if again.operations:
         counted.append(("recomputed", again, one.recomputed_exaflops))
-    rows: list[Row] = []
-    for part, work, exaflops in counted:
-        rows.append(
-            {
-                "recipe": one.name,
-                "part": part,
-                "params": work.params if part != "recomputed" else None,
-                "gmacs": work.macs / 1e9,
-                "accounting_gmacs": work.accounting_macs / 1e9,
-                "exaflops": exaflops,
-                "share": work.accounting_macs / one.work.accounting_macs if part != "recomputed" else None,
-            }
-        )
+    rows: list[Row] = [
+        {
+            "recipe": one.name,
+            "part": part,
+            "params": work.params if part != "recomputed" else None,
+            "gmacs": work.macs / 1e9,
+            "accounting_gmacs": work.accounting_macs / 1e9,
+            "exaflops": exaflops,
+            "share": work.accounting_macs / one.work.accounting_macs if part != "recomputed" else None,
+        }
+        for part, work, exaflops in counted
+    ]
     if again.operations:
         whole = {"recipe": one.name, "part": "hardware FLOPs", "exaflops": one.hardware_exaflops}
         rows.append({column.key: None for column in _BREAKDOWN} | whole)
@@ -163,8 +168,9 @@ def purchase_table(
         columns += COST
         for one, row in bought:
             row |= _cost_row(one, hardware, mfu)
+        devices = f"{hardware.count:,} x {hardware.device.describe()}"
         legend += [
-            f"{hardware.describe()}. {percent(1)(mfu)} MFU: of model FLOPs, padding counted.",
+            f"{devices}. {percent(1)(mfu)} MFU: of model FLOPs, padding counted.",
             TRAINING_HOURS_SAY,
             *energy_legend(hardware.device),
         ]
@@ -177,7 +183,12 @@ def _worth(row: Row) -> tuple[float, float, float]:
 
 
 def _purchase_row(one: Estimate, budget: float | None) -> Row:
-    row: Row = {"recipe": one.name, "model": one.model_name, "epochs": one.epochs, "exaflops": one.exaflops}
+    row: Row = {
+        "recipe": one.name,
+        "model": one.model_name,
+        "epochs": one.epochs,
+        "exaflops": one.exaflops,
+    }
     if budget is None or one.exaflops is None:
         return row
     found, position = transfer_row(one.recipe, one.images), position_row(one.recipe, one.images)
@@ -193,9 +204,11 @@ def _purchase_row(one: Estimate, budget: float | None) -> Row:
 
 
 def _cost_row(one: Estimate, hardware: Hardware, mfu: float) -> Row:
+    """What training costs at a utilisation, without evaluation, checkpoints and interruptions."""
     if one.work is None or one.images is None:
         return {column.key: None for column in COST}
-    hours = hardware.hours(one.work.macs, one.images, mfu)
+    peak, _ = hardware.device.training_peak
+    hours = training_flops_per_image(one.work.macs) * one.images / (hardware.count * peak * mfu) / 3600
     return cost_row(hours, hours * hardware.count, hardware.device, hardware.price)
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from vitscale.flops.accounting import cost_row
 from vitscale.flops.accounting import mfu as model_flops_utilisation
-from vitscale.flops.cost import cost_row
 from vitscale.flops.hardware import Device
 from vitscale.flops.reports import energy_legend
 from vitscale.flops.work import recipe_work

@@ -1,6 +1,6 @@
 """A model's work: the sum of its operations, from a recipe."""
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vitscale.flops.accounting import FORWARD_PASSES_PER_TRAINING_STEP
@@ -21,12 +21,17 @@ class Work:
 
         What is not trained, a teacher, counts a third, because training counts three times these MACs.
         """
-        return _weighed((operation.macs, operation) for operation in self.operations)
+        return self._weighed(lambda operation: operation.macs)
 
     @property
     def accounting_macs(self) -> int:
         """MACs of the forward pass without the taps on zero padding: those behind exaFLOPs (see `accounting`)."""
-        return _weighed((operation.accounting_macs, operation) for operation in self.operations)
+        return self._weighed(lambda operation: operation.accounting_macs)
+
+    def _weighed(self, macs: Callable[[Operation], int]) -> int:
+        trained = sum(macs(operation) for operation in self.operations if operation.is_trained)
+        others = sum(macs(operation) for operation in self.operations if not operation.is_trained)
+        return trained + round(others / FORWARD_PASSES_PER_TRAINING_STEP)
 
     @property
     def backward_macs(self) -> int:
@@ -56,17 +61,6 @@ class Work:
         for operation in self.operations:
             parts.setdefault(operation.part, []).append(operation)
         return {part: Work(tuple(operations)) for part, operations in parts.items()}
-
-
-def _weighed(macs: Iterable[tuple[int, Operation]]) -> int:
-    """The sum of figures of operations, scaled as if all were trained."""
-    trained, others = 0, 0
-    for count, operation in macs:
-        if operation.is_trained:
-            trained += count
-        else:
-            others += count
-    return trained + round(others / FORWARD_PASSES_PER_TRAINING_STEP)
 
 
 def model_work(model: Model, image_size: int, num_classes: int | None) -> Work:

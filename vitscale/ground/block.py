@@ -1,14 +1,71 @@
 """The base of every block of a recipe, and the error for blocks that contradict themselves."""
 
-from collections.abc import Sequence
+import ast
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import islice, pairwise
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
 
 
 class Block(BaseModel):
-    """A typed, strict and frozen block: an unknown key, a wrong type or a number that is not finite is an error."""
+    """A typed, strict and frozen block: an unknown key, a wrong type or a number that is not finite is an error.
+
+    What a field means is its `description`, or the docstring below it: the words that are printed after its name.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    _reports_all: ClassVar[bool] = False
+    """Whether every contradiction is reported, or only the first, from which the others may follow."""
+
+    def _contradictions(self) -> Iterator[str]:
+        """Yield a line for each contradiction between the block's fields."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _without_contradictions(self) -> Self:
+        if lines := list(islice(self._contradictions(), None if self._reports_all else 1)):
+            raise Contradictions(lines)
+        return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Add the docstrings of fields. Pydantic's `use_attribute_docstrings` reads the source at every import."""
+        schema = handler(core_schema)
+        fields = handler.resolve_ref_schema(schema)["properties"]
+        for base in cls.__mro__[: cls.__mro__.index(Block)]:
+            for name, docstring in _field_docstrings(base.__module__).get(base.__qualname__, {}).items():
+                if name in cls.model_fields:
+                    fields[cls.model_fields[name].alias or name].setdefault("description", docstring)
+        return schema
+
+
+def has_default(block: Block, key: str) -> bool:
+    """Whether a field has its default value, chosen or not: a dumped recipe sets every field."""
+    return bool(getattr(block, key) == type(block).model_fields[key].default)
+
+
+@cache
+def _field_docstrings(module: str) -> dict[str, dict[str, str]]:
+    """Class of a module -> field -> the docstring below it, in one line; empty for a module without source."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError):
+        return {}
+    return {
+        node.name: {
+            field.target.id: " ".join(str(below.value.value).split())
+            for field, below in pairwise(node.body)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+        }
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 class Contradictions(ValueError):

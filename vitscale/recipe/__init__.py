@@ -4,13 +4,10 @@
 before anything starts. Nothing is silently ignored.
 """
 
-from vitscale.recipe.batch import MICRO_MAX_ON_CPU
 from vitscale.recipe.comparing import FREE_ON_BRANCHING, FREE_ON_RESUME, changes, differences, recipe_sha256
-from vitscale.recipe.data import Cache, Crop, Data, EvalCrop
+from vitscale.recipe.data import MICRO_MAX_ON_CPU, Cache, Crop, Data, EvalCrop, Normalise
 from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
-from vitscale.recipe.distillation import Distillation, Teacher
-from vitscale.recipe.durations import Duration
-from vitscale.recipe.evaluators import Evaluator
+from vitscale.recipe.evaluation import Evaluator
 from vitscale.recipe.fields import explain_fields, json_schema
 from vitscale.recipe.image_operations import (
     ColorJitter,
@@ -23,8 +20,7 @@ from vitscale.recipe.image_operations import (
     Solarize,
     ThreeAugment,
 )
-from vitscale.recipe.normalise import Normalise
-from vitscale.recipe.objectives import Classification, Context, Mixing, Objective
+from vitscale.recipe.objectives import Classification, Context, Distillation, Mixing, Objective, Teacher
 from vitscale.recipe.optimizers import SGD, Adafactor, AdamW, Kept, Lamb, Muon, Optimizer, group_of, is_frozen, matches
 from vitscale.recipe.reading import (
     apply_setting,
@@ -41,73 +37,7 @@ from vitscale.recipe.reading import (
     validate_model,
     validate_recipe,
 )
-from vitscale.recipe.schedule import Course
+from vitscale.recipe.schedule import Course, Duration
 from vitscale.recipe.schema import Ema, Init, Recipe
 from vitscale.recipe.smoke import smoke_form
 from vitscale.recipe.watching import Anomalies, Policy, Spike
-
-__all__ = [
-    "DATA_ROOT_VARIABLE",
-    "FREE_ON_BRANCHING",
-    "FREE_ON_RESUME",
-    "MICRO_MAX_ON_CPU",
-    "SGD",
-    "Adafactor",
-    "AdamW",
-    "Anomalies",
-    "Cache",
-    "Classification",
-    "ColorJitter",
-    "Context",
-    "Course",
-    "Crop",
-    "Data",
-    "Distillation",
-    "Duration",
-    "Ema",
-    "EvalCrop",
-    "Evaluator",
-    "GaussianBlur",
-    "Gray",
-    "ImageOperation",
-    "Init",
-    "Kept",
-    "Lamb",
-    "LoaderOperation",
-    "Mixing",
-    "Muon",
-    "Normalise",
-    "Objective",
-    "Optimizer",
-    "Policy",
-    "RandAugment",
-    "RandomErasing",
-    "Recipe",
-    "Solarize",
-    "Spike",
-    "Teacher",
-    "ThreeAugment",
-    "apply_setting",
-    "changes",
-    "differences",
-    "explain_fields",
-    "find_dataset",
-    "find_recipe",
-    "group_of",
-    "is_frozen",
-    "json_schema",
-    "list_recipes",
-    "load_recipe",
-    "matches",
-    "override",
-    "read_content",
-    "read_recipe",
-    "recipe_name",
-    "recipe_sha256",
-    "recipe_title",
-    "recipes_dir",
-    "refuse_secrets",
-    "smoke_form",
-    "validate_model",
-    "validate_recipe",
-]

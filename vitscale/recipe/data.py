@@ -1,20 +1,24 @@
-"""The `data` block of a recipe: the training data, and how images are cropped, read and cached."""
+"""The `data` and `batch` blocks of a recipe: the training data, how they are read, and how many an update sees."""
 
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny
 
-from vitscale.ground.block import Block, Contradictions
+from vitscale.ground.block import Block, has_default
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.extensions import by_kind
 from vitscale.ground.storage import is_url
 from vitscale.recipe.image_operations import AnyOperation, ImageOperation
-from vitscale.recipe.normalise import Normalise
 
 CACHE_VARIABLE = "VITSCALE_CACHE"
+MICRO_MAX_ON_CPU = 128
+"""What `batch.micro_max: auto` is on CPUs, whose memory is not what limits their speed."""
+
+_Channels = Annotated[list[Annotated[float, Field(ge=-1e3, le=1e3)]], Field(min_length=3, max_length=3)]
 
 
 class Crop(Block):
@@ -25,25 +29,21 @@ class Crop(Block):
     images).
     """
 
+    _reports_all: ClassVar[bool] = True
+
     kind: Literal["inception", "resize"] = Field("inception", description="kind of crop")
     area: list[float] = Field([0.05, 1.0], description="for inception: lowest and highest share of the image's area")
     aspect: list[float] = Field([3 / 4, 4 / 3], description="for inception: lowest and highest width / height")
     fraction: float = Field(480 / 512, gt=0, le=1, description="for resize: side of the crop / side of the square")
 
-    @model_validator(mode="after")
-    def _ranges(self) -> "Crop":
-        found = []
+    def _contradictions(self) -> Iterator[str]:
         for name, (bounds, ceiling) in {"area": (self.area, 1.0), "aspect": (self.aspect, float("inf"))}.items():
             if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] <= ceiling:
                 limit = " <= 1" if ceiling == 1.0 else ""
-                found.append(f"{name} must be [low, high] with 0 < low <= high{limit}, not {bounds}")
+                yield f"{name} must be [low, high] with 0 < low <= high{limit}, not {bounds}"
         for key, owner in (("area", "inception"), ("aspect", "inception"), ("fraction", "resize")):
-            # A dumped recipe sets every field, so a default value does not mean that somebody chose it.
-            if getattr(self, key) != type(self).model_fields[key].default and self.kind != owner:
-                found.append(f"{key} belongs to kind: {owner}, and kind is {self.kind}")
-        if found:
-            raise Contradictions(found)
-        return self
+            if self.kind != owner and not has_default(self, key):
+                yield f"{key} belongs to kind: {owner}, and kind is {self.kind}"
 
 
 class EvalCrop(Block):
@@ -51,12 +51,23 @@ class EvalCrop(Block):
 
     kind: Literal["central", "square"] = Field("central", description="kind of crop")
     fraction: float = Field(224 / 256, gt=0, le=1, description="share of the side or sides that is kept")
-    resize: Literal["area", "tf_bilinear", "pil_bilinear", "pil_bicubic"] = Field(
-        "area",
-        description="how the crop is resized to image_size: area: mean over areas; tf_bilinear: without antialiasing, "
-        "as in TensorFlow and the authors' code; pil_bilinear, pil_bicubic: antialiased, as in Pillow. "
-        "All but area decode at full size",
-    )
+    resize: Literal["area", "tf_bilinear", "pil_bilinear", "pil_bicubic"] = "area"
+    """how the crop is resized to image_size: area: mean over areas; tf_bilinear: without antialiasing, as in TensorFlow
+    and the authors' code; pil_bilinear, pil_bicubic: antialiased, as in Pillow. All but area decode at full size"""
+
+
+class Normalise(Block):
+    """How pixels become the model's input: (x - mean) / std, with x from 0 to 1, for red, green and blue separately.
+
+    The default, [-1, 1], is the paper's. Weights of timm and transformers often use other values, and state them.
+    """
+
+    mean: _Channels = Field([0.5, 0.5, 0.5], description="subtracted from each channel")
+    std: _Channels = Field([0.5, 0.5, 0.5], description="divisor of each channel; above 0")
+
+    def _contradictions(self) -> Iterator[str]:
+        if min(self.std) <= 0:
+            yield f"std {self.std}: expected three numbers above 0"
 
 
 class Cache(Block):
@@ -65,9 +76,8 @@ class Cache(Block):
     dir: str | None = Field(
         None, description=f"a folder on each machine; default: ${CACHE_VARIABLE} or ~/.cache/vitscale"
     )
-    limit_gb: float = Field(
-        100.0, gt=0, le=1e9, description="limit in gigabytes (10**9) for the shards of all runs on a machine"
-    )
+    limit_gb: float = Field(100.0, gt=0, le=1e9)
+    """limit in gigabytes (10**9) for the shards of all runs on a machine"""
 
     def folder(self) -> Path:
         """The absolute path of the cache on this machine; it need not exist. Raises `RecipeError`."""
@@ -79,73 +89,76 @@ class Cache(Block):
         except RuntimeError as error:  # a container's user need not have a home
             raise RecipeError(f"data.cache.dir: {error} Set a folder with --set data.cache.dir=DIR") from None
 
-    @model_validator(mode="after")
-    def _on_this_machine(self) -> "Cache":
+    def _contradictions(self) -> Iterator[str]:
         if self.dir is not None and is_url(self.dir):
-            raise ValueError(f"dir {self.dir!r}: expected a folder of each machine, no URL")
-        return self
+            yield f"dir {self.dir!r}: expected a folder of each machine, no URL"
 
 
 class Data(Block):
     """The training data and how it is read."""
 
     train: str = Field(description="a dataset: NAME or NAME/SPLIT under data.root, a path, or a URL")
-    root: str | None = Field(
-        None,
-        description="the folder or URL that holds the datasets; default: from datasets.yaml or $VITSCALE_DATA_ROOT",
-    )
+    root: str | None = None
+    """the folder or URL that holds the datasets; default: from datasets.yaml or $VITSCALE_DATA_ROOT"""
     image_size: int = Field(224, ge=1, le=8192, description="side of the model's input in pixels")
     crop: Crop = Crop()
     flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
-    repeats: int = Field(
-        1,
-        ge=1,
-        le=1024,
-        description="views of each sample in a global batch, which then has fewer samples by this factor (repeated "
-        "augmentation); epochs still count images",
-    )
+    repeats: int = Field(1, ge=1, le=1024)
+    """views of each sample in a global batch, which then has fewer samples by this factor (repeated augmentation);
+    epochs still count images"""
     operations: list[
         Annotated[
             Annotated[SerializeAsAny[AnyOperation], Field(discriminator="kind")],
             by_kind(ImageOperation, "data.operations.N"),
         ]
-    ] = Field(
-        [],
-        description="operations on training images after crop and flip, in this order: first those of the loader "
-        "(ours on uint8 pixels), then, on the device, other packages' operations on uint8 pixels, then "
-        "all on floats",
-    )
+    ] = Field([])
+    """operations on training images after crop and flip, in this order: first those of the loader (ours on uint8
+    pixels), then, on the device, other packages' operations on uint8 pixels, then all on floats"""
     normalise: Normalise = Normalise()
     eval_crop: EvalCrop = EvalCrop()
-    threads: int | None = Field(
-        None,
-        ge=1,
-        le=256,
-        description="decoding threads per rank; default: 2; with a GPU, the rank's share of the cores minus one, at "
-        "most 16",
-    )
+    threads: int | None = Field(None, ge=1, le=256)
+    """decoding threads per rank; default: 2; with a GPU, the rank's share of the cores minus one, at most 16"""
     prefetch: int = Field(2, ge=1, le=64, description="number of batches decoded ahead")
-    dct_scaling: bool = Field(
-        False,
-        description="decode at 1/2, 1/4 or 1/8 if that is still at least image_size; faster, but gives other pixels",
-    )
+    dct_scaling: bool = False
+    """decode at 1/2, 1/4 or 1/8 if that is still at least image_size; faster, but gives other pixels"""
     verify_shards: bool = Field(True, description="compare each shard with its digest when a machine first opens it")
     check_rate: float = Field(1.0, ge=0, le=1, description="share of image reads whose checksum is compared")
-    bad_samples: Literal["error", "substitute", "mask"] = Field(
-        "error",
-        description="a damaged image ends the run (error), is replaced by another of its shard (substitute), or has "
-        "no weight (mask)",
-    )
+    bad_samples: Literal["error", "substitute", "mask"] = "error"
+    """a damaged image ends the run (error), is replaced by another of its shard (substitute), or has no weight
+    (mask)"""
     stall_s: float = Field(300.0, gt=0, description="seconds after which a read that has not returned ends the run")
     cache: Cache = Cache()
 
-    @model_validator(mode="after")
-    def _uint8_first(self) -> "Data":
+    def _contradictions(self) -> Iterator[str]:
         places = ("in the loader", "on the device's uint8 pixels", "on floats")
         for operation, next_one in itertools.pairwise(self.operations):
             if operation.place > next_one.place:
-                raise ValueError(
+                yield (
                     f"operations: {next_one.kind} works {places[next_one.place]}, and {operation.kind} before it "
                     f"{places[operation.place]}; put it before all of those"
                 )
-        return self
+
+
+class Batch(Block):
+    """The global batch is the experiment; micro-batch and accumulation follow from it and the world size."""
+
+    # `global` is a Python keyword, hence the alias.
+    global_size: Annotated[int, Field(ge=1, le=2**31, alias="global", description="images per update, over all ranks")]
+    micro_max: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """largest micro-batch a rank computes at once; auto: what fits into a CUDA device by the plan, at most 1024, and
+    128 on CPUs, chosen once when the run begins"""
+
+    def split(self, world_size: int) -> tuple[int, int]:
+        """(micro-batch, accumulation steps) of each rank; their product times the world size is the global batch.
+
+        Where `micro_max` is `auto` it counts as on CPUs: see training/beginning/memory.py.
+        """
+        per_rank, rest = divmod(self.global_size, world_size)
+        if rest:
+            raise RecipeError(
+                f"batch.global {self.global_size} does not divide by the {world_size} ranks of this launch; "
+                f"use a world size that divides it"
+            )
+        most = MICRO_MAX_ON_CPU if self.micro_max == "auto" else self.micro_max
+        micro = max(size for size in range(1, min(per_rank, most) + 1) if per_rank % size == 0)
+        return micro, per_rank // micro

@@ -20,9 +20,7 @@ DATASETS_FILE = "datasets.yaml"
 def find_dataset(dataset: str, root: str | None) -> str:
     """The folder or URL of the dataset `NAME[/SPLIT] | PATH | URL`.
 
-    Args:
-        dataset: a name, a path that begins with /, ./, ../ or ~, or a URL.
-        root: the recipe's `data.root`, under which every name is looked up; None if it has none.
+    A path begins with /, ./, ../ or ~. With `root`, the recipe's `data.root`, every name is looked up under it.
 
     Raises `RecipeError` if a name has no place, and `DataError` if a local place does not exist; a URL is only checked
     when it is read.

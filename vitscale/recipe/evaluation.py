@@ -1,14 +1,14 @@
 """The `evaluation` and `selection` blocks of a recipe: what training measures, and how to choose by it."""
 
-from typing import Annotated, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny
 
 from vitscale.ground.block import Block
 from vitscale.ground.extensions import by_kind
 from vitscale.recipe.data import EvalCrop
-from vitscale.recipe.durations import Interval
-from vitscale.recipe.evaluators import Evaluator
+from vitscale.recipe.schedule import Interval
 
 
 class FewShotTask(Block):
@@ -23,23 +23,17 @@ class FewShot(Block):
     """Closed-form few-shot evaluation on the representation (section 4.1)."""
 
     tasks: list[FewShotTask] = Field(min_length=1, description="the data sets")
-    shots: list[Annotated[int, Field(ge=1)]] = Field(
-        [1, 5, 10, 25], min_length=1, description="training images per class"
-    )
+    shots: list[Annotated[int, Field(ge=1)]] = Field([1, 5, 10, 25], min_length=1)
+    """training images per class"""
     seeds: int = Field(3, ge=1, description="number of random draws of training samples to average over")
-    l2: Annotated[float, Field(gt=0)] | Literal["shared"] = Field(
-        2.0**10,
-        description="ridge penalty; shared: as in the paper, one per number of shots, chosen by its mean rank over "
-        "all tasks",
-    )
+    l2: Annotated[float, Field(gt=0)] | Literal["shared"] = 2.0**10
+    """ridge penalty; shared: as in the paper, one per number of shots, chosen by its mean rank over all tasks"""
     crop: EvalCrop = EvalCrop(kind="square")
 
-    @model_validator(mode="after")
-    def _names(self) -> "FewShot":
+    def _contradictions(self) -> Iterator[str]:
         names = [task.name for task in self.tasks]
         if len(set(names)) != len(names):
-            raise ValueError(f"two tasks have one name: {names}")
-        return self
+            yield f"two tasks have one name: {names}"
 
 
 class Inspect(Block):
@@ -52,19 +46,36 @@ class Inspect(Block):
     count: int = Field(128, ge=1, le=10_000, description="number of images, rounded up to whole batches of all ranks")
 
 
+class Evaluator(Block):
+    """An evaluator of another package."""
+
+    # `module:class` of the `vitscale.evaluation.Evaluator` that measures.
+    implementation: ClassVar[str]
+
+    kind: str
+    """dotted path of its block, such as my_package.Calibration, whose keys are written here"""
+    name: str = Field(min_length=1, description="its name in metrics")
+
+    def metrics(self) -> Sequence[str]:
+        """The names of the metrics that it yields, which `selection` can choose by."""
+        return ()
+
+    def on_smoke_data(self, train: str, test: str) -> dict[str, Any]:
+        """The keys that make it use a smoke run's datasets instead of its own."""
+        return {}
+
+
 class Evaluation(Block):
     """What is evaluated during training, and when; always at the end as well."""
 
     every: Interval | None = Field(None, description="how often to evaluate; default: only at the end")
     validation: str | None = Field(None, description="a dataset, as data.train: top-1, top-5 and loss")
     fewshot: FewShot | None = None
-    evaluators: list[Annotated[SerializeAsAny[Evaluator], by_kind(Evaluator, "evaluation.evaluators.N")]] = Field(
-        [], description="evaluators of other packages"
-    )
+    evaluators: list[Annotated[SerializeAsAny[Evaluator], by_kind(Evaluator, "evaluation.evaluators.N")]] = Field([])
+    """evaluators of other packages"""
     batch: int = Field(64, ge=1, description="images per rank and forward pass")
-    overlap: Literal["refuse", "allow"] = Field(
-        "refuse", description="evaluated samples that are training samples: refuse: an error; allow: a warning"
-    )
+    overlap: Literal["refuse", "allow"] = "refuse"
+    """evaluated samples that are training samples: refuse: an error; allow: a warning"""
     inspect: Inspect | None = None
 
 
@@ -73,6 +84,5 @@ class Selection(Block):
 
     metric: str = Field("validation/top1", description="name as in metrics.jsonl, without eval/")
     mode: Literal["max", "min"] = Field("max", description="whether higher or lower is better")
-    patience: int | None = Field(
-        None, ge=1, description="number of evaluations without improvement after which the run ends"
-    )
+    patience: int | None = Field(None, ge=1)
+    """number of evaluations without improvement after which the run ends"""

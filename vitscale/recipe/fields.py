@@ -3,7 +3,7 @@
 import difflib
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -12,9 +12,9 @@ from pydantic import BaseModel
 
 from vitscale.ground import extensions
 from vitscale.ground.errors import RecipeError
-from vitscale.recipe.durations import Duration
 from vitscale.recipe.families import FAMILIES, UNSET
 from vitscale.recipe.field_notes import NO_UNIT, notes
+from vitscale.recipe.schedule import Duration
 from vitscale.recipe.schema import Recipe
 
 _COLUMNS = 80
@@ -141,13 +141,8 @@ def blocks() -> tuple[Block, ...]:
 
     Blocks of other packages that recipes have named so far come last.
     """
-    outside = (
-        block
-        for place, by_path in extensions.named.items()
-        for path, named in by_path.items()
-        for block in _outside_blocks(place, path, named)
-    )
-    return (*_own_blocks(), *outside)
+    named = [(place, path, block) for place, by_path in extensions.named.items() for path, block in by_path.items()]
+    return (*_own_blocks(), *(block for each in named for block in _outside_blocks(*each)))
 
 
 @cache
@@ -193,13 +188,9 @@ def keys_in(block: str) -> list[str]:
 
 
 def explain_fields(key: str | None = None) -> str:
-    """Explain all fields in Markdown, or those that a key names.
+    """Explain all fields in Markdown, or those that a key names; one field with all that is known about it.
 
-    Args:
-        key: a block's key, a field's key (for all that is known about it), or the last part of several fields' keys;
-            None for everything.
-
-    Raises `RecipeError` for an unknown key.
+    The key is that of a block or a field, or the last part of several fields' keys. Raises `RecipeError` for others.
     """
     if key is None:
         return "\n\n".join([_ABOUT, *map(_section, _each_once(_own_blocks()))])
@@ -243,12 +234,8 @@ def _blocks(
 ) -> Iterator[Block]:
     """A block and all blocks inside it.
 
-    Args:
-        schema: the whole schema, which resolves references.
-        block: the block's part of the schema.
-        key: the block's dotted key.
-        given: the block's defaults at this place.
-        variant: which of the blocks that are possible here it is.
+    `schema` resolves references. `given` are the block's defaults at this place, None if it is not there by default;
+    `variant` is which of the blocks that are possible here it is.
     """
     fields: list[Field] = []
     below: list[Block] = []
@@ -256,11 +243,8 @@ def _blocks(
         path = f"{key}.{name}" if key else name
         inner = _inner_blocks(schema, field)
         if not inner or "items" in field:
-            default = (
-                "required"
-                if name in block.get("required", ())
-                else _default((given or {}).get(name, field.get("default")))
-            )
+            is_required = name in block.get("required", ())
+            default = "required" if is_required else _default((given or {}).get(name, field.get("default")))
             kind = "list of blocks" if inner else _kind(field)
             fields.append(Field(path, kind, default, field.get("description", "")))
         for one in inner:
@@ -305,8 +289,7 @@ def _kind(field: dict[str, Any]) -> str:
     if "$ref" in field:
         return _DURATION
     if "enum" in field:
-        *first, last = field["enum"]
-        return f"{', '.join(first)} or {last}"
+        return any_of(field["enum"])
     if "const" in field:
         return str(field["const"])
     if field["type"] == "array" and "enum" in field["items"]:
@@ -315,6 +298,12 @@ def _kind(field: dict[str, Any]) -> str:
         kind, _, bounds = _kind(field["items"]).partition(" ")
         return f"list of {kind}s {bounds}".rstrip()
     return " ".join([_TYPES[field["type"]], *_bounds(field)])
+
+
+def any_of(words: Sequence[str]) -> str:
+    """`a, b or c`."""
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _bounds(field: dict[str, Any]) -> Iterator[str]:
@@ -375,17 +364,10 @@ def _details(field: Field) -> str:
         "the paper": noted.paper,
     }
     width = max(map(len, rows))
+    lines = [f"  {name:<{width}}  {text}" for name, text in rows.items() if text]
+    indent = " " * (width + 4)
     return "\n".join(
-        [
-            field.key,
-            *(
-                textwrap.fill(
-                    f"  {name:<{width}}  {text}", _COLUMNS, subsequent_indent=" " * (width + 4), **_WHOLE_WORDS
-                )
-                for name, text in rows.items()
-                if text
-            ),
-        ]
+        [field.key, *(textwrap.fill(line, _COLUMNS, subsequent_indent=indent, **_WHOLE_WORDS) for line in lines)]
     )
 
 

@@ -3,9 +3,10 @@
 The loader's threads do ours on uint8 pixels; all others run on the device.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from vitscale.ground.block import Block
 
@@ -27,18 +28,13 @@ class ImageOperation(Block):
     @property
     def place(self) -> int:
         """Sort key of the order of operations: 0 in the loader, 1 on the device's uint8 pixels, 2 on its floats."""
-        return {"uint8": 1, "float": 2}[self.pixels]
+        return 0 if isinstance(self, LoaderOperation) else {"uint8": 1, "float": 2}[self.pixels]
 
 
 class LoaderOperation(ImageOperation):
     """The base of those that the loader does: `vitscale.data.pixel_programs` plans them, without torch."""
 
     pixels: ClassVar[Literal["uint8", "float"]] = "uint8"
-
-    @property
-    def place(self) -> int:
-        """As `ImageOperation.place`."""
-        return 0
 
 
 class RandAugment(LoaderOperation):
@@ -49,44 +45,32 @@ class RandAugment(LoaderOperation):
     """
 
     kind: Literal["randaugment"] = Field(description="chooses this operation")
-    set: Literal["timm", "timm_increasing", "big_vision"] = Field(
-        description="which operations, and how magnitudes map to their strength; in timm_increasing a higher "
-        "magnitude is always stronger"
-    )
+    set: Literal["timm", "timm_increasing", "big_vision"]
+    """which operations, and how magnitudes map to their strength; in timm_increasing a higher magnitude is always
+    stronger"""
     n: int = Field(2, ge=1, le=16, description="number of operations")
     m: float = Field(9, ge=0, le=30, description="their magnitude, at most 10 in timm's sets")
-    std: float = Field(
-        0, ge=0, le=10, description="standard deviation of the magnitude, which is limited to 0 to 10 or 30"
-    )
-    probability: _Probability | None = Field(
-        None, description="probability of applying each of the n; default: 0.5 in timm's sets, 1 in big_vision's"
-    )
-    interpolation: Literal["nearest", "bilinear", "bicubic", "random"] | None = Field(
-        None,
-        description="interpolation of geometric operations; random: bilinear or bicubic; default: random in timm's "
-        "sets, nearest in big_vision's",
-    )
-    fill: _Colour = Field(
-        [128, 128, 128], description="red, green, blue of empty areas after geometric operations; timm uses the mean"
-    )
+    std: float = Field(0, ge=0, le=10)
+    """standard deviation of the magnitude, which is limited to 0 to 10 or 30"""
+    probability: _Probability | None = None
+    """probability of applying each of the n; default: 0.5 in timm's sets, 1 in big_vision's"""
+    interpolation: Literal["nearest", "bilinear", "bicubic", "random"] | None = None
+    """interpolation of geometric operations; random: bilinear or bicubic; default: random in timm's sets, nearest in
+    big_vision's"""
+    fill: _Colour = Field([128, 128, 128])
+    """red, green, blue of empty areas after geometric operations; timm uses the mean"""
 
-    @model_validator(mode="after")
-    def _as_in_timm(self) -> "RandAugment":
+    def _contradictions(self) -> Iterator[str]:
         if self.set != "big_vision" and self.m > 10:
-            raise ValueError(f"m {self.m:g}: magnitudes of set: {self.set} end at 10")
-        return self
+            yield f"m {self.m:g}: magnitudes of set: {self.set} end at 10"
 
 
 class ThreeAugment(LoaderOperation):
     """One of gray, solarization and Gaussian blur, followed by colour jitter (DeiT-III, arXiv:2204.07118)."""
 
     kind: Literal["three_augment"] = Field(description="chooses this operation")
-    jitter: float = Field(
-        0.3,
-        ge=0,
-        le=1,
-        description="brightness, contrast and saturation each change by a factor from 1 - this to 1 + this",
-    )
+    jitter: float = Field(0.3, ge=0, le=1)
+    """brightness, contrast and saturation each change by a factor from 1 - this to 1 + this"""
 
 
 class ColorJitter(LoaderOperation):
@@ -113,11 +97,9 @@ class GaussianBlur(LoaderOperation):
     probability: _Probability = Field(0.5, description="probability of changing an image")
     radius: _Range = Field([0.1, 2.0], description="lowest and highest standard deviation in pixels, at most 50")
 
-    @model_validator(mode="after")
-    def _order(self) -> "GaussianBlur":
+    def _contradictions(self) -> Iterator[str]:
         if not self.radius[0] <= self.radius[1] <= 50:
-            raise ValueError(f"radius must be [low, high] with 0 < low <= high <= 50, not {self.radius}")
-        return self
+            yield f"radius must be [low, high] with 0 < low <= high <= 50, not {self.radius}"
 
 
 class Solarize(LoaderOperation):
@@ -136,18 +118,15 @@ class RandomErasing(ImageOperation):
 
     kind: Literal["random_erasing"] = Field(description="chooses this operation")
     probability: _Probability = Field(0.25, description="probability of changing an image")
-    mode: Literal["pixel", "mean"] = Field(
-        "pixel", description="new content: pixel: noise of mean 0 and variance 1; mean: 0, which is data.normalise.mean"
-    )
+    mode: Literal["pixel", "mean"] = "pixel"
+    """new content: pixel: noise of mean 0 and variance 1; mean: 0, which is data.normalise.mean"""
     area: _Range = Field([0.02, 1 / 3], description="lowest and highest share of the image's area")
     aspect: _Range = Field([0.3, 1 / 0.3], description="lowest and highest height / width")
 
-    @model_validator(mode="after")
-    def _order(self) -> "RandomErasing":
+    def _contradictions(self) -> Iterator[str]:
         for name, (low, high), ceiling in (("area", self.area, 1.0), ("aspect", self.aspect, 100.0)):
             if not low <= high <= ceiling:
-                raise ValueError(f"{name} must be [low, high] with 0 < low <= high <= {ceiling:g}, not {[low, high]}")
-        return self
+                yield f"{name} must be [low, high] with 0 < low <= high <= {ceiling:g}, not {[low, high]}"
 
 
 AnyOperation = RandAugment | ThreeAugment | ColorJitter | Gray | GaussianBlur | Solarize | RandomErasing

@@ -42,15 +42,12 @@ class MaskedPatches(Objective):
     own: ClassVar[tuple[str, ...]] = ("mask", "prediction.weight", "prediction.bias")
 
     kind: Literal["masked_patches"] = Field(description="chooses this objective")
-    target: Literal["mean_colour", "cell_colours", "pixels"] = Field(
-        "mean_colour",
-        description="what is predicted for a corrupted patch: its mean colour, one of 512; the mean colours of its 4 "
-        "x 4 cells; or all its pixels, with a squared error",
-    )
+    target: Literal["mean_colour", "cell_colours", "pixels"] = "mean_colour"
+    """what is predicted for a corrupted patch: its mean colour, one of 512; the mean colours of its 4 x 4 cells; or all
+    its pixels, with a squared error"""
     share: float = Field(0.5, gt=0, le=1, description="share of an image's patches that is corrupted")
 
     def check(self, context: Context) -> None:
-        """As `Objective.check`."""
         patches = context.model.patches(context.data.image_size)
         if patches is None:
             raise ValueError("objective.kind: masked_patches needs a model that cuts the picture itself into patches")
@@ -85,10 +82,8 @@ class MaskedPatches(Objective):
     def operations(self, context: Context) -> Sequence[Operation]:
         """As `Objective.operations`: predictions are computed only for corrupted patches."""
         patches, rows = _patches(context), self.counts(context).corrupted
-        return (
-            parameters("mask", patches.width),
-            dense("prediction", rows, patches.width, self.outputs(patches.size)),
-        )
+        prediction = dense("prediction", rows, patches.width, self.outputs(patches.size))
+        return parameters("mask", patches.width), prediction
 
 
 def _patches(context: Context) -> Patches:

@@ -3,24 +3,21 @@
 A block holds what is known without torch; `implementation` names the class that computes it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from vitscale.ground.block import Block
+from vitscale.ground.block import Block, has_default
 from vitscale.ground.operations import Operation
-from vitscale.recipe.batch import Batch
-from vitscale.recipe.data import Data
+from vitscale.ground.storage import is_url
+from vitscale.recipe.data import Batch, Data, Normalise
 from vitscale.recipe.evaluation import Evaluation
-from vitscale.recipe.families import Model
+from vitscale.recipe.families import Model, ModelBlock
 from vitscale.recipe.shares import by_largest_remainder
 
 DEFAULT_KIND = "classification"
-
-
-_Part = Annotated[float, Field(ge=0, le=1)]
 
 
 class Mixing(Block):
@@ -33,32 +30,25 @@ class Mixing(Block):
 
     mixup: float = Field(0.0, ge=0, le=1000, description="alpha of mixup; 0: no mixup")
     cutmix: float = Field(0.0, ge=0, le=1000, description="alpha of CutMix; 0: no CutMix")
-    cutmix_sides: Annotated[list[_Part], Field(min_length=2, max_length=2)] | None = Field(
-        None,
-        description="shortest and longest side of the CutMix box as shares of the image's, instead of an area drawn "
-        "by alpha, which must be 1: height and width are drawn independently, and the box lies within the "
-        "image (timm's cutmix_minmax)",
-    )
+    cutmix_sides: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=2, max_length=2)] | None = None
+    """shortest and longest side of the CutMix box as shares of the image's, instead of an area drawn by alpha, which
+    must be 1: height and width are drawn independently, and the box lies within the image (timm's cutmix_minmax)"""
     probability: float = Field(1.0, gt=0, le=1, description="probability of mixing")
     cutmix_share: float = Field(0.5, gt=0, lt=1, description="if both are on: probability of CutMix when mixing")
-    per: Literal["batch", "pair", "element"] = Field(
-        "batch",
-        description="unit of a draw: a global batch, a pair, or each image (timm's batch, pair, elem)",
-    )
+    per: Literal["batch", "pair", "element"] = "batch"
+    """unit of a draw: a global batch, a pair, or each image (timm's batch, pair, elem)"""
 
-    @model_validator(mode="after")
-    def _possible(self) -> "Mixing":
+    def _contradictions(self) -> Iterator[str]:
         if self.mixup == self.cutmix == 0:
-            raise ValueError("give mixup, cutmix or both an alpha above 0, e.g. {mixup: 0.8, cutmix: 1.0}")
-        if self.cutmix_share != type(self).model_fields["cutmix_share"].default and not (self.mixup and self.cutmix):
-            raise ValueError("cutmix_share belongs to mixup and cutmix together, and one of them is 0")
+            yield "give mixup, cutmix or both an alpha above 0, e.g. {mixup: 0.8, cutmix: 1.0}"
+        if not has_default(self, "cutmix_share") and not (self.mixup and self.cutmix):
+            yield "cutmix_share belongs to mixup and cutmix together, and one of them is 0"
         if self.cutmix_sides is not None:
             if self.cutmix != 1:
-                raise ValueError("cutmix_sides goes with cutmix: 1, whose alpha plays no part then")
+                yield "cutmix_sides goes with cutmix: 1, whose alpha plays no part then"
             low, high = self.cutmix_sides
             if low >= high:
-                raise ValueError(f"cutmix_sides must be [low, high] with 0 <= low < high <= 1, not {[low, high]}")
-        return self
+                yield f"cutmix_sides must be [low, high] with 0 <= low < high <= 1, not {[low, high]}"
 
     @model_serializer(mode="wrap")
     def _without_sides(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -92,16 +82,11 @@ class Context:
 
 
 class Objective(Block):
-    """The base of every `objective` block; its keys are the fields of one kind.
+    """The base of every `objective` block; its keys are the fields of one kind."""
 
-    Attributes:
-        implementation: `module:class` of the `vitscale.objectives.Objective` that computes it.
-        has_classes: whether the model has an output for each class of the training data.
-        own: which parameters are the objective's, and no part of the model that is exported or begun with.
-    """
-
-    implementation: ClassVar[str]
-    has_classes: ClassVar[bool]
+    implementation: ClassVar[str]  # `module:class` of the `vitscale.objectives.Objective` that computes it
+    has_classes: ClassVar[bool]  # whether the model has an output for each class of the training data
+    # The parameters that are the objective's, and no part of the model that is exported or begun with.
     own: ClassVar[tuple[str, ...]] = ()
 
     kind: str = Field(description="chooses this objective")
@@ -145,49 +130,33 @@ class Classification(Objective):
     has_classes: ClassVar[bool] = True
 
     kind: Literal["classification"] = Field("classification", description="chooses this objective")
-    loss: Literal["sigmoid", "softmax", "bce"] = Field(
-        "sigmoid",
-        description="sigmoid: binary cross-entropy summed over classes, as the paper pre-trains; softmax: one class "
-        "per image; bce: as sigmoid, but the mean over classes, as in timm and DeiT-III",
-    )
+    loss: Literal["sigmoid", "softmax", "bce"] = "sigmoid"
+    """sigmoid: binary cross-entropy summed over classes, as the paper pre-trains; softmax: one class per image; bce: as
+    sigmoid, but the mean over classes, as in timm and DeiT-III"""
     on: float = Field(1.0, ge=0, le=1, description="target of the true class")
     off: float = Field(0.0, ge=0, le=1, description="target of the others; above 0 with on below 1: label smoothing")
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=1, description="share of the target spread evenly over all classes, instead of on and off"
-    )
-    threshold: float | None = Field(
-        None,
-        ge=0,
-        lt=1,
-        description="for sigmoid and bce: targets above it become 1, all others 0, after smoothing and mixing (timm's "
-        "bce_target_thresh)",
-    )
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """share of the target spread evenly over all classes, instead of on and off"""
+    threshold: float | None = Field(None, ge=0, lt=1)
+    """for sigmoid and bce: targets above it become 1, all others 0, after smoothing and mixing (timm's
+    bce_target_thresh)"""
     mixing: Mixing | None = None
-    keep: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="share of each image's patches that a Transformer sees in training, drawn per sample; class token "
-        "and registers are kept (PatchDropout)",
-    )
+    keep: float = Field(1.0, gt=0, le=1)
+    """share of each image's patches that a Transformer sees in training, drawn per sample; class token and registers
+    are kept (PatchDropout)"""
 
-    @model_validator(mode="after")
-    def _targets(self) -> "Classification":
+    def _contradictions(self) -> Iterator[str]:
         if self.on <= self.off:
-            raise ValueError(f"on ({self.on}) must be greater than off ({self.off})")
+            yield f"on ({self.on}) must be greater than off ({self.off})"
         if self.label_smoothing and (self.on, self.off) != (1.0, 0.0):
-            raise ValueError("label_smoothing says what on and off say; give one of the two")
+            yield "label_smoothing says what on and off say; give one of the two"
         if self.threshold is not None:
             if self.loss == "softmax":
-                raise ValueError("threshold belongs to loss: sigmoid and bce, and loss is softmax")
+                yield "threshold belongs to loss: sigmoid and bce, and loss is softmax"
             if not self.off <= self.threshold < self.on:
-                raise ValueError(
-                    f"threshold {self.threshold}: expected at least off ({self.off}) and less than on ({self.on})"
-                )
-        return self
+                yield f"threshold {self.threshold}: expected at least off ({self.off}) and less than on ({self.on})"
 
     def check(self, context: Context) -> None:
-        """As `Objective.check`."""
         if self.keep < 1:
             if context.model.patches(context.data.image_size) is None:
                 raise ValueError("objective.keep needs a model that cuts the picture itself into patches")
@@ -211,7 +180,6 @@ class Classification(Objective):
             )
 
     def kept(self, context: Context) -> int | None:
-        """As `Objective.kept`."""
         patches = context.model.patches(context.data.image_size)
         if self.keep == 1 or patches is None:
             return None
@@ -232,6 +200,67 @@ class Classification(Objective):
     def partner(self, slot: int) -> int | None:
         """As `Objective.partner`: slots 2k and 2k + 1 are mixed."""
         return None if self.mixing is None else slot ^ 1
+
+
+class Teacher(Block):
+    """The teacher model: never updated, and not part of checkpoints or exports."""
+
+    # `from` is a Python keyword, hence the alias.
+    source: Annotated[str | None, Field(alias="from", min_length=1)] = None
+    """its weights, with their head: a run's directory, the folder of one checkpoint, or weights in any format that
+    `vitscale export` reads; default: initial values, for trials such as smoke forms"""
+    step: int | None = Field(None, ge=1, lt=2**53, description="step of the run's checkpoint; default: its newest")
+    model: ModelBlock = Field(description="its architecture, as `model`")
+    normalise: Normalise | None = None
+    """normalisation of its input; default: as data.normalise, which is that of the model itself"""
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.source is not None and is_url(self.source):
+            yield f"from {self.source!r}: expected a path; fetch the weights first"
+        if self.step is not None and self.source is None:
+            yield "step is of the run that from names, and there is no from"
+
+
+class Distillation(Classification):
+    """Classification, plus a teacher: the distillation token's head learns the teacher's most probable class.
+
+    The loss is the mean of the class token's loss, on labels, and of the cross-entropy of the other head (Touvron et
+    al., 2021; hard-label distillation). The teacher sees the same pixels, mixed too.
+    """
+
+    implementation: ClassVar[str] = "vitscale.objectives.distillation:Distillation"
+
+    kind: Literal["distillation"] = Field(description="chooses this objective")  # type: ignore[assignment]
+    loss: Literal["softmax"] = "softmax"
+    """loss of the class token's head; the other head's is also softmax"""
+    teacher: Teacher
+
+    def check(self, context: Context) -> None:
+        super().check(context)
+        shape = context.model.shape()
+        if not getattr(shape, "distilled", False):
+            raise ValueError(
+                "objective.kind: distillation needs a model with a distillation token: set model.distilled true"
+            )
+        try:
+            self.teacher.model.check_image_size(context.data.image_size)
+        except ValueError as error:
+            raise ValueError(
+                f"objective.teacher.model and data.image_size {context.data.image_size}: {error}"
+            ) from None
+
+    def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:
+        """As `Objective.model_operations`, and the teacher's forward pass, whose parameters are not the model's."""
+        of_teacher = self.teacher.model.operations(context.data.image_size, num_classes)
+        taught = [replace(each, part="teacher", params=0, is_trained=False, recomputed_in=None) for each in of_teacher]
+        return [*super().model_operations(context, num_classes), *taught]
+
+    def smoke_form(self) -> Self:
+        """As `Objective.smoke_form`: with a small teacher that has initial weights."""
+        small, _ = self.teacher.model.small()
+        block = self.teacher.model
+        small_model = type(block).model_validate(block.model_dump(by_alias=True) | small | {"num_classes": None})
+        return self.model_copy(update={"teacher": Teacher(model=small_model, normalise=self.teacher.normalise)})
 
 
 def with_kind(objective: Any) -> Any:

@@ -1,7 +1,6 @@
 """The `optimizer` block of a recipe: how weights are updated, and groups of them with settings of their own."""
 
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,7 +14,7 @@ from pydantic import (
 )
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
-from vitscale.ground.block import Block
+from vitscale.ground.block import Block, has_default
 
 _MOST_GROUPS, _LONGEST_PATTERN = 100, 300
 
@@ -50,23 +49,18 @@ Pattern = Annotated[str, AfterValidator(_is_pattern)]
 class ParameterGroup(Block):
     """Parameters with training settings of their own; if several groups match one, the first applies."""
 
-    match: Pattern = Field(
-        description="a regular expression without look-around or counts in braces, searched for in parameter names as "
-        "in checkpoints"
-    )
+    match: Pattern
+    """a regular expression without look-around or counts in braces, searched for in parameter names as in
+    checkpoints"""
     lr_factor: float = Field(1.0, gt=0, description="multiplies their learning rate")
-    weight_decay: float | None = Field(
-        None, ge=0, description="their weight decay; default: from the optimizer's weight_decay and decay_exclude"
-    )
+    weight_decay: float | None = Field(None, ge=0)
+    """their weight decay; default: from the optimizer's weight_decay and decay_exclude"""
     frozen: bool = Field(False, description="keep their initial values: no gradient, no moments, no weight decay")
 
-    @model_validator(mode="after")
-    def _frozen_alone(self) -> "ParameterGroup":
+    def _contradictions(self) -> Iterator[str]:
         for key in ("lr_factor", "weight_decay"):
-            # A dumped recipe sets every field, so a default value does not mean that somebody chose it.
-            if self.frozen and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} says how parameters are trained, and those of this group are frozen")
-        return self
+            if self.frozen and not has_default(self, key):
+                yield f"{key} says how parameters are trained, and those of this group are frozen"
 
 
 Shape = tuple[int, ...]
@@ -79,43 +73,27 @@ Betas = Annotated[
 
 
 class Optimizer(Block):
-    """The base of every `optimizer` block; its keys are the fields of one optimizer.
+    """The base of every `optimizer` block; its keys are the fields of one optimizer."""
 
-    Attributes:
-        implementation: `module:class` of the `vitscale.training.optimizers.rule.Rule` that updates by it.
-        needs_whole_tensors: whether the update of an element depends on others of its parameter, which may be on
-            another rank.
-        untimed: what of an update the time of a plan leaves out; empty for nothing.
-    """
-
-    implementation: ClassVar[str]
+    implementation: ClassVar[str]  # `module:class` of the `vitscale.training.optimizers.rule.Rule` that updates by it
+    # Whether the update of an element depends on others of its parameter, which may be on another rank.
     needs_whole_tensors: ClassVar[bool] = False
-    untimed: ClassVar[str] = ""
+    untimed: ClassVar[str] = ""  # what of an update the time of a plan leaves out
 
     name: str = Field(description="chooses this optimizer")
     lr: float = Field(gt=0, description="learning rate at the end of the warmup")
-    weight_decay: float = Field(
-        0.0, ge=0, description="each update subtracts this times the learning rate times the weight"
-    )
-    decay_exclude: Pattern | None = Field(
-        None, description="a regular expression; parameters with a matching name have no weight decay"
-    )
-    clip_norm: float | None = Field(
-        None, gt=0, description="global gradient norm above which gradients are scaled down to it"
-    )
-    groups: list[ParameterGroup] = Field(
-        [],
-        max_length=_MOST_GROUPS,
-        description="parameters with their own learning rate or weight decay, or frozen ones",
-    )
-    layer_decay: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="for Transformers, as in BEiT and MAE: the learning rate of block i of d (from 0) is multiplied "
-        "by this to the power of d - i, that of the embeddings (and a hybrid's stem) to the power of d + "
-        "1, in addition to a group's lr_factor",
-    )
+    weight_decay: float = Field(0.0, ge=0)
+    """each update subtracts this times the learning rate times the weight"""
+    decay_exclude: Pattern | None = None
+    """a regular expression; parameters with a matching name have no weight decay"""
+    clip_norm: float | None = Field(None, gt=0)
+    """global gradient norm above which gradients are scaled down to it"""
+    groups: list[ParameterGroup] = Field([], max_length=_MOST_GROUPS)
+    """parameters with their own learning rate or weight decay, or frozen ones"""
+    layer_decay: float | None = Field(None, gt=0, le=1)
+    """for Transformers, as in BEiT and MAE: the learning rate of block i of d (from 0) is multiplied by this to the
+    power of d - i, that of the embeddings (and a hybrid's stem) to the power of d + 1, in addition to a group's
+    lr_factor"""
 
     @model_serializer(mode="wrap")
     def _in_order(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -125,9 +103,13 @@ class Optimizer(Block):
         return {key: values[key] for key in order}
 
     @property
-    @abstractmethod
     def first_momentum(self) -> float:
-        """The part of the running mean that an update keeps, before a schedule changes it; 0 without momentum."""
+        """The part of the running mean that an update keeps, before a schedule changes it; 0 without momentum.
+
+        By default it is `momentum`, or else the first of `betas`.
+        """
+        betas = getattr(self, "betas", (0.0,))
+        return float(getattr(self, "momentum", betas[0]))
 
     @property
     def kept_in_bf16(self) -> frozenset[str]:
@@ -149,10 +131,8 @@ class Optimizer(Block):
     def workspace(self, largest: int, share: int, is_divided: bool) -> int:
         """Temporary bytes of an update.
 
-        Args:
-            largest: elements of the largest parameter.
-            share: elements that a rank updates.
-            is_divided: whether ranks hold parts of parameters.
+        `largest` is the elements of the largest parameter, `share` those that a rank updates, `is_divided` whether
+        ranks hold parts of parameters.
         """
         return 0
 
@@ -170,11 +150,6 @@ class AdamW(Optimizer):
     betas: Betas = Field([0.9, 0.999])
     eps: float = Field(1e-8, gt=0, description="added to the root of the mean square")
 
-    @property
-    def first_momentum(self) -> float:
-        """As `Optimizer.first_momentum`."""
-        return self.betas[0]
-
 
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum; weight decay is added to the gradient."""
@@ -184,29 +159,18 @@ class SGD(Optimizer):
     name: Literal["sgd"] = Field(description="chooses this optimizer")
     weight_decay: float = Field(0.0, ge=0, description="this times each weight is added to its gradient")
     momentum: float = Field(0.9, ge=0, lt=1, description="share of the previous update that is kept")
-    momentum_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32",
-        description="data type of the momentum; bf16, as in the authors' fine-tuning code: 2 bytes per parameter",
-    )
+    momentum_dtype: Literal["fp32", "bf16"] = "fp32"
+    """data type of the momentum; bf16, as in the authors' fine-tuning code: 2 bytes per parameter"""
 
-    @model_validator(mode="after")
-    def _something_to_keep(self) -> "SGD":
+    def _contradictions(self) -> Iterator[str]:
         if self.momentum_dtype == "bf16" and self.momentum == 0:
-            raise ValueError("momentum_dtype: bf16 says how momentum is kept, and momentum is 0")
-        return self
-
-    @property
-    def first_momentum(self) -> float:
-        """As `Optimizer.first_momentum`."""
-        return self.momentum
+            yield "momentum_dtype: bf16 says how momentum is kept, and momentum is 0"
 
     @property
     def kept_in_bf16(self) -> frozenset[str]:
-        """As `Optimizer.kept_in_bf16`."""
         return frozenset({"momentum_buffer"} if self.momentum_dtype == "bf16" else ())
 
     def kept(self, name: str, shape: Shape) -> Kept:
-        """As `Optimizer.kept`."""
         return {"momentum_buffer": shape} if self.momentum else {}
 
 
@@ -225,13 +189,7 @@ class Lamb(Optimizer):
     betas: Betas = Field([0.9, 0.999])
     eps: float = Field(1e-6, gt=0, description="added to the root of the mean square")
 
-    @property
-    def first_momentum(self) -> float:
-        """As `Optimizer.first_momentum`."""
-        return self.betas[0]
-
     def workspace(self, largest: int, share: int, is_divided: bool) -> int:
-        """As `Optimizer.workspace`."""
         return 4 * min(largest, _ADAM_AT_ONCE)
 
 
@@ -248,14 +206,11 @@ class Adafactor(Optimizer):
     name: Literal["adafactor"] = Field(description="chooses this optimizer")
     momentum: float = Field(0.9, gt=0, lt=1, description="share of the running mean of updates kept at each update")
     beta2_cap: float = Field(0.999, gt=0, lt=1, description="upper limit of the decay rate of the mean squares")
-    factored_from: int = Field(
-        32, ge=2, description="tensors whose two longest sides are at least this long are factored; timm uses 16"
-    )
-    by_head: bool = Field(
-        True,
-        description="true: the sides are those of big_vision's tensors, so that query, key, value and output of each "
-        "attention head are factored apart, and small patches are not; false: those of matrices as stored, as in timm",
-    )
+    factored_from: int = Field(32, ge=2)
+    """tensors whose two longest sides are at least this long are factored; timm uses 16"""
+    by_head: bool = True
+    """true: the sides are those of big_vision's tensors, so that query, key, value and output of each attention head
+    are factored apart, and small patches are not; false: those of matrices as stored, as in timm"""
 
     @model_validator(mode="before")
     @classmethod
@@ -265,18 +220,11 @@ class Adafactor(Optimizer):
         return content | {"by_head": False} if is_earlier else content
 
     @property
-    def first_momentum(self) -> float:
-        """As `Optimizer.first_momentum`."""
-        return self.momentum
-
-    @property
     def kept_in_bf16(self) -> frozenset[str]:
-        """As `Optimizer.kept_in_bf16`."""
         return frozenset({"exp_avg"})
 
     @property
     def sees_heads(self) -> bool:
-        """As `Optimizer.sees_heads`."""
         return self.by_head
 
     def factored_dims(self, shape: Shape) -> tuple[int, int] | None:
@@ -290,7 +238,6 @@ class Adafactor(Optimizer):
         return None if shape[second] < self.factored_from else (second, longest)
 
     def kept(self, name: str, shape: Shape) -> Kept:
-        """As `Optimizer.kept`."""
         dims = self.factored_dims(shape)
         if dims is None:
             return {"exp_avg": shape, "exp_avg_sq": shape}
@@ -314,29 +261,19 @@ class Muon(Optimizer):
     untimed: ClassVar[str] = "making matrices orthogonal and for sending them to and fro for that"
 
     name: Literal["muon"] = Field(description="chooses this optimizer")
-    momentum: float = Field(
-        0.95, ge=0, lt=1, description="for the matrices: share of the running mean gradient that is kept"
-    )
-    matrices: Pattern = Field(
-        r"(^|\.)blocks\.\d+\..*weight$",
-        description="a regular expression; matching parameters of two or more dimensions are treated as matrices",
-    )
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """for the matrices: share of the running mean gradient that is kept"""
+    matrices: Pattern = r"(^|\.)blocks\.\d+\..*weight$"
+    """a regular expression; matching parameters of two or more dimensions are treated as matrices"""
     betas: Betas = Field([0.9, 0.95])
     eps: float = Field(1e-7, gt=0, description="for AdamW, and the smallest norm a matrix is divided by")
 
-    @property
-    def first_momentum(self) -> float:
-        """As `Optimizer.first_momentum`."""
-        return self.momentum
-
     def kept(self, name: str, shape: Shape) -> Kept:
-        """As `Optimizer.kept`."""
         if len(shape) > 1 and matches(self.matrices, name):
             return {"momentum_buffer": shape}
         return super().kept(name, shape)
 
     def check_parameters(self, shapes: Mapping[str, Shape]) -> None:
-        """As `Optimizer.check_parameters`."""
         if not any("momentum_buffer" in self.kept(name, shape) for name, shape in shapes.items()):
             raise ValueError(f"optimizer.matrices: {self.matrices!r} matches no matrix among the model's parameters")
 

@@ -20,10 +20,10 @@ from vitscale.ground.errors import RecipeError
 from vitscale.ground.safe_text import without_secrets
 from vitscale.ground.wording import describe_expected, shortened
 from vitscale.recipe.comparing import changes
-from vitscale.recipe.durations import Duration
 from vitscale.recipe.families import Model, ModelBlock, by_name
-from vitscale.recipe.fields import blocks, keys, keys_in, nearest, without_indices
+from vitscale.recipe.fields import any_of, blocks, keys, keys_in, nearest, without_indices
 from vitscale.recipe.objectives import DEFAULT_KIND
+from vitscale.recipe.schedule import Duration
 from vitscale.recipe.schema import Recipe
 from vitscale.recipe.strict_yaml import parse_yaml, read_yaml
 
@@ -194,14 +194,9 @@ def _without(content: dict[str, Any], keys: list[str]) -> dict[str, Any]:
 
 
 def load_recipe(recipe: str | Path, settings: Sequence[str] = ()) -> Recipe:
-    """Read, extend, override and validate a recipe.
+    """Read a recipe by its path, or its name if it comes with vitscale; override it by `a.b=c`, values in YAML.
 
-    Args:
-        recipe: a path, or the name of a recipe that comes with vitscale.
-        settings: `a.b=c` overrides, values in YAML.
-
-    Raises:
-        RecipeError: one message that lists everything that is wrong.
+    Raises `RecipeError`: one message that lists everything that is wrong.
     """
     path = find_recipe(recipe)
     return override(read_content(path), settings, str(path))
@@ -300,7 +295,7 @@ def _line(details: Any, inside: str) -> str:
         return f"{key}: missing; set it in the recipe or with --set {key}=..."
     if kind == "union_tag_not_found":
         place = without_indices(key)
-        return f"{key}.{_TAGS[place][0]}: missing; expected {_any_of(sorted(_kinds_of(place)))}"
+        return f"{key}.{_TAGS[place][0]}: missing; expected {any_of(sorted(_kinds_of(place)))}"
     if kind == "union_tag_invalid":
         key, value = f"{key}.{_TAGS[without_indices(key)][0]}", facts["tag"]
         kind, facts = "literal_error", {"expected": facts["expected_tags"]}
@@ -309,17 +304,12 @@ def _line(details: Any, inside: str) -> str:
     if kind == "literal_error":
         offered = re.findall(r"'([^']*)'", facts["expected"])
         hint = _did_you_mean(difflib.get_close_matches(str(value), offered, n=1))
-        return f"{key}: {value!r}: expected {_any_of(offered)}{hint and f'; {hint}'}"
+        return f"{key}: {value!r}: expected {any_of(offered)}{hint and f'; {hint}'}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         valid = ", ".join(keys_in(inside + key))
         meant = isinstance(value, str | int) and key in _ALONE and f"; did you mean {{{_ALONE[key]}: {value}}}?"
         return f"{key}: {value!r}: expected a block of keys{valid and f': {valid}'}{meant or ''}"
     return f"{key}: {value!r}: {describe_expected(details)}"
-
-
-def _any_of(words: Sequence[str]) -> str:
-    *first, last = words
-    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _is_key(path: str) -> bool:

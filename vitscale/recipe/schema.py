@@ -3,30 +3,20 @@
 from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    SerializeAsAny,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, SerializeAsAny, SerializerFunctionWrapHandler, model_serializer
 
-from vitscale.ground.block import Block, Contradictions
+from vitscale.ground.block import Block, has_default
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.extensions import by_kind
 from vitscale.ground.storage import is_url
-from vitscale.recipe.batch import Batch
-from vitscale.recipe.data import Data, EvalCrop
+from vitscale.recipe.data import Batch, Data, EvalCrop
 from vitscale.recipe.datasets import find_dataset
-from vitscale.recipe.distillation import Distillation
-from vitscale.recipe.durations import Duration, Interval
 from vitscale.recipe.evaluation import Evaluation, Selection
 from vitscale.recipe.families import ModelBlock
 from vitscale.recipe.masked_patches import MaskedPatches
-from vitscale.recipe.objectives import Classification, Context, Objective, with_kind
+from vitscale.recipe.objectives import Classification, Context, Distillation, Objective, with_kind
 from vitscale.recipe.optimizers import AnyOptimizer, Kept, Optimizer, Shape
-from vitscale.recipe.schedule import Schedule
+from vitscale.recipe.schedule import Duration, Interval, Schedule
 from vitscale.recipe.watching import Anomalies, Check, Logging, Profile
 
 
@@ -37,115 +27,72 @@ class Init(Block):
     """
 
     # `from` is a Python keyword, hence the alias.
-    source: Annotated[
-        str,
-        Field(
-            min_length=1,
-            alias="from",
-            description="a run's directory (its newest checkpoint), the folder of one checkpoint, or weights in any "
-            "format that `vitscale export` reads; uses the averaged weights if the run has them",
-        ),
-    ]
-    head: Literal["zero", "keep", "initial"] = Field(
-        "zero",
-        description="the output layer: zero: weights and bias zero, as the paper fine-tunes; keep: from the weights, "
-        "for the same classes; initial: as without init. zero and initial drop pre_logits if model.head "
-        "is linear",
-    )
-    positions: Literal["resample", "keep"] = Field(
-        "resample",
-        description="position embeddings of another resolution are interpolated (resample, section 3.2) or an error "
-        "(keep)",
-    )
+    source: Annotated[str, Field(min_length=1, alias="from")]
+    """a run's directory (its newest checkpoint), the folder of one checkpoint, or weights in any format that `vitscale
+    export` reads; uses the averaged weights if the run has them"""
+    head: Literal["zero", "keep", "initial"] = "zero"
+    """the output layer: zero: weights and bias zero, as the paper fine-tunes; keep: from the weights, for the same
+    classes; initial: as without init. zero and initial drop pre_logits if model.head is linear"""
+    positions: Literal["resample", "keep"] = "resample"
+    """position embeddings of another resolution are interpolated (resample, section 3.2) or an error (keep)"""
     step: int | None = Field(None, ge=1, lt=2**53, description="step of the run's checkpoint; default: its newest")
     # `continue` is a Python keyword, too.
-    continues: Annotated[
-        bool,
-        Field(
-            alias="continue",
-            description="a branch: the run continues after `step` of another run, its trunk, with its optimizer, "
-            "averages and position in the data; only the schedule, and fields that may change on resume, may differ; "
-            "data.train may be a view of the trunk's",
-        ),
-    ] = False
+    continues: Annotated[bool, Field(alias="continue")] = False
+    """a branch: the run continues after `step` of another run, its trunk, with its optimizer, averages and position in
+    the data; only the schedule, and fields that may change on resume, may differ; data.train may be a view of the
+    trunk's"""
 
-    @model_validator(mode="after")
-    def _on_this_machine(self) -> "Init":
+    def _contradictions(self) -> Iterator[str]:
         if is_url(self.source):
-            raise ValueError(f"from {self.source!r}: expected a path; fetch the weights first")
+            yield f"from {self.source!r}: expected a path; fetch the weights first"
         if self.continues and self.step is None:
-            raise ValueError("continue: true needs step, the step of the other run after which this run continues")
+            yield "continue: true needs step, the step of the other run after which this run continues"
         for key in ("head", "positions"):
-            # A dumped recipe sets every field, so a default value does not mean that somebody chose it.
-            if self.continues and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key} applies to runs that begin at step 0; continue: true takes over everything")
-        return self
+            if self.continues and not has_default(self, key):
+                yield f"{key} applies to runs that begin at step 0; continue: true takes over everything"
 
 
 class Parallelism(Block):
     """How the run is distributed over devices; nothing here changes the results, except by rounding."""
 
-    zero_stage: int = Field(
-        1,
-        ge=0,
-        le=3,
-        description="what is partitioned among ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights",
-    )
-    activation_checkpointing: int = Field(
-        0, ge=0, le=2**31, description="recompute every k-th block's activations in the backward pass; 0: keep all"
-    )
+    zero_stage: int = Field(1, ge=0, le=3)
+    """what is partitioned among ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights"""
+    activation_checkpointing: int = Field(0, ge=0, le=2**31)
+    """recompute every k-th block's activations in the backward pass; 0: keep all"""
     reduce_dtype: Literal["fp32", "bf16"] = Field("fp32", description="data type of gradient sums over the ranks")
     offload: Literal["none", "optimizer"] = Field("none", description="optimizer: keep its state in host memory")
-    compile: bool | Literal["auto"] = Field(
-        "auto",
-        description="compile each block with torch.compile; evaluation stays eager. auto: on CUDA below stage 3 where "
-        "there is a compiler",
-    )
-    overlap: bool | Literal["auto"] = Field(
-        "auto",
-        description="overlap sending of gradients and weights with computation; halves gradient traffic in stages 1 "
-        "and 2. auto: in these, on CUDA",
-    )
-    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = Field(
-        "auto",
-        description="torch's implementation of attention on CUDA; auto: cuDNN's on Hopper where it is known to be "
-        "right, else flash",
-    )
-    fused_gelu: bool = Field(
-        False,
-        description="one Triton kernel for the backward pass of an MLP's GELU and the gradient of the bias before it: "
-        "less memory traffic; CUDA only, and not yet run there",
-    )
-    activation_budget: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="with compile: share of a block's activations that may be kept for the backward pass; what is "
-        "cheapest is recomputed. null: torch's choice; memory plans do not count what this saves",
-    )
-    hpz_size: int = Field(
-        1,
-        ge=1,
-        description="ranks, as many as a node has, that keep a copy of all weights between them during a step of stage "
-        "3, so that each weight crosses the network once a step (hpZ of ZeRO++); 1: none",
-    )
+    compile: bool | Literal["auto"] = "auto"
+    """compile each block with torch.compile; evaluation stays eager. auto: on CUDA below stage 3 where there is a
+    compiler"""
+    overlap: bool | Literal["auto"] = "auto"
+    """overlap sending of gradients and weights with computation; halves gradient traffic in stages 1 and 2. auto: in
+    these, on CUDA"""
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    """torch's implementation of attention on CUDA; auto: cuDNN's on Hopper where it is known to be right, else flash"""
+    fused_gelu: bool = False
+    """one Triton kernel for the backward pass of an MLP's GELU and the gradient of the bias before it: less memory
+    traffic; CUDA only, and not yet run there"""
+    activation_budget: float | None = Field(None, gt=0, le=1)
+    """with compile: share of a block's activations that may be kept for the backward pass; what is cheapest is
+    recomputed. null: torch's choice; memory plans do not count what this saves"""
+    hpz_size: int = Field(1, ge=1)
+    """ranks, as many as a node has, that keep a copy of all weights between them during a step of stage 3, so that each
+    weight crosses the network once a step (hpZ of ZeRO++); 1: none"""
 
-    @model_validator(mode="after")
-    def _possible(self) -> "Parallelism":
+    def _contradictions(self) -> Iterator[str]:
         if self.overlaps and (self.zero_stage == 0 or self.offload != "none"):
-            raise ValueError("overlap: true needs zero_stage 1, 2 or 3, and offload: none")
+            yield "overlap: true needs zero_stage 1, 2 or 3, and offload: none"
         if self.hpz_size > 1 and (self.zero_stage != 3 or self.offload != "none"):
-            raise ValueError(f"hpz_size: {self.hpz_size} needs zero_stage 3, and offload: none")
+            yield f"hpz_size: {self.hpz_size} needs zero_stage 3, and offload: none"
         # One at most: of stages 0 and 3.
         if self.offload == "optimizer" and self.zero_stage == 0:
-            raise ValueError("offload: optimizer needs zero_stage 1, 2 or 3")
+            yield "offload: optimizer needs zero_stage 1, 2 or 3"
         if self.compiles and self.zero_stage == 3:
-            raise ValueError("compile: true needs zero_stage 0, 1 or 2: stage 3 gathers weights within a block")
+            yield "compile: true needs zero_stage 0, 1 or 2: stage 3 gathers weights within a block"
         if self.fused_gelu and self.zero_stage == 3:
-            raise ValueError("fused_gelu: true needs zero_stage 0, 1 or 2: stage 3 gathers weights layer by layer")
+            yield "fused_gelu: true needs zero_stage 0, 1 or 2: stage 3 gathers weights layer by layer"
         if self.activation_budget is not None and not self.compile:
-            raise ValueError(f"activation_budget: {self.activation_budget:g} needs compile: true, which applies it")
-        return self
+            yield f"activation_budget: {self.activation_budget:g} needs compile: true, which applies it"
 
     @property
     def compiles(self) -> bool:
@@ -185,22 +132,18 @@ class Checkpoint(Block):
     every: Interval | None = Field(None, description="how often to save; default: every 10 minutes; always at the end")
     keep: int = Field(2, ge=1, description="number of newest checkpoints kept, besides the best one by `selection`")
     keep_every: Interval | None = Field(None, description="checkpoints at multiples of this are kept permanently")
-    tail: Interval | None = Field(
-        Duration(steps=50),
-        description="if no other checkpoint falls into the last stretch of this length, one is saved at its start and "
-        "kept, so that `vitscale verify` can recompute the steps that lead to the result; null: none",
-    )
-    dir: str | None = Field(
-        None, description="a folder or URL with one subfolder per run, named after it; default: in the run directory"
-    )
+    tail: Interval | None = Duration(steps=50)
+    """if no other checkpoint falls into the last stretch of this length, one is saved at its start and kept, so that
+    `vitscale verify` can recompute the steps that lead to the result; null: none"""
+    dir: str | None = None
+    """a folder or URL with one subfolder per run, named after it; default: in the run directory"""
     background: bool = Field(True, description="write files while training continues, from a copy in host memory")
     max_failures: int = Field(2, ge=0, description="consecutive failed saves tolerated before the run ends")
 
     @model_serializer(mode="wrap")
     def _without_default_tail(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out `tail` if it is the default, so that older resolved recipes stay as they were."""
-        default = type(self).model_fields["tail"].default
-        return {key: value for key, value in dump(self).items() if key != "tail" or self.tail != default}
+        return {key: value for key, value in dump(self).items() if key != "tail" or not has_default(self, key)}
 
 
 class Ema(Block):
@@ -225,25 +168,23 @@ def _complaint(check: Callable[[], None]) -> Iterator[str]:
 class Recipe(Block):
     """One run."""
 
+    _reports_all: ClassVar[bool] = True
+
     model: ModelBlock = Field(description="the architecture, by name or by its dimensions")
     data: Data
     batch: Batch
     objective: Annotated[
-        Annotated[
-            SerializeAsAny[Classification | Distillation | MaskedPatches],
-            Field(discriminator="kind", description="what is learned"),
-        ],
+        Annotated[SerializeAsAny[Classification | Distillation | MaskedPatches], Field(discriminator="kind")],
         by_kind(Objective, "objective"),
         BeforeValidator(with_kind),
     ] = Classification()
+    """what is learned"""
     init: Init | None = None
     optimizer: Annotated[AnyOptimizer, by_kind(Optimizer, "optimizer", "name")]
     schedule: Schedule
-    precision: Literal["auto", "bf16", "fp32", "fp8"] = Field(
-        "auto",
-        description="auto: bf16 if the device computes in it, else fp32, chosen once when the run begins; fp8: as "
-        "bf16, with the blocks' dense layers in float8 during training; needs torchao",
-    )
+    precision: Literal["auto", "bf16", "fp32", "fp8"] = "auto"
+    """auto: bf16 if the device computes in it, else fp32, chosen once when the run begins; fp8: as bf16, with the
+    blocks' dense layers in float8 during training; needs torchao"""
     parallelism: Parallelism = Parallelism()
     evaluation: Evaluation = Evaluation()
     selection: Selection | None = None
@@ -254,15 +195,11 @@ class Recipe(Block):
     logging: Logging = Logging()
     profile: Profile = Profile()
     seed: int = Field(0, ge=0, lt=2**63, description="determines initial weights, order, crops, flips and dropout")
-    deepspeed: dict[str, Any] = Field(
-        {}, description="additions to the DeepSpeed configuration derived from the recipe"
-    )
+    deepspeed: dict[str, Any] = Field({})
+    """additions to the DeepSpeed configuration derived from the recipe"""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "Recipe":
-        if found := list(self.contradictions()):
-            raise Contradictions(found)
-        return self
+    def _contradictions(self) -> Iterator[str]:
+        return self.contradictions()
 
     def contradictions(self, broken: Collection[str] = ()) -> Iterator[str]:
         """Yield a line for each contradiction between fields; checks that need a `broken` field are left out."""
@@ -345,10 +282,10 @@ class Recipe(Block):
     def split(self, world_size: int) -> tuple[int, int]:
         """As `Batch.split`. Also raises `RecipeError` if it separates images that the objective mixes."""
         micro, accumulation = self.batch.split(world_size)
-        together, per_rank = self.objective.together, micro * accumulation
+        together = self.objective.together
         if micro % together == 0:
             return micro, accumulation
-        possible = [size for size in range(together, per_rank + 1, together) if per_rank % size == 0]
+        possible = self.micro_batches(world_size)
         near = max((size for size in possible if size <= micro), default=min(possible, default=None))
         remedy = (
             f"set batch.micro_max to {near}"
@@ -359,6 +296,11 @@ class Recipe(Block):
             f"batch.global {self.batch.global_size} on {world_size} ranks makes micro-batches of {micro}, which part "
             f"images that the objective computes together, {together} at a time; {remedy}"
         )
+
+    def micro_batches(self, world_size: int) -> list[int]:
+        """All divisors of a rank's part of the global batch that separate no images that the objective mixes."""
+        per_rank, together = self.batch.global_size // world_size, self.objective.together
+        return [size for size in range(together, per_rank + 1, together) if per_rank % size == 0]
 
     def axes(self, name: str, shape: Shape) -> Shape:
         """A parameter's shape as the optimizer sees it: for Adafactor `by_head` with all axes apart."""

@@ -18,22 +18,17 @@ class _Loader(yaml.SafeLoader):
     """A YAML loader: only true and false are booleans, 1e-5 is a number, 1:30 is not, no key occurs twice, no tags."""
 
     def fetch_tag(self) -> None:
-        raise yaml.scanner.ScannerError(
-            None, None, "a tag such as !!int; write the value alone, or quote text that begins with !", self.get_mark()
-        )
+        problem = "a tag such as !!int; write the value alone, or quote text that begins with !"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.get_mark())
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"a key is {type(key).__name__}, not a word", key_node.start_mark
-                )
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {shortened(key)!r} appears twice", key_node.start_mark
-                )
+            problem = "" if isinstance(key, str) else f"a key is {type(key).__name__}, not a word"
+            if problem or key in seen:
+                problem = problem or f"the key {shortened(key)!r} appears twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 

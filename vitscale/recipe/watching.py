@@ -1,5 +1,6 @@
 """The blocks of a recipe that watch a run: `anomalies`, `check`, `logging` and `profile`."""
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -28,11 +29,9 @@ class Spike(Block):
 class Anomalies(Block):
     """What to do with a step whose loss or gradient is not finite, or whose loss spikes."""
 
-    non_finite: Policy = Field(
-        "stop",
-        description="stop ends the run; skip leaves the batch out; rewind returns to the last checkpoint and leaves "
-        "out all batches since then",
-    )
+    non_finite: Policy = "stop"
+    """stop ends the run; skip leaves the batch out; rewind returns to the last checkpoint and leaves out all batches
+    since then"""
     spike: Spike | None = None
     limit: int = Field(10, ge=1, description="maximum number of skips and rewinds; the next one ends the run")
 
@@ -40,24 +39,17 @@ class Anomalies(Block):
 class Check(Block):
     """Detects devices that compute wrongly, wrong updates, and ranks that hang."""
 
-    replicas_every: int | None = Field(
-        1000, ge=1, description="steps between comparisons of the ranks' weights; zero_stage 3 has no replicas"
-    )
-    recompute_every: int | None = Field(
-        None, ge=1, description="steps between micro-batches that all ranks compute to compare their bits"
-    )
-    audit_every: int | None = Field(
-        1000,
-        ge=1,
-        description="steps between audits, which check that the applied gradient is that of the batch, and that "
-        "weights and optimizer state follow from it",
-    )
-    audit: Literal["stop", "warn"] = Field(
-        "stop", description="on a failed audit: end the run (exit code 75), or only report it"
-    )
-    step_timeout_s: float = Field(
-        600.0, gt=0, le=86400, description="seconds without progress after which a rank ends the run"
-    )
+    replicas_every: int | None = Field(1000, ge=1)
+    """steps between comparisons of the ranks' weights; zero_stage 3 has no replicas"""
+    recompute_every: int | None = Field(None, ge=1)
+    """steps between micro-batches that all ranks compute to compare their bits"""
+    audit_every: int | None = Field(1000, ge=1)
+    """steps between audits, which check that the applied gradient is that of the batch, and that weights and optimizer
+    state follow from it"""
+    audit: Literal["stop", "warn"] = "stop"
+    """on a failed audit: end the run (exit code 75), or only report it"""
+    step_timeout_s: float = Field(600.0, gt=0, le=86400)
+    """seconds without progress after which a rank ends the run"""
 
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "comet_ml", "trackio", "swanlab", "aim", "clearml"]
@@ -68,16 +60,11 @@ class Logging(Block):
 
     most_s: ClassVar[float] = 30.0
 
-    every: int = Field(
-        50,
-        ge=1,
-        description="steps between lines of metrics.jsonl; also a line after 30 s without one, at the first step of a "
-        "process, and at every step that is evaluated or saved",
-    )
-    trackers: list[Tracker] = Field(
-        ["tensorboard"],
-        description="other programs that receive the metrics; each needs its package and its own set-up",
-    )
+    every: int = Field(50, ge=1)
+    """steps between lines of metrics.jsonl; also a line after 30 s without one, at the first step of a process, and at
+    every step that is evaluated or saved"""
+    trackers: list[Tracker] = Field(["tensorboard"])
+    """other programs that receive the metrics; each needs its package and its own set-up"""
     batch_digest: bool = Field(False, description="a checksum over every pixel of each global batch")
 
     @model_validator(mode="before")
@@ -92,16 +79,13 @@ class Logging(Block):
             trackers = ["tensorboard", *others] if content["tensorboard"] else others
         return {key: value for key, value in content.items() if key != "tensorboard"} | {"trackers": trackers}
 
-    @model_validator(mode="after")
-    def _each_once(self) -> "Logging":
+    def _contradictions(self) -> Iterator[str]:
         if len(set(self.trackers)) != len(self.trackers):
-            raise ValueError(f"trackers: {self.trackers} has one twice")
-        return self
+            yield f"trackers: {self.trackers} has one twice"
 
 
 class Profile(Block):
     """A profile of some steps: a trace and a table in the run directory."""
 
-    steps: int = Field(
-        0, ge=0, le=100, description="number of steps to profile, from a process's fourth step on; 0: none"
-    )
+    steps: int = Field(0, ge=0, le=100)
+    """number of steps to profile, from a process's fourth step on; 0: none"""

@@ -16,31 +16,19 @@ _FASTEST_SLOT = 128 * GB  # PCIe 6
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of nodes with equal devices.
-
-    Attributes:
-        device: the kind of device.
-        devices: the number of devices in all nodes.
-        devices_per_node: the number of devices in each node.
-        memory: one device's memory, in bytes.
-        network: the rate at which a node can send to other nodes, in bytes/s.
-        link: the rate at which a device can send to others in its node, in bytes/s.
-        efficiency: the share of their peak FLOP/s that devices reach while they compute without waiting.
-        assumptions: what was assumed because it was not given, in words.
-    """
+    """A cluster of nodes with equal devices."""
 
     device: Device
-    devices: int
+    devices: int  # of all nodes
     devices_per_node: int
-    memory: float
-    network: float
-    link: float
-    efficiency: float
-    assumptions: tuple[str, ...] = ()
+    memory: float  # bytes of one device
+    network: float  # bytes/s that a node can send to other nodes
+    link: float  # bytes/s that a device can send to others in its node
+    efficiency: float  # the share of their peak FLOP/s that devices reach while they compute without waiting
+    assumptions: tuple[str, ...] = ()  # what was assumed because it was not given, in words
 
     @property
     def nodes(self) -> int:
-        """The number of nodes."""
         return self.devices // self.devices_per_node
 
     @property
@@ -98,9 +86,10 @@ def make_cluster(
     if nodes is not None and nodes * devices_per_node != devices:
         raise RecipeError(f"--nodes {nodes} x --devices-per-node {devices_per_node} is not --devices {devices}")
     if network is None:
-        own = device.board.network
-        network = NETWORK if own is None else own * devices_per_node
-        source = "one adapter of 400 Gbit/s" if own is None else f"{own / GB:g} for each device as in its maker's nodes"
+        network, source = NETWORK, "one adapter of 400 Gbit/s"
+        if (per_device := device.board.network) is not None:
+            network = per_device * devices_per_node
+            source = f"{per_device / GB:g} for each device as in its maker's nodes"
         if devices > devices_per_node:
             assumed.append(f"{network / GB:g} GB/s of network a node, {source} (--network)")
     link = device.board.link or LINK
@@ -109,13 +98,5 @@ def make_cluster(
         assumed.append(f"{link / GB:g} GB/s from each device to the others of its node ({source})")
     if efficiency is None:
         assumed.append(f"{EFFICIENCY:.0%} of the peak while devices compute, with any micro-batch (--mfu)")
-    return Cluster(
-        device=device,
-        devices=devices,
-        devices_per_node=devices_per_node,
-        memory=memory or device.board.memory or 0.0,
-        network=network,
-        link=link,
-        efficiency=efficiency or EFFICIENCY,
-        assumptions=tuple(assumed),
-    )
+    memory, efficiency = memory or device.board.memory or 0.0, efficiency or EFFICIENCY
+    return Cluster(device, devices, devices_per_node, memory, network, link, efficiency, tuple(assumed))

@@ -19,18 +19,12 @@ _US = 1e-6
 
 
 class _Way(NamedTuple):
-    """One of NCCL's combinations of algorithm and protocol.
-
-    Attributes:
-        payload: the share of a link's bytes that are the message's; the rest are flags.
-        start: the fixed cost of a collective, in microseconds, whatever the number of ranks.
-        nvlink, pcie, network: the latency of a hop, in microseconds.
-    """
+    """One of NCCL's combinations of algorithm and protocol, with the latencies of a hop in microseconds."""
 
     algorithm: Algorithm
     protocol: Protocol
-    payload: float
-    start: float
+    payload: float  # the share of a link's bytes that are the message's; the rest are flags
+    start: float  # the fixed cost of a collective, in microseconds, whatever the number of ranks
     nvlink: float
     pcie: float
     network: float
@@ -49,35 +43,24 @@ _WAYS = (
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """The time of one message of a collective.
-
-    Attributes:
-        algorithm, protocol: NCCL's algorithm and protocol for it.
-        latency: seconds that even an empty message takes.
-        transfer: seconds for its bytes.
-    """
+    """The time of one message of a collective, in seconds."""
 
     algorithm: Algorithm
     protocol: Protocol
-    latency: float
-    transfer: float
+    latency: float  # what even an empty message takes
+    transfer: float  # for its bytes
 
     @property
     def total(self) -> float:
-        """Latency and transfer, in seconds."""
         return self.latency + self.transfer
 
 
 def collective_time(kind: Kind, message_bytes: float, cluster: Cluster) -> CollectiveTime:
     """The time of a message of `message_bytes` over all ranks of a cluster, by NCCL's fastest way."""
-    ways = (_by(way, kind, message_bytes, cluster) for way in _WAYS if _is_open(way, kind, cluster))
-    return min(ways, key=lambda time: time.total)
-
-
-def _is_open(way: _Way, kind: Kind, cluster: Cluster) -> bool:
-    if way.algorithm == "tree" and kind != "all-reduce":
-        return False
-    return way.protocol != "LL128" or cluster.has_nvlink  # LL128 relies on NVLink's order of writes
+    ways = [way for way in _WAYS if way.algorithm == "ring" or kind == "all-reduce"]
+    if not cluster.has_nvlink:
+        ways = [way for way in ways if way.protocol != "LL128"]  # it relies on NVLink's order of writes
+    return min((_by(way, kind, message_bytes, cluster) for way in ways), key=lambda time: time.total)
 
 
 def _by(way: _Way, kind: Kind, message_bytes: float, cluster: Cluster) -> CollectiveTime:

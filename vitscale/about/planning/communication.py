@@ -23,36 +23,22 @@ from vitscale.training.deepspeed.config import elements_in_flight
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter"]
 Phase = Literal["passes", "backward", "update"]
 _SHARE = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
-_AGREEMENTS, _AGREEMENT_BYTES = (
-    3,
-    24,
-)  # two numbers of the trainer, the gradients' norm, and whether they are finite
+_AGREEMENTS, _AGREEMENT_BYTES = 3, 24  # two numbers of the trainer, the gradients' norm, and whether they are finite
 
 
 @dataclass(frozen=True)
 class Collective:
-    """The messages of one kind in one step.
-
-    Attributes:
-        what: the messages' content, in words.
-        kind: the kind of collective.
-        phase: when they are sent: `passes`, during the forward and backward passes of every micro-batch; `backward`,
-            during the backward pass; `update`, at the end of the step.
-        elements: the number of elements, all ranks together.
-        element_bytes: the size of one element, in bytes.
-        times: how many times per step they are sent.
-        messages: the number of messages that the elements are cut into each time.
-        group: the number of ranks that send to each other, those of one node; None for all ranks.
-    """
+    """The messages of one kind in one step."""
 
     what: str
     kind: Kind
+    # Sent during the forward and backward passes of every micro-batch, in the backward pass, or at the end of the step.
     phase: Phase
-    elements: int
+    elements: int  # all ranks together
     element_bytes: int
-    times: int = 1
-    messages: int = 1
-    group: int | None = None
+    times: int = 1  # that they are sent in a step
+    messages: int = 1  # that the elements are cut into each time
+    group: int | None = None  # the number of ranks that send to each other, those of one node; None for all ranks
 
     def sent(self, world_size: int) -> float:
         """The bytes that each rank sends in one step."""
@@ -83,12 +69,8 @@ def communication(recipe: Recipe, parameters: Parameters, world_size: int, accum
         new_weights = [Collective("new weights", "all-gather", "update", total, weight_bytes)] if stage else []
         return [gradients, *new_weights, agreements]
     small = [size for size in parameters.sizes if size <= limits["stage3_param_persistence_threshold"]]
-    gathered, messages = _gathered(recipe, parameters.layers)
-    if sum(parameters.sizes) <= limits["stage3_max_live_parameters"] and limits["stage3_prefetch_bucket_size"]:
-        # Everything is prefetched. Otherwise a layer is prefetched whenever another one is released.
-        messages = min(messages, math.ceil(gathered / limits["stage3_prefetch_bucket_size"]))
     return [
-        *_weights_of_passes(recipe, parameters.layers, world_size, weight_bytes, gathered, messages, accumulation),
+        *_weights_of_passes(recipe, parameters, world_size, weight_bytes, accumulation),
         Collective("gradients", "reduce-scatter", "backward", total, gradient_bytes, accumulation, buckets),
         # One message for each parameter.
         Collective("small new weights", "all-gather", "update", sum(small), weight_bytes, messages=max(1, len(small))),
@@ -97,26 +79,17 @@ def communication(recipe: Recipe, parameters: Parameters, world_size: int, accum
 
 
 def _weights_of_passes(
-    recipe: Recipe,
-    layers: Sequence[Layer],
-    world_size: int,
-    weight_bytes: int,
-    gathered: int,
-    messages: int,
-    accumulation: int,
+    recipe: Recipe, parameters: Parameters, world_size: int, weight_bytes: int, accumulation: int
 ) -> list[Collective]:
-    """ZeRO 3's gathers in the passes of a step, of which hpZ leaves all but the first of each layer within nodes.
-
-    Args:
-        gathered, messages: elements and messages of one micro-batch.
-    """
+    """ZeRO 3's gathers in the passes of a step, of which hpZ leaves all but the first of each layer within nodes."""
+    gathered, messages = _gathered(recipe, parameters)
     if not gathered:  # every parameter is small enough to stay on all ranks
         return []
     what, group = "weights for the passes", recipe.parallelism.hpz_ranks(world_size)
     if group == 1:
         return [Collective(what, "all-gather", "passes", gathered, weight_bytes, accumulation, messages)]
     limit = elements_in_flight(recipe)["stage3_param_persistence_threshold"]
-    of_layers = [sum(size for size in layer.trained if size > limit) for layer in layers]
+    of_layers = [sum(size for size in layer.trained if size > limit) for layer in parameters.layers]
     first = sum(of_layers)  # DeepSpeed forgets the copies of what is trained after each update
     first_messages = min(math.ceil(messages * first / max(1, gathered)), sum(elements > 0 for elements in of_layers))
     found = [Collective(what, "all-gather", "passes", first, weight_bytes, messages=first_messages)]
@@ -127,28 +100,31 @@ def _weights_of_passes(
     return found
 
 
-def _gathered(recipe: Recipe, layers: Sequence[Layer]) -> tuple[int, int]:
-    """(elements that ZeRO 3 gathers in the passes of one micro-batch, the number of layers' gathers in them).
+def _gathered(recipe: Recipe, parameters: Parameters) -> tuple[int, int]:
+    """(elements that ZeRO 3 gathers in the passes of one micro-batch, messages in which it does).
 
     DeepSpeed gathers a layer when it is needed and releases it afterwards, unless it is needed again within
     `stage3_max_reuse_distance` other parameters. If it prefetches, it keeps, at the turn from the forward to the
     backward pass, as much as may be held at one time: between the two uses of a layer that is kept, the layers above
     it are used twice.
     """
-    limits = elements_in_flight(recipe)
+    limits, layers = elements_in_flight(recipe), parameters.layers
     at_the_turn = limits["stage3_max_live_parameters"] if limits["stage3_prefetch_bucket_size"] > 0 else 0
     uses = _uses(layers, recipe.parallelism.activation_checkpointing)
     held: set[int] = set()
-    gathered = times = 0
+    gathered = messages = 0
     for place, (layer, is_let_go) in enumerate(uses):
         if layer not in held:
             large = sum(s for s in layers[layer].sizes if s > limits["stage3_param_persistence_threshold"])
-            gathered, times = gathered + large, times + (large > 0)
+            gathered, messages = gathered + large, messages + (large > 0)
             held.add(layer)
         distance = max(limits["stage3_max_reuse_distance"], 2 * (at_the_turn - sum(layers[layer].sizes)) + 1)
         if is_let_go and not _is_needed_soon(layer, uses[place + 1 :], layers, distance):
             held.remove(layer)
-    return gathered, times
+    if sum(parameters.sizes) <= limits["stage3_max_live_parameters"] and limits["stage3_prefetch_bucket_size"]:
+        # Everything is prefetched. Otherwise a layer is prefetched whenever another one is released.
+        messages = min(messages, math.ceil(gathered / limits["stage3_prefetch_bucket_size"]))
+    return gathered, messages
 
 
 def _is_needed_soon(layer: int, uses: Sequence[tuple[int, bool]], layers: Sequence[Layer], limit: int) -> bool:

@@ -20,35 +20,21 @@ _NEWTON_STEPS = 30
 
 @dataclass(frozen=True)
 class Saving:
-    """The time that a checkpoint takes, in seconds.
+    """The time that a checkpoint takes, in seconds."""
 
-    Attributes:
-        stall: how long training waits for it.
-        write: from its beginning until it is complete; the next one cannot begin earlier.
-    """
-
-    stall: float
-    write: float
+    stall: float  # how long training waits for it
+    write: float  # from its beginning until it is complete; the next one cannot begin earlier
 
 
 @dataclass(frozen=True)
 class Failures:
-    """How nodes fail and come back; times in seconds.
+    """How nodes fail and come back; times in seconds."""
 
-    Attributes:
-        nodes: the number of nodes that compute.
-        mtbf: the mean time between two failures of one node.
-        restart: the time from a failure to the next computed step, including reading the checkpoint, if enough nodes
-            are available.
-        repair: the mean time until a failed node can be used again.
-        assumptions: what was assumed because it was not given, in words.
-    """
-
-    nodes: int
-    mtbf: float
-    restart: float
-    repair: float
-    assumptions: tuple[str, ...] = ()
+    nodes: int  # that compute
+    mtbf: float  # the mean time between two failures of one node
+    restart: float  # from a failure to the next computed step, including reading the checkpoint, if nodes are available
+    repair: float  # the mean time until a failed node can be used again
+    assumptions: tuple[str, ...] = ()  # what was assumed because it was not given, in words
 
     @property
     def rate(self) -> float:
@@ -58,10 +44,8 @@ class Failures:
     def useful(self, every: float, saving: Saving, spares: int = 0) -> float:
         """The share of the time that advances a run, from 0 to 1.
 
-        Args:
-            every: seconds of training between the beginnings of two checkpoints.
-            saving: the time that a checkpoint takes.
-            spares: the number of nodes besides those that compute.
+        `every` is the seconds of training between the beginnings of two checkpoints, `spares` the number of nodes
+        besides those that compute.
 
         To advance by `every` seconds of training a run takes, on average,
         exp(rate (restart + write)) (exp(rate (every + stall)) - 1) / rate. A failure takes the run back to the
@@ -102,19 +86,12 @@ class Failures:
 
 
 def make_failures(
-    nodes: int,
-    mtbf: float,
-    restart: float | None = None,
-    repair: float | None = None,
-    restarts: Sequence[float] = (),
+    nodes: int, mtbf: float, restart: float | None = None, repair: float | None = None, restarts: Sequence[float] = ()
 ) -> Failures:
     """The failures of `nodes` nodes, with assumptions for figures that are None.
 
-    Args:
-        mtbf: hours between two failures of one node.
-        restart: seconds from a failure to the next step.
-        restarts: measured values of the same; their median is used if `restart` is None.
-        repair: hours until a failed node can be used again.
+    `mtbf` and `repair` are in hours, `restart` in seconds; if that is None, it is the median of the measured
+    `restarts`.
     """
     assumed = ["nodes fail independently, at a constant rate, and every failure takes its node away"]
     if restart is None and restarts:

@@ -10,13 +10,12 @@ from vitscale.about.planning.communication import Collective, communication
 from vitscale.about.planning.failures import Failures, Saving
 from vitscale.about.planning.step_time import HIDDEN, OVERLAPPED, StepTime, overlaps, step_time
 from vitscale.data.shards import Manifest
-from vitscale.flops.accounting import mfu
-from vitscale.flops.cost import cost_row
+from vitscale.flops.accounting import cost_row, mfu
 from vitscale.flops.estimate import Estimate
-from vitscale.flops.training_set import training_set
 from vitscale.flops.work import Work
 from vitscale.ground.errors import RecipeError, VitscaleError
 from vitscale.recipe import Recipe
+from vitscale.recipe.schema import Parallelism
 from vitscale.training.beginning.memory import USABLE, Memory, memory_of, tensors_by_micro_batch
 from vitscale.training.beginning.tensors import Parameters, model_parameters
 
@@ -32,70 +31,45 @@ _HOST_COPY = 10 * GB
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to distribute a recipe.
+    """One way to distribute a recipe: the memory of one rank, the collectives and the time of one step."""
 
-    Attributes:
-        zero_stage, overlap, hpz_size, activation_checkpointing: the values for the recipe's `parallelism`.
-        micro_batch, accumulation: the micro-batch and the accumulation steps; their product is a rank's part of the
-            global batch.
-        memory: the memory of one rank.
-        collectives: the collectives of one step.
-        time: the time of one step.
-        images_per_s: the speed of all devices together.
-        mfu: model FLOPs utilisation, a fraction.
-        fits: whether it fits into a device's memory.
-        verdict: `best`, or why it is not, in words.
-    """
-
-    zero_stage: int
-    overlap: bool
-    hpz_size: int
-    activation_checkpointing: int
+    parallelism: Parallelism
     micro_batch: int
     accumulation: int
     memory: Memory
     collectives: tuple[Collective, ...]
     time: StepTime
-    images_per_s: float
+    images_per_s: float  # of all devices together
     mfu: float
-    fits: bool
-    verdict: str = ""
+    fits: bool  # into a device's memory
+    verdict: str = ""  # `best`, or why it is not, in words
 
     @property
     def is_best(self) -> bool:
-        """Whether this is the best choice."""
         return self.verdict == "best"
 
     @property
     def way_to_send(self) -> tuple[int, bool, int]:
         """(ZeRO stage, `overlap`, `hpz_size`)."""
-        return self.zero_stage, self.overlap, self.hpz_size
+        return self.parallelism.zero_stage, self.parallelism.overlaps, self.parallelism.hpz_size
 
     def settings(self) -> list[str]:
         """The arguments of `--set` that make a recipe use this choice."""
+        stage, overlap, hpz_size = self.way_to_send
         return [
-            f"parallelism.zero_stage={self.zero_stage}",
-            *([f"parallelism.overlap={str(self.overlap).lower()}"] if self.zero_stage in (1, 2) else []),
-            *([f"parallelism.hpz_size={self.hpz_size}"] if self.hpz_size > 1 else []),
-            f"parallelism.activation_checkpointing={self.activation_checkpointing}",
+            f"parallelism.zero_stage={stage}",
+            *([f"parallelism.overlap={str(overlap).lower()}"] if stage in (1, 2) else []),
+            *([f"parallelism.hpz_size={hpz_size}"] if hpz_size > 1 else []),
+            f"parallelism.activation_checkpointing={self.parallelism.activation_checkpointing}",
             f"batch.micro_max={self.micro_batch}",
         ]
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The totals of a run with the best choice; None for what is not known.
+    """The totals of a run with the best choice, on all devices together; None for what is not known.
 
-    Attributes:
-        images, steps, days, exaflops: the whole run's, or for a branch, those after its trunk. Evaluations and
-            interruptions are not included.
-        device_hours, energy_kwh, cost: of all devices together.
-        loader_images_per_s: the rate at which each node has to decode images.
-        storage_bytes_per_s: the rate at which each node reads.
-        checkpoint_bytes: the size of one checkpoint.
-        checkpoint_s: the time to write one, in seconds.
-        stall_s: the time that training waits for it, in seconds.
-        checkpoint_every_s: the time between two checkpoints, in seconds.
+    They are the whole run's, or for a branch, those after its trunk, without evaluations and interruptions.
     """
 
     images: int | None
@@ -105,50 +79,35 @@ class Totals:
     device_hours: float | None
     energy_kwh: float | None
     cost: float | None
-    loader_images_per_s: float
-    storage_bytes_per_s: float
+    loader_images_per_s: float  # that each node has to decode
+    storage_bytes_per_s: float  # that each node has to read
     checkpoint_bytes: int
-    checkpoint_s: float
-    stall_s: float
+    checkpoint_s: float  # to write one
+    stall_s: float  # that training waits for it
     checkpoint_every_s: float | None
 
 
 @dataclass(frozen=True)
 class WithSpares:
-    """A run's totals with failures and spare nodes.
+    """A run's totals with failures and spare nodes, if it saves at the best interval."""
 
-    Attributes:
-        spares: the number of nodes besides those that compute.
-        useful: the share of the time that advances the run, if it saves at the best interval.
-        days: the time until the run ends, including failures and waiting for nodes; None if the run's length is not
-            known or it never ends.
-        device_hours: of all nodes, including spares; None as above.
-    """
-
-    spares: int
-    useful: float
-    days: float | None
-    device_hours: float | None
+    spares: int  # nodes besides those that compute
+    useful: float  # the share of the time that advances the run
+    days: float | None  # with failures and waiting for nodes; None if the length is not known or it never ends
+    device_hours: float | None  # of all nodes, including spares; None as above
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """What failures cost a run.
+    """What failures cost a run."""
 
-    Attributes:
-        failure_every_s: the mean time between two failures of any node, in seconds.
-        useful: the share of the time that advances the run, without spares and if it saves as the recipe says; None if
-            it is not known how often it saves.
-        best_every_s: the time between two checkpoints that maximises this share, in seconds.
-        best_every_steps: the same in steps.
-        by_spares: the totals with 0, 1, 2 and 3 spare nodes.
-    """
-
-    failure_every_s: float
+    failure_every_s: float  # the mean time between two failures of any node
+    # The share of the time that advances the run, without spares and if it saves as the recipe says; None if that is
+    # not known.
     useful: float | None
-    best_every_s: float
+    best_every_s: float  # the time between two checkpoints that maximises this share
     best_every_steps: int
-    by_spares: tuple[WithSpares, ...]
+    by_spares: tuple[WithSpares, ...]  # with 0, 1, 2 and 3 spare nodes
 
 
 @dataclass(frozen=True)
@@ -179,31 +138,24 @@ def make_plan(
 ) -> ClusterPlan:
     """Work out every choice for an estimated recipe on a cluster.
 
-    Args:
-        estimate: the recipe with its compute and its length.
-        cluster: the devices.
-        price: the price of one device for one hour.
-        storage: the rate at which all nodes together write checkpoints, in bytes/s.
-        failures: the failures of the cluster's nodes; None to leave them out.
+    `price` is that of one device for one hour, `storage` the bytes/s at which all nodes together write checkpoints.
 
     Raises `RecipeError` for fp32, if the devices do not divide the global batch, and if `hpz_size` does not divide the
     devices of a node.
     """
     if estimate.recipe.precision == "auto":  # what `auto` chooses on every device with a known peak
         estimate = replace(estimate, recipe=estimate.recipe.model_copy(update={"precision": "bf16"}))
-    recipe, work = estimate.recipe, estimate.work
-    assert work is not None, "the caller has checked that the classes are known"
+    recipe, work, num_classes = estimate.recipe, estimate.work, estimate.num_classes
+    assert work is not None and num_classes is not None, "the caller has checked that the classes are known"
     if recipe.precision != "bf16":
         raise RecipeError(
             f"precision: {recipe.precision} cannot be planned: its peak FLOP/s are not known; --set precision=bf16"
         )
-    if (asked := recipe.parallelism.hpz_size) > 1 and cluster.devices_per_node % asked:
+    hpz_size, per_node = recipe.parallelism.hpz_size, cluster.devices_per_node
+    if hpz_size > 1 and per_node % hpz_size:
         raise RecipeError(
-            f"parallelism.hpz_size: {asked} does not divide the {cluster.devices_per_node} devices of a node; set it "
-            f"to {cluster.devices_per_node}"
+            f"parallelism.hpz_size: {hpz_size} does not divide the {per_node} devices of a node; set it to {per_node}"
         )
-    num_classes = training_set(recipe, estimate.samples).num_classes
-    assert num_classes is not None
     parameters = model_parameters(recipe, num_classes)
     sizes = _micro_batches(recipe, cluster.devices)
     choices = []
@@ -218,18 +170,17 @@ def make_plan(
                 accumulates = recipe.batch.global_size > micro * cluster.devices
                 memory = memory_of(one, parameters, tensors(micro), cluster.devices, accumulates, "cuda")
                 choices.append(_choice(one, work, parameters, cluster, memory))
-    choices.sort(key=lambda one: (*one.way_to_send, one.activation_checkpointing, one.micro_batch))
+    choices.sort(key=lambda one: (*one.way_to_send, one.parallelism.activation_checkpointing, one.micro_batch))
     best = find_best(choices)
     judged = tuple(replace(one, verdict=_verdict(one, best, cluster)) for one in choices)
     assumptions = [*cluster.assumptions, *_assumed_of_time(recipe, cluster)]
-    totals = None
+    totals = goodput = None
     if best is not None:
-        totals, said = _totals(estimate, cluster, best, parameters, price, storage)
-        assumptions += said
-    goodput = None
-    if best is not None and totals is not None and failures is not None:
-        goodput = _goodput(totals, best, cluster, failures)
-        assumptions += failures.assumptions
+        totals, assumed = _totals(estimate, cluster, best, parameters, price, storage)
+        assumptions += assumed
+        if failures is not None:
+            goodput = _goodput(totals, best, cluster, failures)
+            assumptions += failures.assumptions
     return ClusterPlan(estimate.name, cluster, parameters.total, judged, totals, tuple(assumptions), goodput)
 
 
@@ -242,13 +193,11 @@ def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
     If there are many, only powers of two, the recipe's own and the whole part. None splits images that the objective
     computes together.
     """
-    micro, accumulation = recipe.split(world_size)
-    per_rank = micro * accumulation
-    together = recipe.objective.together
-    divisors = [size for size in range(together, per_rank + 1, together) if per_rank % size == 0]
+    micro, _ = recipe.split(world_size)
+    divisors = recipe.micro_batches(world_size)
     if len(divisors) <= _MANY:
         return divisors
-    return [size for size in divisors if size & (size - 1) == 0 or size in (micro, per_rank)]
+    return [size for size in divisors if size & (size - 1) == 0 or size in (micro, divisors[-1])]
 
 
 def _ways_to_send(recipe: Recipe, stage: int, cluster: Cluster) -> list[tuple[bool, int]]:
@@ -277,35 +226,19 @@ def _choice(recipe: Recipe, work: Work, parameters: Parameters, cluster: Cluster
     images_per_s = recipe.batch.global_size / time.total
     utilisation = mfu(images_per_s, work.macs, cluster.devices, cluster.peak)
     assert utilisation is not None
-    return Choice(
-        zero_stage=recipe.parallelism.zero_stage,
-        overlap=recipe.parallelism.overlaps,
-        hpz_size=recipe.parallelism.hpz_size,
-        activation_checkpointing=recipe.parallelism.activation_checkpointing,
-        micro_batch=micro,
-        accumulation=accumulation,
-        memory=memory,
-        collectives=collectives,
-        time=time,
-        images_per_s=images_per_s,
-        mfu=utilisation,
-        fits=memory.device_bytes <= USABLE * cluster.memory,
-    )
+    fits = memory.device_bytes <= USABLE * cluster.memory
+    return Choice(recipe.parallelism, micro, accumulation, memory, collectives, time, images_per_s, utilisation, fits)
 
 
 def find_best(choices: Sequence[Choice]) -> Choice | None:
     """The fastest choice that fits; of equally fast ones that with the largest micro-batch, then the simplest.
 
-    That is the lowest stage, without overlap, without hpZ.
-
-    A lower stage sends fewer messages, any of which could be late.
+    That is the lowest stage, which sends the fewest messages, any of which could be late, without overlap and hpZ.
     """
     fitting = [one for one in choices if one.fits]
-    if not fitting:
-        return None
-    limit = min(one.time.total for one in fitting) * (1 + _AS_FAST)
+    limit = min((one.time.total for one in fitting), default=0.0) * (1 + _AS_FAST)
     as_fast = [one for one in fitting if one.time.total <= limit]
-    return max(as_fast, key=lambda one: (one.micro_batch, -one.zero_stage, not one.overlap, -one.hpz_size))
+    return min(as_fast, key=lambda one: (-one.micro_batch, *one.way_to_send), default=None)
 
 
 def _verdict(choice: Choice, best: Choice | None, cluster: Cluster) -> str:
@@ -320,7 +253,7 @@ def _verdict(choice: Choice, best: Choice | None, cluster: Cluster) -> str:
         return f"{slower:.0%} slower: {_reason(choice.time, best.time)}"
     if choice.micro_batch < best.micro_batch:
         return "as fast, smaller micro-batches"
-    return "as fast" + (", more messages" if choice.zero_stage > best.zero_stage else "")
+    return "as fast" + (", more messages" if choice.way_to_send[0] > best.way_to_send[0] else "")
 
 
 def _reason(time: StepTime, best: StepTime) -> str:

@@ -32,27 +32,17 @@ _BACKWARD = 2 / 3  # of the model's FLOPs
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of one step, in seconds.
+    """The time of one step, in seconds."""
 
-    Attributes:
-        compute: the forward and backward passes, without recomputation.
-        recompute: the recomputation of activations.
-        update: the optimizer's update; 0 if the device's memory bandwidth is not known, or the optimizer is offloaded.
-        network: the time during which messages are being sent.
-        latency: the part of `network` that would remain if all messages were empty.
-        waiting: the part of `network` during which nothing is computed.
-    """
-
-    compute: float
+    compute: float  # the forward and backward passes, without recomputation
     recompute: float
-    update: float
-    network: float
-    latency: float
-    waiting: float
+    update: float  # 0 if the device's memory bandwidth is not known, or the optimizer is offloaded
+    network: float  # the time during which messages are being sent
+    latency: float  # the part of `network` that would remain if all messages were empty
+    waiting: float  # the part of `network` during which nothing is computed
 
     @property
     def total(self) -> float:
-        """The time of the whole step."""
         return self.compute + self.recompute + self.update + self.waiting
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from vitscale.about.status import recent
 from vitscale.about.status.liveness import State, judge
 from vitscale.about.status.recent import SlowestRank, Trend
+from vitscale.flops.accounting import cost_row
 from vitscale.flops.accounting import mfu as model_flops_utilisation
-from vitscale.flops.cost import cost_row
 from vitscale.flops.hardware import Device
 from vitscale.flops.work import recipe_work
 from vitscale.ground.errors import DataError, RecipeError, VitscaleError

@@ -9,7 +9,7 @@ from vitscale.about.planning.cluster import Cluster
 from vitscale.about.planning.plan import ClusterPlan, make_plan
 from vitscale.about.studies.expansion import Entry, Expansion
 from vitscale.about.studies.reading import Study
-from vitscale.flops.cost import cost_row
+from vitscale.flops.accounting import cost_row
 from vitscale.flops.estimate import Estimate, estimate
 from vitscale.ground.errors import RecipeError
 from vitscale.recipe import Recipe, override

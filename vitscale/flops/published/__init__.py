@@ -1,4 +1,4 @@
-"""What the paper reports, table by table, as data: reports, plots and comparisons read it here.
+"""What the paper reports, table by table, and its training sets, as data: reports, plots and comparisons read it here.
 
 Files are named after the tables of "An Image is Worth 16x16 Words" and hold what is printed: top-1 accuracies in
 percent, except in table 8, which prints fractions. An empty cell is one that the paper leaves out. Names of models and
@@ -13,7 +13,7 @@ data sets are those of recipes. Beside what is printed:
 
 import csv
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,6 +97,23 @@ class PositionEmbedding:
     imagenet_5shot: float
 
 
+@dataclass(frozen=True)
+class PaperSet:
+    """A training set of the paper: samples and classes."""
+
+    samples: int
+    num_classes: int
+
+
+PAPER_SETS = {
+    "jft300m/train": PaperSet(303_000_000, 18_291),
+    "jft300m/train-90m": PaperSet(90_000_000, 18_291),
+    "jft300m/train-30m": PaperSet(30_000_000, 18_291),
+    "jft300m/train-9m": PaperSet(9_000_000, 18_291),
+    "imagenet21k/train": PaperSet(14_197_122 - 102_400, 21_843),  # the authors validate on the rest
+    "imagenet/train": PaperSet(1_281_167, 1_000),
+}
+
 _Row = TypeVar("_Row")
 
 
@@ -118,34 +135,16 @@ def _value(text: str) -> str | int | float | None:
     return text or None
 
 
-@cache
-def table_2() -> tuple[StateOfTheArt, ...]:
-    """Comparison with the state of the art, and TPUv3-core-days."""
-    return _read(2, StateOfTheArt)
-
-
-@cache
-def table_5() -> tuple[DataSize, ...]:
-    """Pre-training on ImageNet, ImageNet-21k and JFT-300M (Figure 3)."""
-    return _read(5, DataSize)
-
-
-@cache
-def table_6() -> tuple[Scaling, ...]:
-    """The scaling study (Figure 5)."""
-    return _read(6, Scaling)
-
-
-@cache
-def table_7() -> tuple[OptimizerChoice, ...]:
-    """ResNets pre-trained with Adam and with SGD."""
-    return _read(7, OptimizerChoice)
-
-
-@cache
-def table_8() -> tuple[PositionEmbedding, ...]:
-    """Position embeddings; `position` and `at` are the words of a recipe's `model.position`."""
-    return _read(8, PositionEmbedding)
+table_2 = cache(partial(_read, 2, StateOfTheArt))
+"""Comparison with the state of the art, and TPUv3-core-days."""
+table_5 = cache(partial(_read, 5, DataSize))
+"""Pre-training on ImageNet, ImageNet-21k and JFT-300M (Figure 3)."""
+table_6 = cache(partial(_read, 6, Scaling))
+"""The scaling study (Figure 5)."""
+table_7 = cache(partial(_read, 7, OptimizerChoice))
+"""ResNets pre-trained with Adam and with SGD."""
+table_8 = cache(partial(_read, 8, PositionEmbedding))
+"""Position embeddings; `position` and `at` are the words of a recipe's `model.position`."""
 
 
 @cache

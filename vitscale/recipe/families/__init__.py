@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainSerializer, WrapValidator
 
+from vitscale.ground.block import has_default
 from vitscale.ground.extensions import block_class
 from vitscale.ground.wording import shortened
 from vitscale.recipe.families.family import Model, Patches, Pool, Shape
@@ -112,32 +113,10 @@ def _resolved(model: Model) -> dict[str, Any]:
     own = {
         key: value
         for key, value in own.items()
-        if key not in ("family", *model.optional) or value != type(model).model_fields[key].default
+        if key not in ("family", *model.optional) or not has_default(model, key)
     }
     return {key: own.get(key, value) for key, value in UNSET.items()} | own
 
 
 ModelBlock = Annotated[ViT | ResNet, WrapValidator(lambda content, _: _validated(content)), PlainSerializer(_resolved)]
 """The `model` of a recipe: the block of one family, chosen by its name or dimensions."""
-
-__all__ = [
-    "DIMENSIONS",
-    "FAMILIES",
-    "REGISTRY",
-    "UNSET",
-    "DropPathRule",
-    "Model",
-    "ModelBlock",
-    "Patches",
-    "Pool",
-    "Position",
-    "ResNet",
-    "ResNetShape",
-    "Shape",
-    "ViT",
-    "ViTShape",
-    "architecture",
-    "has_class_token",
-    "model_of",
-    "nearest",
-]

@@ -18,13 +18,7 @@ Pool = Literal["cls", "mean", "normed_mean", "map"]
 
 
 class Patches(NamedTuple):
-    """How a model cuts the input image into patches.
-
-    Attributes:
-        size: the side of a patch, in pixels.
-        grid: the number of patches along one side of the image.
-        width: the size of a patch's embedding.
-    """
+    """How a model cuts the input image: a patch's side in pixels, patches along a side, the width of an embedding."""
 
     size: int
     grid: int
@@ -42,39 +36,24 @@ class Shape(Protocol):
 
 
 class Model(Block):
-    """The base of every `model` block.
+    """The base of every `model` block."""
 
-    Attributes:
-        implementation: `module:class` of the `vitscale.models.Model` that computes it.
-        title: what messages call a model of this family.
-        names: the models that `vitscale models` lists and the tests cover; other names of the same patterns work, too.
-        dimensions: the keys that each replace one dimension of the named model.
-        optional: the keys that a resolved recipe has only if they are set.
-    """
-
-    implementation: ClassVar[str]
-    title: ClassVar[str]
+    implementation: ClassVar[str]  # `module:class` of the `vitscale.models.Model` that computes it
+    title: ClassVar[str]  # what messages call a model of this family
+    # The models that `vitscale models` lists and the tests cover; other names of the same patterns work, too.
     names: ClassVar[tuple[str, ...]] = ()
-    dimensions: ClassVar[tuple[str, ...]] = ()
-    optional: ClassVar[tuple[str, ...]] = ()
+    dimensions: ClassVar[tuple[str, ...]] = ()  # the keys that each replace one dimension of the named model
+    optional: ClassVar[tuple[str, ...]] = ()  # the keys that a resolved recipe has only if they are set
 
     name: str | None = Field(None, description="ViT-B/16, ResNet50x1, R50+ViT-B/16, ...: `vitscale models` lists them")
-    family: str | None = Field(
-        None,
-        pattern=r"\.",
-        description="a family of another package: the dotted path of its block, whose keys are then written here",
-    )
-    num_classes: int | None = Field(
-        None, ge=1, le=2**31, description="number of classes; default: the number of class names of data.train"
-    )
-    head: Literal["pretrain", "linear"] = Field(
-        "pretrain",
-        description="linear: an output layer; pretrain: a dense layer with tanh before it, which ResNets do not have",
-    )
-    head_bias: float | None = Field(
-        None,
-        description="initial bias of the output layer; default: -10 with head: pretrain and the sigmoid loss, else 0",
-    )
+    family: str | None = Field(None, pattern=r"\.")
+    """a family of another package: the dotted path of its block, whose keys are then written here"""
+    num_classes: int | None = Field(None, ge=1, le=2**31)
+    """number of classes; default: the number of class names of data.train"""
+    head: Literal["pretrain", "linear"] = "pretrain"
+    """linear: an output layer; pretrain: a dense layer with tanh before it, which ResNets do not have"""
+    head_bias: float | None = None
+    """initial bias of the output layer; default: -10 with head: pretrain and the sigmoid loss, else 0"""
 
     # ---- What it is --------------------------------------------------------------------------------------------------
 

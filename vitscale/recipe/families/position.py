@@ -1,5 +1,6 @@
 """The position embeddings of a Transformer (appendix D.3): the `position` block of a model."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -14,37 +15,22 @@ class Position(Block):
     attention layer. `1d_rope` is EVA-02's, which combines 1d and rotations, and with unit and registers_base ViT-5's.
     """
 
-    kind: Literal["none", "1d", "2d", "sincos", "relative", "rope", "1d_rope"] = Field(
-        "1d",
-        description="learned embeddings by patch (1d) or by row and column (2d), fixed ones of sines and cosines "
-        "(sincos, as in big_vision), a learned bias by distance (relative), queries and keys of patches rotated by row "
-        "and column (rope, as in DINOv3), learned embeddings and rotations (1d_rope, as in EVA-02), or none",
-    )
-    at: Literal["stem", "every_layer", "shared"] = Field(
-        "stem",
-        description="for 1d and 2d: added before the first block (stem), before every block (every_layer), or the "
-        "same embeddings before every block (shared)",
-    )
-
-    base: float | None = Field(
-        None,
-        gt=1,
-        description="frequencies of rotations fall to nearly 1 / base of the first one. For rope, default 100, the "
-        "first is one turn per unit, with 2 units per side; for 1d_rope, default 10,000, one radian per "
-        "unit, with 16 units per side",
-    )
-
-    unit: Literal["image", "patch"] | None = Field(
-        None,
-        description="for 1d_rope, the unit of one radian: image (default): a side is 16 units; patch: a patch is one "
-        "unit (as in ViT-5)",
-    )
-    registers_base: float | None = Field(
-        None,
-        gt=1,
-        description="for 1d_rope: registers, whose number must be a square, are rotated like the patches of a square, "
-        "with frequencies that fall to 1 / this (as in ViT-5); default: not rotated",
-    )
+    kind: Literal["none", "1d", "2d", "sincos", "relative", "rope", "1d_rope"] = "1d"
+    """learned embeddings by patch (1d) or by row and column (2d), fixed ones of sines and cosines (sincos, as in
+    big_vision), a learned bias by distance (relative), queries and keys of patches rotated by row and column (rope, as
+    in DINOv3), learned embeddings and rotations (1d_rope, as in EVA-02), or none"""
+    at: Literal["stem", "every_layer", "shared"] = "stem"
+    """for 1d and 2d: added before the first block (stem), before every block (every_layer), or the same embeddings
+    before every block (shared)"""
+    base: float | None = Field(None, gt=1)
+    """frequencies of rotations fall to nearly 1 / base of the first one. For rope, default 100, the first is one turn
+    per unit, with 2 units per side; for 1d_rope, default 10,000, one radian per unit, with 16 units per side"""
+    unit: Literal["image", "patch"] | None = None
+    """for 1d_rope, the unit of one radian: image (default): a side is 16 units; patch: a patch is one unit (as in
+    ViT-5)"""
+    registers_base: float | None = Field(None, gt=1)
+    """for 1d_rope: registers, whose number must be a square, are rotated like the patches of a square, with frequencies
+    that fall to 1 / this (as in ViT-5); default: not rotated"""
 
     @model_validator(mode="before")
     @classmethod
@@ -54,17 +40,15 @@ class Position(Block):
             return content
         return content | {"base": ROPE_BASES[kind]}
 
-    @model_validator(mode="after")
-    def _possible(self) -> "Position":
+    def _contradictions(self) -> Iterator[str]:
         if self.kind not in ("1d", "2d") and self.at != "stem":
-            raise ValueError(f"at: {self.at} belongs to kind: 1d and 2d, and kind is {self.kind}")
+            yield f"at: {self.at} belongs to kind: 1d and 2d, and kind is {self.kind}"
         if self.kind not in ROPE_BASES and self.base is not None:
             kinds = " and ".join(ROPE_BASES)
-            raise ValueError(f"base: {self.base:g} belongs to kind: {kinds}, and kind is {self.kind}")
+            yield f"base: {self.base:g} belongs to kind: {kinds}, and kind is {self.kind}"
         for key in ("unit", "registers_base"):
             if self.kind != "1d_rope" and getattr(self, key) is not None:
-                raise ValueError(f"{key} belongs to kind: 1d_rope, and kind is {self.kind}")
-        return self
+                yield f"{key} belongs to kind: 1d_rope, and kind is {self.kind}"
 
     @model_serializer(mode="wrap")
     def _without_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:

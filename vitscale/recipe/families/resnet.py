@@ -1,11 +1,11 @@
 """ResNets (BiT), as baselines and stems of hybrids, and AxialResNets, with axial attention for 3x3 convolutions."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from vitscale.ground.operations import Operation, block_of, convolution, dense, parameters, product
 from vitscale.recipe.families.family import Model, complete
@@ -15,27 +15,17 @@ GROUPS = 32
 AXIAL_HEADS = 8
 """The number of heads of each attention in an AxialResNet."""
 
-_BLOCKS = {
-    "50": (3, 4, 6, 3),
-    "101": (3, 4, 23, 3),
-    "152": (3, 8, 36, 3),
-    "200": (3, 24, 36, 3),
-}
+_BLOCKS = {"50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3), "200": (3, 24, 36, 3)}
 
 
 @dataclass(frozen=True)
 class ResNetShape:
-    """The dimensions of one ResNet (BiT), or of the stem of a hybrid.
+    """The dimensions of one ResNet (BiT), or of the stem of a hybrid."""
 
-    `blocks` is the number of bottleneck units in each stage. Stage s has 256 * 2^s * `width_factor` channels, and a
-    quarter of that inside a unit. `variant` is v2 (pre-activation, as in the released BiT weights) or v1
-    (post-activation). `mixing` is what mixes positions in a unit: a 3x3 convolution (conv), or row and column attention
-    instead of it (axial: AxialResNet).
-    """
-
-    blocks: tuple[int, ...]
-    width_factor: int = 1
-    variant: Literal["v1", "v2"] = "v2"
+    blocks: tuple[int, ...]  # bottleneck units in each stage
+    width_factor: int = 1  # stage s has 256 * 2^s * width_factor channels, and a quarter of that inside a unit
+    variant: Literal["v1", "v2"] = "v2"  # pre-activation, as in the released BiT weights; v1: post-activation
+    # What mixes positions in a unit: a 3x3 convolution, or row and column attention instead of it (AxialResNet).
     mixing: Literal["conv", "axial"] = "conv"
 
     @property
@@ -90,27 +80,18 @@ class ResNet(Model):
     blocks: Blocks = None
     width_factor: WidthFactor = None
     variant: Literal["v1", "v2"] | None = Field(None, description="post- or pre-activation, default v2")
-    mixing: Literal["conv", "axial"] | None = Field(
-        None, description="how units mix pixels: 3 x 3 convolution or axial attention; default conv"
-    )
-    drop_path: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="share of samples for which the last unit is only its shortcut in training; it grows from 0 in "
-        "the first unit",
-    )
-    pool: Literal["cls", "mean"] | None = Field(
-        None, description="how the feature map becomes one vector: always by its mean"
-    )
+    mixing: Literal["conv", "axial"] | None = None
+    """how units mix pixels: 3 x 3 convolution or axial attention; default conv"""
+    drop_path: float = Field(0.0, ge=0, lt=1)
+    """share of samples for which the last unit is only its shortcut in training; it grows from 0 in the first unit"""
+    pool: Literal["cls", "mean"] | None = None
+    """how the feature map becomes one vector: always by its mean"""
 
-    @model_validator(mode="after")
-    def _possible(self) -> "ResNet":
+    def _contradictions(self) -> Iterator[str]:
         if not self.shape().blocks:
-            raise ValueError("blocks []: a ResNet needs a stage; only the stem of a hybrid may be a root alone")
+            yield "blocks []: a ResNet needs a stage; only the stem of a hybrid may be a root alone"
         if self.pool == "cls":
-            raise ValueError(self.refusal("pool", self.pool, self.name))
-        return self
+            yield self.refusal("pool", self.pool, self.name)
 
     @classmethod
     def named(cls, name: str) -> ResNetShape | None:
@@ -122,38 +103,31 @@ class ResNet(Model):
 
     @classmethod
     def refusal(cls, key: str, value: Any, name: str | None) -> str:
-        """As `Model.refusal`."""
         lacks = {"pool": "class token", "dropout": "dropout", "position": "position embeddings"}.get(key)
         if lacks is not None:
             return f"{key} {value!r}: this is a ResNet, which has no {lacks}"
         return f"{key} is a dimension of Transformers, and {name or 'this'} is a ResNet"
 
     def shape(self) -> ResNetShape:
-        """As `Model.shape`."""
         named = None if self.name is None else self.named(self.name)
         return complete(ResNetShape, named, self.given(self.dimensions))
 
     def describe_dimensions(self) -> str:
-        """As `Model.describe_dimensions`."""
         shape = self.shape()
         return f"ResNet{list(shape.blocks)}x{shape.width_factor}"
 
     @property
     def kind(self) -> str:
-        """As `Model.kind`."""
         return "resnet" if self.shape().mixing == "conv" else "axial"
 
     @property
     def draws(self) -> bool:
-        """As `Model.draws`."""
         return self.drop_path > 0
 
     def small(self) -> tuple[dict[str, Any], int]:
-        """As `Model.small`."""
         return small_stages(self.shape()), 64
 
     def operations(self, image_size: int, num_classes: int | None) -> Sequence[Operation]:
-        """As `Model.operations`."""
         shape = self.shape()
         operations = feature_operations(shape, image_size, self.drop_path)
         if shape.variant == "v2":

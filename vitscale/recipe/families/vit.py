@@ -5,7 +5,7 @@ Shape legend: n patches along one side, N patches, T tokens (N, or N + 1 with a 
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -14,8 +14,15 @@ from vitscale.ground.operations import Operation, block_of, dense, parameters
 from vitscale.recipe.families.family import Model, Patches, Pool, complete
 from vitscale.recipe.families.position import ROPE_BASES, Position
 from vitscale.recipe.families.resnet import Blocks, ResNetShape, WidthFactor, feature_operations, small_stages
-from vitscale.recipe.families.vit_operations import block_operations, map_operations, norm_parameters
-from vitscale.recipe.families.vit_shape import BESIDE, DropPathRule, ViTShape, shape_of
+from vitscale.recipe.families.vit_shape import (
+    BESIDE,
+    DropPathRule,
+    ViTShape,
+    block_operations,
+    map_operations,
+    norm_parameters,
+    shape_of,
+)
 
 _OF_PARTS = (
     *("norm", "norm_eps", "sub_norm", "mlp", "qkv_bias", "qk_norm", "layer_scale", "registers", "class_position"),
@@ -59,67 +66,43 @@ class ViT(Model):
     depth: int | None = Field(None, ge=1, le=1024, description="number of Transformer blocks")
     mlp_dim: int | None = Field(None, ge=1, le=2**19, description="size of the hidden layer of a block's MLP")
     num_heads: int | None = Field(None, ge=1, le=1024, description="attention heads per block; must divide the width")
-    attention: Literal["full", "axial"] | None = Field(
-        None, description="axial: blocks with attention within rows, and blocks with attention within columns"
-    )
+    attention: Literal["full", "axial"] | None = None
+    """axial: blocks with attention within rows, and blocks with attention within columns"""
     blocks: Blocks = None
     width_factor: WidthFactor = None
     norm: Literal["layer", "rms"] | None = Field(None, description="layer norm or RMS norm, default layer")
-    norm_eps: float | None = Field(
-        None, gt=0, lt=1, description="epsilon that keeps norms from dividing by zero, default 1e-6 (DINOv3: 1e-5)"
-    )
-    sub_norm: Literal["none", "mlp", "all"] | None = Field(
-        None,
-        description="an extra norm before the second layer of each MLP (mlp, as in EVA-02 B and L), or also before "
-        "the output layer of attention (all, as in EVA-02 of CLIP); default none",
-    )
-    mlp: Literal["gelu", "exact_gelu", "quick_gelu", "swiglu"] | None = Field(
-        None,
-        description="activation of an MLP's hidden layer; default gelu, in its tanh form; quick_gelu: x sigmoid(1.702 "
-        "x), as in the first CLIP; swiglu: mlp_dim gates and as many values. Two thirds of gelu's mlp_dim give as many "
-        "parameters; DINOv2 g rounds this number up to a multiple of 8, EVA-02 rounds it down",
-    )
-    qkv_bias: Literal["all", "no_key", "none"] | None = Field(
-        None,
-        description="which of queries, keys and values have a bias: all, no_key (not the keys) or none; default all",
-    )
+    norm_eps: float | None = Field(None, gt=0, lt=1)
+    """epsilon that keeps norms from dividing by zero, default 1e-6 (DINOv3: 1e-5)"""
+    sub_norm: Literal["none", "mlp", "all"] | None = None
+    """an extra norm before the second layer of each MLP (mlp, as in EVA-02 B and L), or also before the output layer of
+    attention (all, as in EVA-02 of CLIP); default none"""
+    mlp: Literal["gelu", "exact_gelu", "quick_gelu", "swiglu"] | None = None
+    """activation of an MLP's hidden layer; default gelu, in its tanh form; quick_gelu: x sigmoid(1.702 x), as in the
+    first CLIP; swiglu: mlp_dim gates and as many values. Two thirds of gelu's mlp_dim give as many parameters; DINOv2 g
+    rounds this number up to a multiple of 8, EVA-02 rounds it down"""
+    qkv_bias: Literal["all", "no_key", "none"] | None = None
+    """which of queries, keys and values have a bias: all, no_key (not the keys) or none; default all"""
     qk_norm: bool | None = Field(None, description="normalise the queries and keys of each head; default false")
-    layer_scale: float | None = Field(
-        None, gt=0, le=1, description="initial value of a learned factor per channel after attention and MLP"
-    )
-    registers: int | None = Field(
-        None, ge=0, le=1024, description="learned tokens beside the class token, without positions; default 0"
-    )
-    class_position: bool | None = Field(
-        None, description="whether the class token has a position embedding, as patches do; default true"
-    )
-    distilled: bool | None = Field(
-        None,
-        description="a distillation token beside the class token, and a head for each, as in DeiT; the model's output "
-        "is the mean of both; default false",
-    )
-    class_token: bool | None = Field(
-        None, description="false: no class token with pool: normed_mean, as in timm's vit_*_gap models; default true"
-    )
-    pool: Pool | None = Field(
-        None,
-        description="how tokens become one vector: the class token (cls), the mean of the patches (mean), attention "
-        "with a learned query (map), or the final norm of the mean of the patches, in a model with a "
-        "class token (normed_mean, as in EVA-02); default: cls, and mean with axial attention. Only cls "
-        "and normed_mean have a class token",
-    )
+    layer_scale: float | None = Field(None, gt=0, le=1)
+    """initial value of a learned factor per channel after attention and MLP"""
+    registers: int | None = Field(None, ge=0, le=1024)
+    """learned tokens beside the class token, without positions; default 0"""
+    class_position: bool | None = None
+    """whether the class token has a position embedding, as patches do; default true"""
+    distilled: bool | None = None
+    """a distillation token beside the class token, and a head for each, as in DeiT; the model's output is the mean of
+    both; default false"""
+    class_token: bool | None = None
+    """false: no class token with pool: normed_mean, as in timm's vit_*_gap models; default true"""
+    pool: Pool | None = None
+    """how tokens become one vector: the class token (cls), the mean of the patches (mean), attention with a learned
+    query (map), or the final norm of the mean of the patches, in a model with a class token (normed_mean, as in
+    EVA-02); default: cls, and mean with axial attention. Only cls and normed_mean have a class token"""
     dropout: float = Field(0.0, ge=0, lt=1, description="share of activations zeroed in training")
-    drop_path: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="share of samples for which the last block's attention, and independently its MLP, is dropped in "
-        "training",
-    )
-    drop_path_rule: DropPathRule = Field(
-        "growing",
-        description="how drop_path varies by depth: growing from 0 in the first block, or uniform, as in DeiT-III",
-    )
+    drop_path: float = Field(0.0, ge=0, lt=1)
+    """share of samples for which the last block's attention, and independently its MLP, is dropped in training"""
+    drop_path_rule: DropPathRule = "growing"
+    """how drop_path varies by depth: growing from 0 in the first block, or uniform, as in DeiT-III"""
     position: Position = Position()
 
     @model_validator(mode="before")
@@ -133,24 +116,23 @@ class ViT(Model):
             of_name = of_name | {"head": "linear"}
         return content | {key: value for key, value in of_name.items() if content.get(key) is None}
 
-    @model_validator(mode="after")
-    def _possible(self) -> "ViT":
+    def _contradictions(self) -> Iterator[str]:
         shape = self.shape()
         if shape.width % shape.num_heads:
-            raise ValueError(f"width {shape.width} does not divide into num_heads {shape.num_heads}")
+            yield f"width {shape.width} does not divide into num_heads {shape.num_heads}"
         if shape.width % 2 and self.position.kind == "2d":
-            raise ValueError(f"position.kind 2d: width {shape.width} does not divide into an x and a y half")
+            yield f"position.kind 2d: width {shape.width} does not divide into an x and a y half"
         if self.position.kind == "sincos" and (shape.width % 4 or shape.width < 8):
-            raise ValueError(
+            yield (
                 f"position.kind sincos: width {shape.width} has to be a multiple of 4, at least 8, for sines and "
                 "cosines by row and by column"
             )
         if self.drop_path_rule != "growing" and self.drop_path == 0:
-            raise ValueError(f"drop_path_rule: {self.drop_path_rule} belongs to drop_path, and that is 0")
+            yield f"drop_path_rule: {self.drop_path_rule} belongs to drop_path, and that is 0"
         if shape.attention == "axial":
-            self._possible_on_a_grid(shape)
+            yield from self._off_the_grid(shape)
         if self.position.kind in ROPE_BASES and shape.head_dim % 4:
-            raise ValueError(
+            yield (
                 f"position.kind {self.position.kind}: width / num_heads is {shape.head_dim}; it has to be a multiple "
                 "of 4, for pairs by row and by column"
             )
@@ -158,20 +140,17 @@ class ViT(Model):
             self.position.at != "stem" or self.position.kind == "relative"
         ):
             key = "registers" if shape.registers else "class_position"
-            raise ValueError(f"{key}: tokens without a position go with position.at: stem, and not with kind: relative")
-        if self.position.registers_base is not None and not (shape.registers and is_square(shape.registers)):
-            raise ValueError(
-                f"position.registers_base: registers {shape.registers} are no square; give as many as 1, 4, 9 or 16"
-            )
+            yield f"{key}: tokens without a position go with position.at: stem, and not with kind: relative"
+        if self.position.registers_base is not None and not (
+            shape.registers and math.isqrt(shape.registers) ** 2 == shape.registers
+        ):
+            yield f"position.registers_base: registers {shape.registers} are no square; give as many as 1, 4, 9 or 16"
         if shape.distilled:
-            self._possible_with_distillation(shape)
+            yield from self._against_distillation(shape)
         if not shape.class_token and self.pool_or_default() != "normed_mean":
-            raise ValueError(
-                "class_token: false belongs to pool: normed_mean; cls needs one, and mean and map have none"
-            )
-        return self
+            yield "class_token: false belongs to pool: normed_mean; cls needs one, and mean and map have none"
 
-    def _possible_with_distillation(self, shape: ViTShape) -> None:
+    def _against_distillation(self, shape: ViTShape) -> Iterator[str]:
         needed = {
             "head: linear": self.head == "linear",
             "pool: cls": self.pool_or_default() == "cls",
@@ -181,13 +160,11 @@ class ViT(Model):
         }
         for key, is_so in needed.items():
             if not is_so:
-                raise ValueError(f"distilled: true, a class and a distillation token with a head each, needs {key}")
+                yield f"distilled: true, a class and a distillation token with a head each, needs {key}"
 
-    def _possible_on_a_grid(self, shape: ViTShape) -> None:
+    def _off_the_grid(self, shape: ViTShape) -> Iterator[str]:
         if self.has_class_token:
-            raise ValueError(
-                f"pool: {self.pool}: axial attention works on a grid, which has no class token; use pool: mean"
-            )
+            yield f"pool: {self.pool}: axial attention works on a grid, which has no class token; use pool: mean"
         refused = {
             "registers": shape.registers > 0,
             "drop_path": self.drop_path > 0,
@@ -195,9 +172,7 @@ class ViT(Model):
         }
         for key, is_set in refused.items():
             if is_set:
-                raise ValueError(
-                    f"{key}: axial attention, which works on a grid, does not have it; use attention: full"
-                )
+                yield f"{key}: axial attention, which works on a grid, does not have it; use attention: full"
 
     # ---- What it is --------------------------------------------------------------------------------------------------
 
@@ -208,11 +183,9 @@ class ViT(Model):
 
     @classmethod
     def refusal(cls, key: str, value: Any, name: str | None) -> str:
-        """As `Model.refusal`."""
         return f"{key} belongs to ResNets; the stem of a hybrid is v1 with convolutions"
 
     def shape(self) -> ViTShape:
-        """As `Model.shape`."""
         named = None if self.name is None else self.named(self.name)
         given = self.given(self.dimensions)
         of_stem = {key: given.pop(key) for key in ("blocks", "width_factor") if key in given}
@@ -222,25 +195,21 @@ class ViT(Model):
         return complete(ViTShape, named, given)
 
     def describe_dimensions(self) -> str:
-        """As `Model.describe_dimensions`."""
         shape = self.shape()
         stem = "" if shape.stem is None else f"R{list(shape.stem.blocks)}x{shape.stem.width_factor}+"
         return f"{stem}L{shape.depth} D{shape.width} MLP{shape.mlp_dim} /{shape.patch_size}"
 
     @property
     def kind(self) -> str:
-        """As `Model.kind`."""
         shape = self.shape()
         if shape.attention == "axial":
             return "axial"
         return "vit" if shape.stem is None else "hybrid"
 
     def facts(self) -> dict[str, Any]:
-        """As `Model.facts`."""
         return super().facts() | {f"position.{key}": value for key, value in self.position}
 
     def pool_or_default(self) -> Pool:
-        """As `Model.pool_or_default`."""
         return self.pool or ("mean" if self.shape().attention == "axial" else "cls")
 
     @property
@@ -274,7 +243,6 @@ class ViT(Model):
         return shape.grid(image_size) ** 2 + shape.registers + self.has_class_token + shape.distilled
 
     def patches(self, image_size: int) -> Patches | None:
-        """As `Model.patches`."""
         shape = self.shape()
         return Patches(shape.patch_size, shape.grid(image_size), shape.width) if shape.stem is None else None
 
@@ -299,11 +267,8 @@ class ViT(Model):
 
     def _operations(self, image_size: int, num_classes: int | None, patches: int) -> list[Operation]:
         shape = self.shape()
-        D, n, T = (
-            shape.width,
-            shape.grid(image_size),
-            patches + shape.registers + self.has_class_token + shape.distilled,
-        )
+        D, n = shape.width, shape.grid(image_size)
+        T = patches + shape.registers + self.has_class_token + shape.distilled
         operations = [] if shape.stem is None else feature_operations(shape.stem, image_size)
         operations.append(dense("patch_embedding", n**2, shape.patch_dim, D, input_gradient=shape.stem is not None))
         class_token = D if self.has_class_token else 0
@@ -340,11 +305,9 @@ class ViT(Model):
 
     @property
     def num_blocks(self) -> int:
-        """As `Model.num_blocks`."""
         return self.shape().depth
 
     def with_blocks(self, count: int) -> Self:
-        """As `Model.with_blocks`."""
         return self.model_copy(update={"depth": count})
 
     def layers_above(self, parameter: str) -> int:
@@ -366,12 +329,10 @@ class ViT(Model):
 
     @property
     def has_attention_bias(self) -> bool:
-        """As `Model.has_attention_bias`."""
         return self.position.kind == "relative"
 
     @property
     def draws(self) -> bool:
-        """As `Model.draws`."""
         return self.dropout > 0 or self.drop_path > 0
 
     def small(self) -> tuple[dict[str, Any], int]:
@@ -383,11 +344,6 @@ class ViT(Model):
         while shape.grid(size) == 0:
             size *= 2
         return small, size
-
-
-def is_square(count: int) -> bool:
-    """Whether `count` is a square number."""
-    return math.isqrt(count) ** 2 == count
 
 
 def has_class_token(pool: Pool) -> bool:

@@ -1,4 +1,4 @@
-"""The dimensions of Vision Transformers, and the names of the known ones.
+"""The dimensions of Vision Transformers, the names of the known ones, and the operations of their parts.
 
 Transformer sizes Ti, S, B, L, H are the paper's (Table 1) and its follow-up's (Steiner et al., 2021); b is B with every
 width halved (the paper's Figure 4); g and G are from "Scaling Vision Transformers" (Zhai et al., 2021). DINOv2 is the
@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from vitscale.ground.operations import Operation, dense, parameters, product
 from vitscale.recipe.families.resnet import ResNetShape
 
 #            width  depth  mlp  heads
@@ -68,38 +69,23 @@ DropPathRule = Literal["growing", "uniform"]
 
 @dataclass(frozen=True)
 class ViTShape:
-    """The dimensions of one Vision Transformer.
+    """The dimensions of one Vision Transformer; the keys of `ViT` say what most of them mean."""
 
-    `width` is the hidden size D, `mlp_dim` the hidden size of the MLP. `patch_size` P is in pixels, or in a hybrid,
-    which has a `stem`, in steps of the stem's feature map. With `attention` axial each of the `depth` blocks is a row
-    block and a column block.
-
-    `norm` and `norm_eps` apply to every norm. `sub_norm` adds a norm before the second layer of each MLP (mlp), and
-    also one before the output layer of attention (all). `mlp` is the activation of the hidden layer: GELU in its tanh
-    form, exact, or as x sigmoid(1.702 x) (quick), or SwiGLU, whose first layer computes `mlp_dim` gates and as many
-    values. `qkv_bias` says which of queries, keys and values have a bias. `qk_norm` normalises the queries and keys of
-    each head. `layer_scale` is the initial value of a learned factor per channel after attention and after the MLP;
-    None means no such factor. `registers` is the number of learned tokens between the class token and the patches; no
-    position is added to them, nor, without `class_position`, to the class token. A `distilled` model has a distillation
-    token beside the class token, and a head for each; its output is the mean of both (DeiT). Without `class_token` a
-    model that pools by `normed_mean` has none.
-    """
-
-    patch_size: int
-    width: int
+    patch_size: int  # P, in pixels, or in a hybrid in steps of the stem's feature map
+    width: int  # D
     depth: int
     mlp_dim: int
     num_heads: int
-    attention: Literal["full", "axial"] = "full"
-    stem: ResNetShape | None = None
+    attention: Literal["full", "axial"] = "full"  # axial: each of the `depth` blocks is a row and a column block
+    stem: ResNetShape | None = None  # only in a hybrid
     norm: Literal["layer", "rms"] = "layer"
-    norm_eps: float = 1e-6
+    norm_eps: float = 1e-6  # of every norm
     sub_norm: Literal["none", "mlp", "all"] = "none"
     mlp: Literal["gelu", "exact_gelu", "quick_gelu", "swiglu"] = "gelu"
     qkv_bias: Literal["all", "no_key", "none"] = "all"
     qk_norm: bool = False
     layer_scale: float | None = None
-    registers: int = 0
+    registers: int = 0  # between the class token and the patches; no position is added to them
     class_position: bool = True
     distilled: bool = False
     class_token: bool = True
@@ -157,3 +143,51 @@ def shape_of(name: str) -> ViTShape | None:
         return shape
     blocks, patch_size = _STEMS[stem, patch]
     return replace(shape, patch_size=patch_size, stem=ResNetShape(blocks, variant="v1"))
+
+
+# ---- Operations ------------------------------------------------------------------------------------------------------
+
+
+def block_operations(shape: ViTShape, *, sequences: int, T: int, relative: bool) -> list[Operation]:
+    """One encoder block over independent sequences of T tokens: the whole image, or its rows or columns."""
+    D, offsets = shape.width, 2 * T - 1
+    told = [product("relative", sequences * T * offsets * D, params=offsets * D)] if relative else []
+    scales = [] if shape.layer_scale is None else [parameters("layer_scale", 2 * D)]
+    of_heads = 2 * norm_parameters(shape, shape.head_dim) if shape.qk_norm else 0
+    biases = {"all": 3, "no_key": 2, "none": 0}[shape.qkv_bias]
+    of_attention = norm_parameters(shape, D) if shape.sub_norm == "all" else 0
+    return [
+        parameters("norms", 2 * norm_parameters(shape, D) + of_heads + of_attention + _mlp_norm(shape)),
+        dense("qkv", sequences * T, D, 3 * D, bias=False),
+        parameters("qkv", biases * D),
+        product("scores", 2 * sequences * T**2 * D),
+        *told,
+        dense("out", sequences * T, D, D),
+        *scales,
+        dense("mlp", sequences * T, D, shape.fc1_dim),
+        dense("mlp", sequences * T, shape.mlp_dim, D),
+    ]
+
+
+def norm_parameters(shape: ViTShape, width: int) -> int:
+    """The number of parameters of a norm: a factor per channel, and for layer norm a bias, too."""
+    return width if shape.norm == "rms" else 2 * width
+
+
+def _mlp_norm(shape: ViTShape) -> int:
+    """The number of parameters of the norm inside an MLP."""
+    return 0 if shape.sub_norm == "none" else norm_parameters(shape, shape.mlp_dim)
+
+
+def map_operations(shape: ViTShape, T: int) -> list[Operation]:
+    """Pooling by attention of one learned query over T tokens, and the MLP after it."""
+    D = shape.width
+    return [
+        parameters("pool", D + norm_parameters(shape, D) + _mlp_norm(shape)),
+        dense("pool", 1, D, D),
+        dense("pool", T, D, 2 * D),
+        product("pool", 2 * T * D),
+        dense("pool", 1, D, D),
+        dense("pool", 1, D, shape.fc1_dim),
+        dense("pool", 1, shape.mlp_dim, D),
+    ]
