@@ -1,9 +1,17 @@
-"""Class names: collected while images are listed, numbered once all are known."""
+"""Class names: collected while images are listed, numbered once all are known.
+
+Where folders are the labels, leading directories that all paths share are stripped, as long as every path keeps one;
+the next directory is the class. The rest of the path is the image's key, so a tar with `train/cat/1.jpg` and a folder
+with `cat/1.jpg` give equal datasets.
+"""
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +22,13 @@ from vitscale.ground.wording import counted, ranges
 
 _MAX_NUMBER = 10_000_000
 _SHOWN = 20
+_EXAMPLES = 5
+# Common names of splits, and which of them mean the same.
+SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training", "trainval"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "minival", "dev", "eval", "evaluation", "holdout"), "val"),
+    **dict.fromkeys(("test", "testing", "test_dev"), "test"),
+}
 _NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.0+)?")  # 3.0: what integers become in a table with missing values
 
 
@@ -21,21 +36,21 @@ class Vocabulary:
     """Class names in the order of their first appearance; a name's position is its provisional number."""
 
     def __init__(self) -> None:
-        self.names: list[str] = []
         self._numbers: dict[str, int] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._numbers)
 
     def number(self, name: str) -> int:
         """The provisional number of a class; a new class gets the next one."""
-        found = self._numbers.get(name)
-        if found is None:
-            found = self._numbers[name] = len(self.names)
-            self.names.append(name)
-            if found > _MAX_NUMBER:
-                raise DataError(
-                    f"more than {_MAX_NUMBER:,} different labels, such as {self.names[0]!r} and {name!r}: "
-                    "are these captions? Choose another field with --label-field"
-                )
-        return found
+        number = self._numbers.setdefault(name, len(self._numbers))
+        if number > _MAX_NUMBER:
+            raise DataError(
+                f"more than {_MAX_NUMBER:,} different labels, such as {self.names[0]!r} and {name!r}: "
+                "are these captions? Choose another field with --label-field"
+            )
+        return number
 
 
 def order_classes(
@@ -50,47 +65,36 @@ def order_classes(
         from_folders: whether names are folder names, which are sorted by code point. Otherwise, if all names are
             numbers, they are the class numbers themselves.
 
-    Returns:
-        All class names by label, and the label of each of `names`, int32.
-
-    Raises:
-        DataError: a class is not in the given order, or only some of the names are numbers.
+    Returns all class names by label, and the label of each of `names`, int32. Raises DataError if a class is not in the
+    given order, or only some of the names are numbers.
     """
     order = known or stated
     numbers = [] if from_folders else [int(float(name)) for name in names if _NUMBER.fullmatch(name)]
     are_numbers = bool(numbers) and len(numbers) == len(names)
-    if order is not None:
-        label_of = {name: label for label, name in enumerate(order)}
-        if are_numbers and not label_of.keys() & set(names) and max(numbers) < len(order):
-            return order, np.array(numbers, np.int32)
-        unknown = sorted(name for name in names if name not in label_of)
-        if unknown:
-            shown = ", ".join(map(repr, unknown[:_SHOWN])) + (" ..." if len(unknown) > _SHOWN else "")
-            where = "--classes" if known else "the source's own list of classes"
-            raise DataError(f"{len(unknown)} of {len(names)} classes of the source are not in {where}: {shown}")
-        return order, np.array([label_of[name] for name in names], np.int32)
-    if are_numbers:
+    if order is None and are_numbers:
         if max(numbers) >= _MAX_NUMBER:
             raise DataError(f"labels go up to {max(numbers):,}: are these class numbers? Give names with --classes")
         return tuple(map(str, range(max(numbers) + 1))), np.array(numbers, np.int32)
-    if numbers:
+    if order is None and numbers:
         others = [name for name in names if not _NUMBER.fullmatch(name)]
         raise DataError(
             f"labels are numbers except for {', '.join(map(repr, others[:_SHOWN]))}. Expected numbers or names "
             "throughout; --classes FILE if these are names of classes"
         )
-    ordered = sorted(names)
-    label_of = {name: label for label, name in enumerate(ordered)}
-    return tuple(ordered), np.array([label_of[name] for name in names], np.int32)
+    order = tuple(sorted(names)) if order is None else order
+    label_of = {name: label for label, name in enumerate(order)}
+    if are_numbers and not label_of.keys() & set(names) and max(numbers) < len(order):
+        return order, np.array(numbers, np.int32)
+    unknown = sorted(name for name in names if name not in label_of)
+    if unknown:
+        shown = ", ".join(map(repr, unknown[:_SHOWN])) + (" ..." if len(unknown) > _SHOWN else "")
+        where = "--classes" if known else "the source's own list of classes"
+        raise DataError(f"{len(unknown)} of {len(names)} classes of the source are not in {where}: {shown}")
+    return order, np.array([label_of[name] for name in names], np.int32)
 
 
 def class_notes(names: Sequence[str], empty: list[int]) -> list[str]:
-    """Likely mistakes, one line each: a single class, classes without images, names that look alike.
-
-    Args:
-        names: all class names, by label.
-        empty: labels without an image, sorted.
-    """
+    """Likely mistakes, one line each: a single class, classes without images (`empty`), names that look alike."""
     notes = []
     if len(names) == 1:
         notes.append(f"{names[0]!r} is the only class")
@@ -116,26 +120,123 @@ def _alike(names: Sequence[str], form: Callable[[str], str]) -> list[list[str]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
+def read_lines(path: str | Path, where: str, expected: str) -> list[str]:
+    """The lines of a text file that are not blank. Raises RecipeError, its message beginning with `where`."""
+    try:
+        text = read_text(path, "utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file in UTF-8"
+        raise RecipeError(f"{where}: {reason}. Expected {expected}") from error
+    return [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
+
+
 def read_classes(path: Path) -> tuple[str, ...]:
     """Class names from a text file (one per line) or from another dataset. Raises RecipeError or DataError."""
     if path.is_dir() or path.suffix == ".json":
         names = Manifest.load(path).class_names
     else:
-        try:
-            lines = read_text(path, "utf-8-sig").split("\n")
-            names = tuple(line.removesuffix("\r") for line in lines if line.strip())
-        except (OSError, UnicodeDecodeError) as error:
-            what = error.strerror if isinstance(error, OSError) else "not a text file in UTF-8"
-            raise RecipeError(
-                f"--classes {path}: {what}. Expected a file of one class name a line, or a dataset"
-            ) from error
-    repeated = _repeated(names)
+        names = tuple(read_lines(path, f"--classes {path}", "a file of one class name a line, or a dataset"))
+    repeated = sorted(name for name, times in Counter(names).items() if times > 1)
     if repeated or not names:
         what = f"repeats {', '.join(map(repr, repeated[:5]))}" if repeated else "has no class names"
         raise RecipeError(f"--classes {path}: {what}")
     return names
 
 
-def _repeated(names: Iterable[str]) -> list[str]:
-    seen: set[str] = set()
-    return sorted({name for name in names if name in seen or seen.add(name)})  # type: ignore[func-returns-value]
+# --------------------------------------------------------------------------------------------- classes named by folders
+
+
+def refuse_splits(class_names: Iterable[str], src: str) -> None:
+    """Raise DataError if the classes found are names of splits: a test set would end up in a training set."""
+    names = sorted(class_names)
+    splits = [name for name in names if name.lower() in SPLIT_NAMES]
+    if splits and (splits == names or len(splits) > 1):
+        shown = ", ".join(map(repr, names[:20])) + (" ..." if len(names) > 20 else "")
+        raise DataError(
+            f"{src}: by its folders the classes are {shown}, which are names of splits. Convert one split at a "
+            "time, each into a dataset of its own; --classes if these really are classes, --labels FILE or "
+            "--unlabelled if folders say nothing"
+        )
+
+
+class PathStatistics:
+    """A small summary of any number of paths, enough to apply the rule.
+
+    Attributes:
+        first, last: the smallest and largest path, split at `/`; their common prefix is that of all paths.
+        counts: number of paths, by number of parts.
+        examples: the few smallest paths, by number of parts.
+    """
+
+    def __init__(self) -> None:
+        self.first: list[str] | None = None
+        self.last: list[str] | None = None
+        self.counts: Counter[int] = Counter()
+        self.examples: dict[int, list[str]] = {}
+
+    def add(self, path: str) -> None:
+        """Add a path."""
+        parts = path.split("/")
+        depth = len(parts)
+        if self.first is None or parts < self.first:
+            self.first = parts
+        if self.last is None or parts > self.last:
+            self.last = parts
+        self.counts[depth] += 1
+        examples = self.examples.setdefault(depth, [])
+        if len(examples) < _EXAMPLES or path < examples[-1]:
+            self.examples[depth] = sorted([*examples, path])[:_EXAMPLES]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "first": self.first,
+            "last": self.last,
+            "depths": [[depth, self.counts[depth], self.examples[depth]] for depth in sorted(self.counts)],
+        }
+
+    @classmethod
+    def merged(cls, parts: Iterable[dict[str, Any]]) -> "PathStatistics":
+        """Statistics of all paths, from what `to_json` gave for each part."""
+        whole = cls()
+        for part in parts:
+            for end in (part["first"], part["last"]):
+                if end is not None:
+                    whole.first = end if whole.first is None else min(whole.first, end)
+                    whole.last = end if whole.last is None else max(whole.last, end)
+            for depth, count, examples in part["depths"]:
+                whole.counts[depth] += count
+                whole.examples[depth] = sorted([*whole.examples.get(depth, []), *examples])[:_EXAMPLES]
+        return whole
+
+    def common_depth(self) -> int:
+        """Number of leading directories that all paths share."""
+        assert self.first is not None and self.last is not None
+        pairs = zip(self.first[:-1], self.last[:-1], strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def class_depth(self, known_classes: frozenset[str]) -> int:
+        """Number of leading directories before the class. Raises DataError if images lie outside of class folders."""
+        assert self.first is not None
+        total = sum(self.counts.values())
+        if 1 in self.counts:
+            raise DataError(
+                f"{self.counts[1]:,} of {total:,} images lie outside of class folders: {self._shown(1)}. Expected "
+                "CLASS/FILE: put every image into a folder named like its class, or give a list of labels with "
+                "--labels, or say --unlabelled"
+            )
+        common = self.common_depth()
+        depth = min(common, min(self.counts) - 2)
+        # `train/cat/1.jpg` and a stray `train/2.jpg`: read literally, the rule would put everything into class `train`.
+        if common > depth and self.first[depth] not in known_classes:
+            beside = self.counts[depth + 2]
+            if beside < total:
+                raise DataError(
+                    f"{beside:,} of {total:,} images lie beside the folders in '{'/'.join(self.first[: depth + 1])}', "
+                    f"not in them: {self._shown(depth + 2)}. Move them into class folders; or, if all images are of "
+                    f"the one class '{self.first[depth]}', say so with --classes"
+                )
+        return depth
+
+    def _shown(self, depth: int) -> str:
+        shown = ", ".join(map(repr, self.examples[depth]))
+        return shown + (" ..." if self.counts[depth] > len(self.examples[depth]) else "")

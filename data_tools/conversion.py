@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy
 import PIL
@@ -21,17 +20,14 @@ from rich.markup import escape
 
 from data_tools.conversion_plan import ConversionPlan
 from data_tools.dedup.against import NamedIndex, open_matcher
-from data_tools.dedup.matching import Matcher
-from data_tools.finishing import Outcome, finish, reports_of, totals_of
-from data_tools.locks import ALL_TASKS, alone, claimed
-from data_tools.machine import Machine
+from data_tools.finishing import Outcome, finish, refuse_rejects, reports_of, totals_of
+from data_tools.machine import ALL_TASKS, Machine, TaskRange, alone, claimed
 from data_tools.output import Output
-from data_tools.planning import Begun, Planner
-from data_tools.probe import Probe
-from data_tools.report import say
+from data_tools.planning import Begun, Probe, make_plan, make_trial
+from data_tools.report import ProgressDisplay, Totals, say
 from data_tools.request import Conversion, Request
+from data_tools.shard_task import ShardReport, ShardTask
 from data_tools.sources import Source
-from data_tools.task_runner import TaskRunner
 from vitscale.data.shards import Manifest
 from vitscale.ground import storage
 from vitscale.ground.errors import DataError, RecipeError
@@ -69,8 +65,7 @@ def convert(
             return _already(request, output)
         output.refuse_foreign(request.split_names)
         conversion = Conversion.of(request, output, machine, console, source)
-        _create(output)
-        with claimed(_locks(output), machine.tasks):
+        with _claimed(output, machine.tasks):
             if output.is_complete(request.split_names):  # another converter has finished since
                 return _already(request, output)
             return _convert(conversion)
@@ -79,10 +74,8 @@ def convert(
 def merge(out: str | Path, max_reject_rate: float, work: Path | None = None) -> Outcome:
     """Write the manifest of a conversion whose task ranges are all done.
 
-    Args:
-        out: folder or URL of the dataset.
-        max_reject_rate: largest allowed share of images that cannot be stored, 0 to 1.
-        work: the local work folder given to `convert`, if any.
+    `max_reject_rate` is the largest allowed share of images that cannot be stored, 0 to 1; `work` the local work folder
+    given to `convert`, if any.
 
     Raises:
         RecipeError: there is no unfinished conversion, or some tasks are not done yet.
@@ -93,13 +86,18 @@ def merge(out: str | Path, max_reject_rate: float, work: Path | None = None) -> 
         begun = Begun.read(output)
         if begun is None and output.is_complete([""]):
             _refuse_incomplete(output, [""])
-            return Outcome({}, totals_of([], {}), was_complete=True)
+            return Outcome({}, Totals(), was_complete=True)
         if begun is None or begun.plan is None:
             raise RecipeError(f"--merge {out}: no unfinished conversion there")
         plan = ConversionPlan.from_json(begun.plan, output.work)
-        matcher = _matcher(tuple(map(NamedIndex.from_json, begun.indexes)), str(out))
-        _create(output)
-        with claimed(_locks(output), ALL_TASKS):
+        try:
+            matcher = open_matcher(tuple(map(NamedIndex.from_json, begun.indexes))) if begun.indexes else None
+        except DataError as error:
+            raise DataError(
+                f"--merge {out}: needs the index that images were compared with. {error}. Put it back, or finish with "
+                "the command that began the conversion, its --dedup-against naming where the index is now"
+            ) from error
+        with _claimed(output, ALL_TASKS):
             output.log("merge", request=begun.request)
             reports = reports_of(output, range(plan.tasks))
             totals = totals_of(reports.values(), plan.ignored)
@@ -120,31 +118,42 @@ def dry_run(
         tempfile.TemporaryDirectory(prefix="vitscale-convert-", dir=machine.work) as folder,
     ):
         conversion = Conversion.of(request, Output(str(out), Path(folder)), machine, console)
-        return conversion, *Planner(conversion).trial()
+        return conversion, *make_trial(conversion)
 
 
 def _convert(conversion: Conversion) -> Outcome:
     """Make the plan, run this machine's tasks and, if these are all the tasks, write the manifest."""
     request, output, machine = conversion.request, conversion.output, conversion.machine
     started = time.monotonic()
-    output.log("start", request=request.to_json(), **_described(machine))
+    output.log(
+        "start",
+        request=request.to_json(),
+        workers=machine.processes,
+        engine=machine.engine,
+        tasks=str(machine.tasks),
+        host=platform.node(),
+        versions={"python": platform.python_version(), "pillow": PIL.__version__, "numpy": numpy.__version__},
+    )
     if machine.engine == "ray" and conversion.source.streams and output.is_remote and machine.work is None:
         raise RecipeError(
             f"--engine ray: images of {request.src} are streamed to a folder of this machine, which the nodes of a "
             "cluster cannot read. Name a folder on a shared file system with --work"
         )
-    planner = Planner(conversion)
 
     # Converters that share a work folder wait for the first one's plan; a converter with its own folder makes the plan.
-    def waits() -> None:
-        conversion.console.print("waiting for another converter's plan", highlight=False)
-
-    with alone(output.work / "locks", waits):
-        plan = planner.plan()
+    console, waiting = conversion.console, "waiting for another converter's plan"
+    with alone(output.work / "locks", lambda: console.print(waiting, highlight=False)):
+        plan = make_plan(conversion)
     mine = machine.tasks.of(plan.tasks)
     reports = reports_of(output, mine)
     _announce(conversion, plan, len(mine), len(reports))
-    images_now = TaskRunner(conversion, plan, planner.reader).run(mine, reports)
+    todo = [task for task in mine if task not in reports]
+    images_now = _run(todo, reports, conversion, plan)
+    again = [task for task, report in reports.items() if report.unsteady]
+    if again:
+        what = f"{counted(len(again), 'shard')} again: not all of their images could be read"
+        console.print(what, highlight=False)
+        images_now += _run(again, reports, conversion, plan)
     totals = totals_of(reports.values(), plan.ignored)
     totals.seconds, totals.images_now = time.monotonic() - started, images_now
     output.log("tasks done", tasks=str(machine.tasks), **totals.to_json())
@@ -153,16 +162,49 @@ def _convert(conversion: Conversion) -> Outcome:
     return finish(output, plan, reports, machine.max_reject_rate, conversion.matcher, totals)
 
 
+def _run(tasks: list[int], reports: dict[int, ShardReport], conversion: Conversion, plan: ConversionPlan) -> int:
+    """Run tasks of the plan and put their reports into `reports`, by number. Returns the number of their images.
+
+    Raises DataError if too many images cannot be stored.
+    """
+    request, output, machine = conversion.request, conversion.output, conversion.machine
+    shard_tasks = (
+        ShardTask(
+            index=task,
+            split=split.name,
+            shard=shard,
+            rows=rows,
+            reader=conversion.reader,
+            output=output,
+            options=request.images,
+            several_labels=plan.several_labels,
+            dedup=request.dedup,
+        )
+        for task, rows in plan.rows(tasks)
+        for split, shard in [plan.place(task)]
+    )
+    count = sum(plan.images_of(task) for task in tasks)
+    rejected = sum(report.rejected for report in reports.values())
+    engine = machine.runner(request.src, output.where, shards=True)
+    with ProgressDisplay(conversion.console, "converting", count) as view:
+        for report in engine(shard_tasks, view.update):
+            before = reports.get(report.task)
+            rejected += report.rejected - (before.rejected if before else 0)
+            reports[report.task] = report
+            counts = {"rejects": report.rejected, **({"removed": report.removed} if request.dedup else {})}
+            output.log("shard", task=report.task, seconds=report.seconds, **counts)
+            if rejected > machine.max_reject_rate * plan.images:  # the remaining tasks cannot change that
+                refuse_rejects(output, plan, reports, machine.max_reject_rate)
+    return count
+
+
 def _announce(conversion: Conversion, plan: ConversionPlan, mine: int, done: int) -> None:
     """Print what there is to do, how much is already done, and which copies `--preset exact` cannot find."""
     console, tasks, stored = conversion.console, conversion.machine.tasks, conversion.request.images
-    say(
-        console,
-        f"{counted(plan.images, 'image')} of {counted(len(plan.class_names), 'class')} in "
-        f"{counted(plan.tasks, 'shard')}"
-        + (f", {mine:,} of them in --task-range {tasks}" if tasks.count > 1 else "")
-        + (f", {done:,} already done" if done else ""),
-    )
+    images, classes = counted(plan.images, "image"), counted(len(plan.class_names), "class")
+    here = f", {mine:,} of them in --task-range {tasks}" if tasks.count > 1 else ""
+    already = f", {done:,} already done" if done else ""
+    say(console, f"{images} of {classes} in {counted(plan.tasks, 'shard')}{here}{already}")
     if conversion.matcher is not None and (stored.short_side or stored.long_side):
         exact = [one.name for one in conversion.matcher.test_sets if not one.settings.near]
         if exact:
@@ -171,17 +213,6 @@ def _announce(conversion: Conversion, plan: ConversionPlan, mine: int, done: int
                 f"note: {', '.join(map(escape, exact))}: of images that are shrunk, copies are recognised by their "
                 "bytes alone: --preset exact compares no hashes",
             )
-
-
-def _matcher(dedup: tuple[NamedIndex, ...], out: str) -> Matcher | None:
-    """What images were compared by, or None. Raises DataError if an index has changed or moved."""
-    try:
-        return open_matcher(dedup) if dedup else None
-    except DataError as error:
-        raise DataError(
-            f"--merge {out}: needs the index that images were compared with. {error}. Put it back, or finish with "
-            "the command that began the conversion, its --dedup-against naming where the index is now"
-        ) from error
 
 
 def _already(request: Request, output: Output) -> Outcome:
@@ -195,13 +226,13 @@ def _already(request: Request, output: Output) -> Outcome:
         )
     _refuse_incomplete(output, request.split_names)
     output.clear_state(request.split_names)
-    return Outcome({}, totals_of([], {}), was_complete=True)
+    return Outcome({}, Totals(), was_complete=True)
 
 
 def _refuse_incomplete(output: Output, splits: list[str]) -> None:
     """Raise DataError if a shard of a finished dataset is missing or truncated."""
     for split in splits:
-        place, sizes = output.place(split), output.sizes_in(split)
+        place, sizes = output.place(split), storage.sizes_in(output.place(split))
         damaged = [entry.path for entry in Manifest.load(place).shards if sizes.get(entry.path) != entry.bytes]
         if damaged:
             raise DataError(
@@ -210,13 +241,17 @@ def _refuse_incomplete(output: Output, splits: list[str]) -> None:
             )
 
 
-def _create(output: Output) -> None:
+@contextmanager
+def _claimed(output: Output, tasks: TaskRange) -> Iterator[None]:
+    """Make the output's folders, and lock a range of tasks there."""
     try:
         if not output.is_remote:
             make_folder(Path(output.where))
         output.work.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecipeError(f"OUT {output.where}: cannot be written ({error.strerror})") from error
+    with claimed((output.work if output.is_remote else Path(output.state(""))) / "locks", tasks):
+        yield
 
 
 @contextmanager
@@ -228,10 +263,6 @@ def _disk_errors(where: str) -> Iterator[None]:
         raise DataError(f"{error.filename or where}: {error.strerror or error}") from error
 
 
-def _locks(output: Output) -> Path:
-    return (output.work if output.is_remote else Path(output.state(""))) / "locks"
-
-
 def _refuse_nested(src: str, out: str) -> None:
     """Raise RecipeError if the output lies inside the source."""
     if storage.is_url(out) or storage.is_url(src):
@@ -240,13 +271,3 @@ def _refuse_nested(src: str, out: str) -> None:
         nested = Path(src).is_dir() and Path(out).resolve().is_relative_to(Path(src).resolve())
     if nested:
         raise RecipeError(f"OUT {out} lies inside SRC {src}: choose another folder")
-
-
-def _described(machine: Machine) -> dict[str, Any]:
-    return {
-        "workers": machine.processes,
-        "engine": machine.engine,
-        "tasks": str(machine.tasks),
-        "host": platform.node(),
-        "versions": {"python": platform.python_version(), "pillow": PIL.__version__, "numpy": numpy.__version__},
-    }

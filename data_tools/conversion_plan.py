@@ -5,6 +5,7 @@ plan.json        splits, classes, counts and a digest of everything; written las
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ import pyarrow.compute as pc
 
 from data_tools.classes import class_notes
 from data_tools.shuffle import ORDERED, Ordered
-from data_tools.splits import Chooser, SplitRule, choosers
+from data_tools.splits import SplitRule, choosers
 from vitscale.ground.errors import DataError
 from vitscale.ground.files.durable import durable_file, write_text
 from vitscale.ground.storage import read_bytes
@@ -42,33 +43,19 @@ class PlannedSplit:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """The plan, without its rows: these stay on disk.
-
-    Attributes:
-        folder: the plan's folder.
-        splits: the datasets, in order.
-        class_names: names by label.
-        several_labels: whether any image has more than one label.
-        shard_samples: number of images per shard, as requested or estimated by a probe.
-        shuffle_seed: seed of the global shuffle.
-        ignored: number of files that are not images, by reason.
-        unlabelled: number of images without a label.
-        notes: likely mistakes in the classes, one line each.
-        parts: [name, fingerprint] of every part of the source that the plan refers to.
-        sha256: digest of the order, keys and labels of all images, and the class names.
-    """
+    """The plan, without its rows: these stay on disk."""
 
     folder: Path
-    splits: tuple[PlannedSplit, ...]
-    class_names: tuple[str, ...]
-    several_labels: bool
-    shard_samples: int
+    splits: tuple[PlannedSplit, ...]  # the datasets, in order
+    class_names: tuple[str, ...]  # names by label
+    several_labels: bool  # whether any image has more than one label
+    shard_samples: int  # number of images per shard, as requested or estimated by a probe
     shuffle_seed: int
-    ignored: dict[str, int]
-    parts: list[list[str]]
-    sha256: str
-    unlabelled: int = 0  # plans of earlier versions lack this field and the next
-    notes: list[str] = field(default_factory=list)
+    ignored: dict[str, int]  # number of files that are not images, by reason
+    parts: list[list[str]]  # [name, fingerprint] of every part of the source that the plan refers to
+    sha256: str  # digest of the order, keys and labels of all images, and the class names
+    unlabelled: int = 0  # number of images without a label; plans of earlier versions lack this field and the next
+    notes: list[str] = field(default_factory=list)  # likely mistakes in the classes, one line each
 
     @property
     def images(self) -> int:
@@ -136,19 +123,12 @@ def write_plan(
     parts: list[list[str]],
     allow_unlabelled: bool,
 ) -> ConversionPlan:
-    """Deal the images to splits and shards, and write the plan.
+    """Deal the images to splits and shards, and write the plan into a folder.
 
-    Args:
-        ordered: classes and counts of the images; the images themselves are read from `batches`, once.
-        batches: the images in order.
-        folder: the plan's folder.
-        rules: split rules; empty for a single dataset.
-        shard_samples: number of images per shard.
-        limit: largest number of images to take, from the first; None for all.
-        seed: seed of the shuffle.
-        options: manifest options, by split name.
-        parts: [name, fingerprint] of every part of the source.
-        allow_unlabelled: whether more than 1 % of the images may lack a label although others have one.
+    `batches` are the images in order, read once; `ordered` has their classes and counts. Without `rules` there is a
+    single dataset. At most `limit` images are taken, the first ones; all if None. `options` are the manifests', by
+    split name; `parts` is [name, fingerprint] of every part of the source. With `allow_unlabelled`, more than 1 % of
+    the images may lack a label although others have one.
 
     Raises:
         DataError: a split has no images or fewer than its rule says, or too many images lack a label.
@@ -172,7 +152,9 @@ def write_plan(
             if not splits:
                 sinks[0].add(batch)
                 continue
-            choice = _choose(batch, splits)
+            keys = batch.column("key").to_pylist()
+            # The number of the first split that takes each image, -1 if none does.
+            choice = np.array([next((i for i, split in enumerate(splits) if split.takes(key)), -1) for key in keys])
             ordered.ignored[LEFT_OUT] += int(np.count_nonzero(choice < 0))
             for i, sink in enumerate(sinks):
                 rows = np.flatnonzero(choice == i)
@@ -189,11 +171,16 @@ def write_plan(
                 f"--split {rule}: asks for {split.expected:,} images, of which only {sink.images:,} are in the source "
                 "and in no split before it"
             )
-    census = _Census()
-    for sink in sinks:
-        census.add(sink.census)
-    if not allow_unlabelled:
-        census.refuse_unlabelled()
+    images, unlabelled = sum(sink.images for sink in sinks), sum(sink.unlabelled for sink in sinks)
+    # More than a few, but not all: perhaps a mistake in the labels, which has to be confirmed.
+    if not allow_unlabelled and _MAX_UNLABELLED * images < unlabelled < images:
+        examples = list(itertools.chain.from_iterable(sink.examples for sink in sinks))[:_EXAMPLES]
+        shown = ", ".join(map(repr, examples)) + (" ..." if unlabelled > len(examples) else "")
+        raise DataError(
+            f"{unlabelled:,} of {counted(images, 'image')} ({unlabelled / images:.2%}) have no label (empty, null or "
+            f"-1): {shown}. Give them one; or, if this is intended, repeat the command with --allow-unlabelled"
+        )
+    empty = set(range(len(ordered.class_names))).difference(*(sink.classes for sink in sinks))
     plan = ConversionPlan(
         folder=folder,
         splits=tuple(
@@ -207,76 +194,36 @@ def write_plan(
         ignored=dict(+ordered.ignored),
         parts=parts,
         sha256=digest.hexdigest(),
-        unlabelled=census.unlabelled,
-        notes=class_notes(ordered.class_names, sorted(set(range(len(ordered.class_names))) - census.classes)),
+        unlabelled=unlabelled,
+        notes=class_notes(ordered.class_names, sorted(empty)),
     )
     write_text(folder / "plan.json", json.dumps(plan.described(), indent=1))
     return plan
 
 
-def _choose(batch: pa.RecordBatch, splits: list[Chooser]) -> np.ndarray:
-    """The number of the first split that takes each image, -1 if none does: (rows,)."""
-    keys = batch.column("key").to_pylist()
-    choice = np.full(len(keys), -1)
-    for row, key in enumerate(keys):
-        choice[row] = next((i for i, split in enumerate(splits) if split.takes(key)), -1)
-    return choice
-
-
-@dataclass
-class _Census:
-    """Counts of planned images and of those without a label, keys of a few of the latter, and the classes that occur.
+class _ShardWriter:
+    """Regroups batches of any size into one batch per shard, and writes those. Counts what it has written.
 
     Attributes:
+        images, shards, unlabelled: numbers of images, of shards, of images without a label.
         examples: keys of the first few images without a label.
         classes: labels that occur.
     """
 
-    images: int = 0
-    unlabelled: int = 0
-    examples: list[str] = field(default_factory=list)
-    classes: set[int] = field(default_factory=set)
-
-    def add(self, other: "_Census") -> None:
-        self.images += other.images
-        self.unlabelled += other.unlabelled
-        self.examples = (self.examples + other.examples)[:_EXAMPLES]
-        self.classes |= other.classes
-
-    def count(self, shard: pa.RecordBatch) -> None:
-        """Add the images of a shard."""
-        labels = shard.column("labels")
-        without = np.flatnonzero(pc.list_value_length(labels).to_numpy() == 0)
-        keys = [shard.column("key")[row].as_py() for row in without[:_EXAMPLES].tolist()]
-        self.add(_Census(shard.num_rows, len(without), keys, set(labels.flatten().unique().to_pylist())))
-
-    def refuse_unlabelled(self) -> None:
-        """Raise DataError if more than 1 % of the images, but not all, have no label: too many for an accident."""
-        if _MAX_UNLABELLED * self.images < self.unlabelled < self.images:
-            shown = ", ".join(map(repr, self.examples)) + (" ..." if self.unlabelled > len(self.examples) else "")
-            raise DataError(
-                f"{self.unlabelled:,} of {counted(self.images, 'image')} ({self.unlabelled / self.images:.2%}) have no "
-                f"label (empty, null or -1): {shown}. Give them one; or, if this is intended, repeat the command with "
-                "--allow-unlabelled"
-            )
-
-
-class _ShardWriter:
-    """Regroups batches of any size into one batch per shard, and writes those."""
-
     def __init__(self, file: object, shard_samples: int, digest: "hashlib._Hash", number: int) -> None:
-        self.images = self.shards = 0
-        self.census = _Census()
+        self.images = self.shards = self.unlabelled = 0
+        self.examples: list[str] = []
+        self.classes: set[int] = set()
         self._writer = pa.ipc.new_file(file, PLAN)
         self._size, self._digest, self._number = shard_samples, digest, number
-        self._held: list[pa.RecordBatch] = []
+        self._pending: list[pa.RecordBatch] = []
         self._rows = 0
 
     def add(self, batch: pa.RecordBatch) -> None:
         while batch.num_rows:
             piece = batch.slice(0, self._size - self._rows)
             batch = batch.slice(piece.num_rows)
-            self._held.append(piece)
+            self._pending.append(piece)
             self._rows += piece.num_rows
             if self._rows == self._size:
                 self._flush()
@@ -287,18 +234,24 @@ class _ShardWriter:
         self._writer.close()
 
     def _flush(self) -> None:
-        shard = pa.Table.from_batches(self._held).combine_chunks().to_batches()[0]
+        shard = pa.Table.from_batches(self._pending).combine_chunks().to_batches()[0]
         uid = pa.array(np.arange(self.images, self.images + shard.num_rows))
         shard = pa.record_batch([uid, *shard.columns], schema=PLAN)
         self._writer.write_batch(shard)
+        keys = shard.column("key").to_pylist()
+        counts = pc.list_value_length(shard.column("labels")).to_numpy()
+        labels = shard.column("labels").flatten().to_numpy(zero_copy_only=False)
         self._digest.update(f"{self._number} {shard.num_rows}\n".encode())
-        self._digest.update("\0".join(shard.column("key").to_pylist()).encode())
-        for labels in (pc.list_value_length(shard.column("labels")), shard.column("labels").flatten()):
-            self._digest.update(labels.to_numpy(zero_copy_only=False).astype("<i4").tobytes())
-        self.census.count(shard)
+        self._digest.update("\0".join(keys).encode())
+        self._digest.update(counts.astype("<i4").tobytes())
+        self._digest.update(labels.astype("<i4").tobytes())
+        without = np.flatnonzero(counts == 0)
+        self.examples += [keys[row] for row in without[: _EXAMPLES - len(self.examples)].tolist()]
+        self.unlabelled += len(without)
+        self.classes.update(np.unique(labels).tolist())
         self.images += shard.num_rows
         self.shards += 1
-        self._held, self._rows = [], 0
+        self._pending, self._rows = [], 0
 
 
 def _plan_file(folder: Path, split: int) -> Path:

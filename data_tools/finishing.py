@@ -16,7 +16,7 @@ from data_tools.conversion_plan import ConversionPlan
 from data_tools.dedup.against import Findings
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.report import tables, write_report
-from data_tools.output import REPORT_FOLDER, Output
+from data_tools.output import LOG_NAME, REPORT_FOLDER, Output
 from data_tools.report import Totals
 from data_tools.shard_task import ShardReport
 from vitscale.data.shards import MANIFEST_NAME, Manifest, field_names
@@ -33,36 +33,36 @@ _REQUESTS_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a conversion.
+    """The result of a conversion."""
 
-    Attributes:
-        manifests: the datasets, by split; empty while other machines still have tasks.
-        totals: counts over the reports.
-        was_complete: whether the conversion had been finished before, so nothing was done.
-        tables: what was removed as a copy of a test image, for people.
-        notes: likely mistakes in the classes, one line each.
-    """
-
-    manifests: dict[str, Manifest]
-    totals: Totals
-    was_complete: bool = False
-    tables: Sequence[Table] = ()
-    notes: Sequence[str] = ()
+    manifests: dict[str, Manifest]  # the datasets, by split; empty while other machines still have tasks
+    totals: Totals  # counts over the reports
+    was_complete: bool = False  # whether the conversion had been finished before, so nothing was done
+    tables: Sequence[Table] = ()  # what was removed as a copy of a test image, for people
+    notes: Sequence[str] = ()  # likely mistakes in the classes, one line each
 
 
 def reports_of(output: Output, tasks: Iterable[int]) -> dict[int, ShardReport]:
     """Reports of the tasks that are done: their shard exists at full size and they are not marked for repetition."""
-    marked = output.sizes_of_state("done")
-    todo = [task for task in tasks if Output.marker_name(task) in marked]
-    with ThreadPoolExecutor(_REQUESTS_AT_ONCE if output.is_remote else 1) as pool:
-        reports = [ShardReport.from_json(marker) for marker in pool.map(output.read_marker, todo)]
-    sizes = {split: output.sizes_in(split) for split in {report.split for report in reports}}
+    marked = storage.sizes_in(output.state("done"))
+    markers = [output.of_task(task, "json") for task in tasks]
+    done = [marker for marker in markers if storage.base_name(marker) in marked]
+    reports = [ShardReport.from_json(text) for text in _read_all(output, done)]
+    sizes = {split: storage.sizes_in(output.place(split)) for split in {report.split for report in reports}}
     return {
         report.task: report
         for report in reports
         if not report.is_to_be_repeated
         and (report.entry is None or sizes[report.split].get(report.entry.path) == report.entry.bytes)
     }
+
+
+def _read_all(output: Output, files: Iterable[str]) -> Iterator[bytes]:
+    """The contents of state files, at most `_REQUESTS_AT_ONCE` of them in memory."""
+    remaining = iter(files)
+    with ThreadPoolExecutor(_REQUESTS_AT_ONCE if output.is_remote else 1) as pool:
+        while some := list(itertools.islice(remaining, _REQUESTS_AT_ONCE)):
+            yield from pool.map(storage.read_bytes, some)
 
 
 def finish(
@@ -75,13 +75,8 @@ def finish(
 ) -> Outcome:
     """Write the manifests, and remove the state of the unfinished conversion.
 
-    Args:
-        output: the conversion's output.
-        plan: the conversion's plan.
-        reports: the reports of all tasks, by task number.
-        max_reject_rate: largest allowed share of rejected images, 0 to 1.
-        matcher: what images were compared by; None if they were not.
-        totals: counts to put into the outcome.
+    `reports` are those of all tasks, by task number; `max_reject_rate` is the largest allowed share of rejected images,
+    0 to 1; `matcher` is what images were compared by, None if they were not; `totals` go into the outcome.
 
     Raises:
         RecipeError: some tasks are not done.
@@ -100,20 +95,24 @@ def finish(
         split.name: [reports[task] for task in range(plan.tasks) if plan.place(task)[0] is split]
         for split in plan.splits
     }
+    removals: Sequence[Table] = ()
     if matcher is not None:
         _refuse_all_removed(output, by_split)
-    findings = None if matcher is None else Findings.none(matcher)
-    output.put_log()
+        findings = Findings.none(matcher)
+        for name, of_split in by_split.items():
+            findings.add(_write_findings(output, name, of_split, matcher))
+        removals = tables(matcher, findings.tally)
+    if output.is_remote:
+        storage.put(output.log_path, output.place(name=LOG_NAME))
     manifests = {}
     for split in plan.splits:
         of_split = by_split[split.name]
-        if matcher is not None and findings is not None:
-            findings.add(_write_findings(output, split.name, of_split, matcher))
-        if any(report.rejected for report in of_split):
-            with output.staged(split.name, [REJECTS_NAME]) as (path,):
+        num_rejected, rejects = sum(report.rejected for report in of_split), output.place(split.name, REJECTS_NAME)
+        if num_rejected:
+            with output.staged(rejects) as (path,):
                 write_rejects(path, _rejects(output, of_split))
         else:
-            output.remove(split.name, REJECTS_NAME)  # left by an attempt to finish before the images were repaired
+            storage.remove(rejects)  # left by an attempt to finish before the images were repaired
         entries = tuple(report.entry for report in of_split if report.entry is not None)
         manifest = Manifest(
             fields=field_names(with_labels=plan.several_labels),
@@ -121,15 +120,14 @@ def finish(
             class_names=plan.class_names,
             shuffle_seed=plan.shuffle_seed,
             options=split.options,
-            num_rejected=sum(report.rejected for report in of_split),
+            num_rejected=num_rejected,
             num_removed=sum(report.removed for report in of_split),
             shards=entries,
         )
-        with output.staged(split.name, [MANIFEST_NAME]) as (path,):
+        with output.staged(output.place(split.name, MANIFEST_NAME)) as (path,):
             manifests[split.name] = manifest.save(path.parent)
-    told = [] if matcher is None or findings is None else tables(matcher, findings.tally)
     output.clear_state([split.name for split in plan.splits])
-    return Outcome(manifests, totals, tables=told, notes=plan.notes)
+    return Outcome(manifests, totals, tables=removals, notes=plan.notes)
 
 
 def _refuse_all_removed(output: Output, by_split: dict[str, list[ShardReport]]) -> None:
@@ -146,11 +144,11 @@ def _refuse_all_removed(output: Output, by_split: dict[str, list[ShardReport]]) 
 
 def _write_findings(output: Output, split: str, reports: list[ShardReport], matcher: Matcher) -> Findings:
     """Write a split's decisions and the report on them; returns its findings."""
-    with output.staged(split, [DECISIONS_NAME]) as (path,):
+    with output.staged(output.place(split, DECISIONS_NAME)) as (path,):
         write_decisions(path, _decisions(output, reports))
     findings = Findings.none(matcher)
-    for of_task in _findings(output, reports):
-        findings.add(of_task)
+    for content in _read_all(output, (output.of_task(report.task, "dedup.json") for report in reports)):
+        findings.add(Findings.from_json(json.loads(content)))
     with tempfile.TemporaryDirectory(prefix="report-", dir=output.work) as folder:
         names = write_report(Path(folder), matcher, findings.tally, findings.closest)
         output.fill_folder(split, REPORT_FOLDER, Path(folder), names)
@@ -161,17 +159,15 @@ def _decisions(output: Output, reports: Iterable[ShardReport]) -> Iterator[pa.Ta
     """The tasks' tables of decisions, one in memory at a time."""
     for report in reports:
         if report.decisions:
-            with local_copy(output.state(Output.decisions_name(report.task))) as path:
+            with local_copy(output.of_task(report.task, "dedup.parquet")) as path:
                 yield read_decisions(path)
 
 
-def _findings(output: Output, reports: Iterable[ShardReport]) -> Iterator[Findings]:
-    """The tasks' findings, at most `_REQUESTS_AT_ONCE` of them in memory."""
-    tasks = (report.task for report in reports)
-    with ThreadPoolExecutor(_REQUESTS_AT_ONCE if output.is_remote else 1) as pool:
-        while some := list(itertools.islice(tasks, _REQUESTS_AT_ONCE)):
-            for content in pool.map(lambda task: storage.read_bytes(output.state(Output.findings_name(task))), some):
-                yield Findings.from_json(json.loads(content))
+def _rejects(output: Output, reports: Iterable[ShardReport]) -> Iterator[pa.Table]:
+    """The tasks' tables of rejects, one in memory at a time."""
+    for report in reports:
+        if report.rejected:
+            yield read_rejects(output.of_task(report.task, "rejects.parquet"))
 
 
 def refuse_rejects(output: Output, plan: ConversionPlan, reports: dict[int, ShardReport], max_rate: float) -> None:
@@ -186,7 +182,7 @@ def refuse_rejects(output: Output, plan: ConversionPlan, reports: dict[int, Shar
         lines.append(f"  ... and {rejected - len(lines):,} more")
     for report in reports.values():
         if report.unread:
-            output.mark_done(replace(report, is_to_be_repeated=True).to_json(), report.task)
+            output.write(output.of_task(report.task, "json"), replace(report, is_to_be_repeated=True).to_json())
     raise DataError(
         f"{rejected:,} of {counted(plan.images, 'image')} ({rejected / plan.images:.2%}) cannot be stored; "
         f"--max-reject-rate {max_rate:g} allows less. No manifest was written. Repeat the command with a higher rate: "
@@ -199,20 +195,10 @@ def totals_of(reports: Iterable[ShardReport], ignored: dict[str, int]) -> Totals
     """Sums over reports."""
     totals = Totals(ignored=Counter(ignored))
     for report in reports:
-        totals.passed_through += report.passed_through
-        totals.transcoded += report.transcoded
-        totals.unlabelled += report.unlabelled
-        totals.rejected += report.rejected
-        totals.removed += report.removed
+        for name in ("passed_through", "transcoded", "unlabelled", "rejected", "removed"):
+            vars(totals)[name] += getattr(report, name)
         if report.entry is not None:
             totals.samples += report.entry.samples
             totals.shards += 1
             totals.bytes += report.entry.bytes
     return totals
-
-
-def _rejects(output: Output, reports: Iterable[ShardReport]) -> Iterator[pa.Table]:
-    """The tasks' tables of rejects, one in memory at a time."""
-    for report in reports:
-        if report.rejected:
-            yield read_rejects(output.state(Output.rejects_name(report.task)))

@@ -8,6 +8,7 @@ A spool consists of sorted runs: as many images as fit into memory, in the order
 then reads one place in each run rather than places all over the disk.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -23,9 +24,8 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import xxhash
 
-from data_tools.classes import Vocabulary
+from data_tools.classes import PathStatistics, Vocabulary
 from data_tools.engines.task import Progress
-from data_tools.paths import PathStatistics
 from data_tools.sources.source import Item, Source
 from vitscale.ground import storage
 from vitscale.ground.errors import DataError, StorageError
@@ -54,52 +54,30 @@ def order_hash(key: str, seed: int) -> int:
     return xxhash.xxh3_64_intdigest(key.encode(), seed)
 
 
-def summary_path(folder: Path, part: int) -> Path:
-    return folder / f"part-{part:05d}.json"
-
-
 @dataclass(frozen=True)
 class PartSummary:
-    """The summary of a listed part.
+    """The summary of a listed part."""
 
-    Attributes:
-        fingerprint: the part's name and fingerprint when it was listed.
-        images: number of images.
-        ignored: number of other files, by reason.
-        names: class names, by the part's own label numbers.
-        explicit: whether labels are given by the source, not by folders.
-        several_labels: whether any image has more than one label.
-        paths: statistics of paths, from `PathStatistics.to_json`.
-    """
-
-    fingerprint: str
+    fingerprint: str  # the part's name and fingerprint when it was listed
     images: int
-    ignored: dict[str, int]
-    names: list[str]
-    explicit: bool
-    several_labels: bool
-    paths: dict[str, Any]
+    ignored: dict[str, int]  # number of other files, by reason
+    names: list[str]  # class names, by the part's own label numbers
+    explicit: bool  # whether labels are given by the source, not by folders
+    several_labels: bool  # whether any image has more than one label
+    paths: dict[str, Any]  # statistics of paths, from `PathStatistics.to_json`
 
     @classmethod
     def load(cls, folder: Path, part: int) -> "PartSummary | None":
         """The summary of a part, or None if it is not completely listed yet."""
         try:
-            return cls(**json.loads(storage.read_bytes(summary_path(folder, part))))
+            return cls(**json.loads(storage.read_bytes(folder / f"part-{part:05d}.json")))
         except FileNotFoundError:
             return None
 
 
 @dataclass(frozen=True)
 class ListingTask:
-    """One part of a source to list.
-
-    Attributes:
-        source: the source.
-        part: the part's number.
-        folder: the folder for the lists.
-        seed: seed of the shuffle, which decides the order within a spool.
-        fingerprint: the part's name and fingerprint.
-    """
+    """One part of a source to list, by its number, into a folder. The shuffle's seed decides the order in a spool."""
 
     source: Source
     part: int
@@ -127,7 +105,7 @@ class ListingTask:
                 table = files.enter_context(durable_file(stem.with_suffix(".arrow")))
                 spool = files.enter_context(durable_file(stem.with_suffix(".bin"))) if self.source.streams else None
                 summary = self._write(table, spool, progress)
-            write_text(summary_path(self.folder, self.part), json.dumps(summary.__dict__, ensure_ascii=True))
+            write_text(stem.with_suffix(".json"), json.dumps(vars(summary)))
         except OSError as error:
             raise DataError(f"{self.folder}: cannot be written ({error.strerror or error})") from error
         return summary.images
@@ -150,19 +128,21 @@ class ListingTask:
         def rows() -> Iterator[Row]:
             nonlocal images, explicit, most
             for key, labels, content in self._items(ignored):
-                _refuse_unwritable(self.name, key, labels)
+                try:
+                    key.encode(), "".join(labels or ()).encode()
+                except UnicodeEncodeError as error:  # such as a lone surrogate escaped in JSON
+                    what = f"{key!r}: its name or label is not valid Unicode ({error.reason})"
+                    raise DataError(f"{self.name}: {what}") from error
                 if labels == _NO_LABEL:
                     labels = ()
+                ids = None if labels is None else numbers.get(labels)
                 if labels is None:
                     paths.add(key)
-                    ids = None
-                else:
-                    ids = numbers.get(labels)
-                    if ids is None:
-                        ids = numbers[labels] = [vocabulary.number(name) for name in dict.fromkeys(labels)]
-                        explicit, most = True, max(most, len(ids))
-                        if len(numbers) > _BATCH_ROWS:  # there may be arbitrarily many combinations of labels
-                            numbers.clear()
+                elif ids is None:
+                    ids = numbers[labels] = [vocabulary.number(name) for name in dict.fromkeys(labels)]
+                    explicit, most = True, max(most, len(ids))
+                    if len(numbers) > _BATCH_ROWS:  # there may be arbitrarily many combinations of labels
+                        numbers.clear()
                 images += 1
                 progress.advance()
                 yield key, ids, content
@@ -174,15 +154,6 @@ class ListingTask:
         return PartSummary(
             self.fingerprint, images, dict(+ignored), vocabulary.names, explicit, most > 1, paths.to_json()
         )
-
-
-def _refuse_unwritable(part: str, key: str, labels: tuple[str, ...] | None) -> None:
-    """Raise DataError for a name or label that is not valid Unicode, such as a lone surrogate escaped in JSON."""
-    if not key.isascii() or labels:
-        try:
-            key.encode(), "".join(labels or ()).encode()
-        except UnicodeEncodeError as error:
-            raise DataError(f"{part}: {key!r}: its name or label is not valid Unicode ({error.reason})") from error
 
 
 def _spooled(rows: Iterator[Row], spool: BinaryIO, seed: int) -> Iterator[Row]:
@@ -215,25 +186,10 @@ def _spooled(rows: Iterator[Row], spool: BinaryIO, seed: int) -> Iterator[Row]:
 
 
 def _batches(rows: Iterator[Row]) -> Iterator[pa.RecordBatch]:
-    keys: list[str] = []
-    labels: list[list[int] | None] = []
-    contents: list[bytes] = []
-
-    def batch() -> pa.RecordBatch:
-        columns = [pa.array(keys, pa.string()), pa.array(labels, LISTING.field("labels").type)]
-        made = pa.record_batch([*columns, pa.array(contents, pa.binary())], schema=LISTING)
-        for column in (keys, labels, contents):
-            column.clear()
-        return made
-
-    for key, ids, content in rows:
-        keys.append(key)
-        labels.append(ids)
-        contents.append(content)
-        if len(keys) == _BATCH_ROWS:
-            yield batch()
-    if keys:
-        yield batch()
+    while batch := list(itertools.islice(rows, _BATCH_ROWS)):
+        columns = zip(*batch, strict=True)
+        arrays = [pa.array(column, kind) for column, kind in zip(columns, LISTING.types, strict=True)]
+        yield pa.record_batch(arrays, schema=LISTING)
 
 
 def read_listing(folder: Path, part: int) -> Iterator[pa.RecordBatch]:
@@ -270,8 +226,8 @@ def fingerprint(part: str) -> str:
     try:
         if storage.is_url(part):
             fs, path = storage.filesystem(part)
-            found = storage.patiently(part, lambda: fs.info(path))
-            return "" if found["type"] == "directory" else str({name: str(found.get(name)) for name in _TELLING})
+            info = storage.patiently(part, lambda: fs.info(path))
+            return "" if info["type"] == "directory" else str({name: str(info.get(name)) for name in _TELLING})
         status = Path(part).stat()
     except OSError as error:
         raise DataError(f"{part}: cannot be read ({error.strerror or error})") from error

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from glob import has_magic
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vitscale.data.shards import MANIFEST_NAME
 from vitscale.data.shards.decisions import DECISIONS_NAME
@@ -42,18 +42,17 @@ _OURS = re.compile(rf"shard-\d{{5,}}\.(beton|idx\.parquet)|{_FIXED_NAMES}")
 _PART = re.compile(rf"\.({_OURS.pattern})\.[0-9a-f]{{8}}\.part")  # left by workers that were killed
 _SHOWN = 5
 
+# A task's state files: its report, which marks it as done; the images that it could not store; its decisions (images
+# left out, near misses), absent if there are none; and the findings of its comparison with test sets.
+TaskFile = Literal["json", "rejects.parquet", "dedup.parquet", "dedup.json"]
+
 
 @dataclass(frozen=True)
 class Output:
-    """The folder or URL that a conversion writes to. Sent to every worker.
-
-    Attributes:
-        where: folder or URL.
-        work: local folder for files that only this machine needs: listing, plan, spool.
-    """
+    """The folder or URL that a conversion writes to. Sent to every worker."""
 
     where: str
-    work: Path
+    work: Path  # local folder for files that only this machine needs: listing, plan, spool
 
     @classmethod
     def at(cls, where: str, work: Path | None) -> "Output":
@@ -81,85 +80,58 @@ class Output:
     def is_remote(self) -> bool:
         return storage.is_url(self.where)
 
-    def place(self, split: str = "") -> str:
-        """Folder or URL of a split's dataset."""
-        return storage.join(self.where, split) if split else self.where
+    def place(self, split: str = "", name: str = "") -> str:
+        """Path or URL of a split's dataset, or of a file in it."""
+        folder = storage.join(self.where, split) if split else self.where
+        return storage.join(folder, name) if name else folder
 
     def state(self, name: str) -> str:
         """Path or URL of a state file."""
         return storage.join(storage.join(self.where, STATE_NAME), name)
 
+    def of_task(self, task: int, kind: TaskFile) -> str:
+        """Path or URL of one of a task's state files."""
+        return self.state(f"done/{task:06d}.{kind}")
+
     @contextmanager
-    def staged(self, split: str, names: list[str]) -> Iterator[list[Path]]:
-        """Local paths to write files to, complete or not at all; without an error they then enter the dataset."""
-        with self._staged([storage.join(self.place(split), name) for name in names]) as paths:
+    def staged(self, *targets: str) -> Iterator[list[Path]]:
+        """Local paths to write files of the output to, complete or not at all.
+
+        For a local output these are the targets; for a remote one, what was written is uploaded if no error is raised.
+        """
+        if not self.is_remote:
+            paths = [Path(target) for target in targets]
+            for path in paths:
+                make_folder(path.parent)
             yield paths
+            return
+        self.work.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="scratch-", dir=self.work) as folder:
+            paths = [Path(folder) / storage.base_name(target) for target in targets]
+            yield paths
+            for path, target in zip(paths, targets, strict=True):
+                if path.exists():
+                    storage.put(path, target)
 
-    @contextmanager
-    def staged_state(self, name: str) -> Iterator[Path]:
-        """The same as `staged`, for a state file."""
-        with self._staged([self.state(name)]) as (path,):
-            yield path
-
-    @staticmethod
-    def marker_name(task: int) -> str:
-        """Name of a task's marker in `done/`, which marks the task as done."""
-        return f"{task:06d}.json"
-
-    @staticmethod
-    def rejects_name(task: int) -> str:
-        """Name of the state file with the images that a task could not store."""
-        return f"done/{task:06d}.rejects.parquet"
-
-    @staticmethod
-    def decisions_name(task: int) -> str:
-        """Name of the state file with a task's decisions (images left out, near misses); absent if there are none."""
-        return f"done/{task:06d}.dedup.parquet"
-
-    @staticmethod
-    def findings_name(task: int) -> str:
-        """Name of the state file with the findings of a task's comparison with test sets."""
-        return f"done/{task:06d}.dedup.json"
-
-    def mark_done(self, text: str, task: int) -> None:
-        """Record that a task is done, with its report."""
-        self.mark(f"done/{self.marker_name(task)}", text)
-
-    def read_marker(self, task: int) -> bytes:
-        """The text that `mark_done` wrote."""
-        return storage.read_bytes(self.state(f"done/{self.marker_name(task)}"))
-
-    def sizes_of_state(self, folder: str) -> dict[str, int]:
-        """Sizes in bytes of the state files in a folder, by name."""
-        return storage.sizes_in(self.state(folder))
-
-    def sizes_in(self, split: str) -> dict[str, int]:
-        """Sizes in bytes of the files of a split's dataset, by name."""
-        return storage.sizes_in(self.place(split))
-
-    def remove(self, split: str, name: str) -> None:
-        """Remove a file of a split's dataset, if it exists."""
-        storage.remove(storage.join(self.place(split), name))
+    def write(self, target: str, text: str) -> None:
+        """Write a file of the output, complete or not at all."""
+        with self.staged(target) as (path,):
+            write_text(path, text)
 
     def fill_folder(self, split: str, name: str, local: Path, files: list[str]) -> None:
         """Make a folder of a split's dataset hold copies of these files of a local folder, and nothing else."""
-        with self.staged(split, [storage.join(name, file) for file in files]) as paths:
+        folder = self.place(split, name)
+        with self.staged(*(storage.join(folder, file) for file in files)) as paths:
             for path, file in zip(paths, files, strict=True):
                 with (local / file).open("rb") as source, durable_file(path) as target:
                     shutil.copyfileobj(source, target)
-        folder = storage.join(self.place(split), name)
         for other in set(storage.names_in(folder)).difference(files):  # left by an earlier attempt
             storage.remove(storage.join(folder, other))
 
-    def mark(self, name: str, text: str) -> None:
-        """Write a state file, complete or not at all."""
-        with self.staged_state(name) as path:
-            write_text(path, text)
-
-    def read_state(self, name: str) -> bytes | None:
-        """Content of a state file, or None if there is none."""
+    def read_conversion(self) -> bytes | None:
+        """What `conversion.json` holds; None if there is none."""
         try:
-            return storage.read_bytes(self.state(name))
+            return storage.read_bytes(self.state(CONVERSION_NAME))
         except FileNotFoundError:
             return None
 
@@ -168,7 +140,7 @@ class Output:
         if not self.is_remote and Path(self.where).exists() and not Path(self.where).is_dir():
             raise RecipeError(f"OUT {self.where}: is a file. Choose a new or empty folder")
         names = storage.names_in(self.where)
-        begun = self.read_state(CONVERSION_NAME) is not None  # marks our own unfinished work
+        begun = self.read_conversion() is not None  # marks our own unfinished work
         known = {STATE_NAME, LOG_NAME, *(splits if begun else ())}
         foreign = [
             name
@@ -185,7 +157,7 @@ class Output:
 
     def is_complete(self, splits: list[str]) -> bool:
         """Whether every dataset of the output has its manifest."""
-        return all(storage.size_of(storage.join(self.place(split), MANIFEST_NAME)) is not None for split in splits)
+        return all(storage.size_of(self.place(split, MANIFEST_NAME)) is not None for split in splits)
 
     def clear_state(self, splits: list[str]) -> None:
         """Remove the state of the unfinished conversion."""
@@ -197,21 +169,21 @@ class Output:
             storage.remove_folder(self.state(""))
         shutil.rmtree(self.work, ignore_errors=True)
 
+    @property
+    def log_path(self) -> Path:
+        """The log on this machine; a remote output gets it at the end."""
+        return (self.work if self.is_remote else Path(self.where)) / LOG_NAME
+
     def log(self, event: str, **what: Any) -> None:
         """Append to the log what must not be in the manifest: when, where, how fast. Raises OSError."""
         line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **what}
-        with open(self._log_path(), "a", opener=storage.regular) as file:
+        with open(self.log_path, "a", opener=storage.regular) as file:
             file.write(json.dumps(line) + "\n")
-
-    def put_log(self) -> None:
-        """Upload the log to a remote output."""
-        if self.is_remote:
-            storage.put(self._log_path(), storage.join(self.where, LOG_NAME))
 
     def logged_request(self) -> dict[str, Any] | None:
         """The last request logged in this output; None if there is none."""
         try:
-            content = storage.read_bytes(storage.join(self.where, LOG_NAME)).decode("utf-8")
+            content = storage.read_bytes(self.place(name=LOG_NAME)).decode("utf-8")
         except (FileNotFoundError, UnicodeDecodeError):
             return None
         for line in reversed(content.splitlines()):
@@ -222,23 +194,3 @@ class Output:
             if isinstance(event, dict) and "request" in event:
                 return event["request"]
         return None
-
-    def _log_path(self) -> Path:
-        return (self.work if self.is_remote else Path(self.where)) / LOG_NAME
-
-    @contextmanager
-    def _staged(self, targets: list[str]) -> Iterator[list[Path]]:
-        """The targets themselves; for a remote output local files, uploaded on leaving if they were written."""
-        if not self.is_remote:
-            paths = [Path(target) for target in targets]
-            for path in paths:
-                make_folder(path.parent)
-            yield paths
-            return
-        self.work.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="scratch-", dir=self.work) as folder:
-            paths = [Path(folder) / storage.base_name(target) for target in targets]
-            yield paths
-            for path, target in zip(paths, targets, strict=True):
-                if path.exists():
-                    storage.put(path, target)

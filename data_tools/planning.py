@@ -3,12 +3,15 @@
 In the output's state, `conversion.json` holds the request and, once made, the plan: this is how several machines work
 on one output. In the work folder, `request.json` says which conversion the plan beside it belongs to. In the listing's
 folder it says what was listed: a listing stays valid when only what is planned with it changes.
+
+A probe converts the first images of the shuffled order in memory, to estimate the dataset's size, time and losses.
 """
 
 import itertools
 import json
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,44 +22,41 @@ import pyarrow as pa
 from rich.markup import escape
 
 from data_tools.conversion_plan import ConversionPlan, write_plan
+from data_tools.dedup.against import Candidate, Comparison
 from data_tools.dedup.matching import Matcher
+from data_tools.dedup.tally import Tally
 from data_tools.engines.inline import run_inline
-from data_tools.listing import ListingTask, PartSummary, Spool, fingerprint
+from data_tools.listing import ListingTask, PartSummary, fingerprint
 from data_tools.output import CONVERSION_NAME, Output
-from data_tools.probe import PROBED, Probe, probe
 from data_tools.report import ProgressDisplay, say
 from data_tools.request import Conversion, refuse_changed
-from data_tools.shard_task import Reader
 from data_tools.shuffle import order_images
-from vitscale.ground.errors import RecipeError
+from vitscale.data.shards.beton import samples_within
+from vitscale.data.shards.images import Reject, store_image
+from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.durable import write_text
 from vitscale.ground.storage import read_bytes
 
 _VERSION = 2
 _REQUEST_FILE = "request.json"
 _REQUESTS_AT_ONCE = 32
+_PROBED = 1000
+MAX_SHARD_SAMPLES = 1 << 24
 
 
 @dataclass(frozen=True)
 class Begun:
-    """The state of an unfinished conversion.
+    """The state of an unfinished conversion."""
 
-    Attributes:
-        identity: random, new for every conversion, so that files left in a work folder by an older one are not used.
-        request: what was asked for, from `Request.to_json`.
-        indexes: indexes of test sets, from `NamedIndex.to_json`; apart from the request because they may be moved.
-        plan: the plan, from `ConversionPlan.described`; None if it is not made yet.
-    """
-
-    identity: str
-    request: dict[str, Any]
-    indexes: list[dict[str, Any]]
-    plan: dict[str, Any] | None
+    identity: str  # random, new for every conversion, so that files left in a work folder by an older one are not used
+    request: dict[str, Any]  # what was asked for, from `Request.to_json`
+    indexes: list[dict[str, Any]]  # from `NamedIndex.to_json`; apart from the request because they may be moved
+    plan: dict[str, Any] | None  # the plan, from `ConversionPlan.described`; None if it is not made yet
 
     @classmethod
     def read(cls, output: Output) -> "Begun | None":
         """The state in an output, or None. Raises RecipeError if it is damaged or from another version of vitscale."""
-        content = output.read_state(CONVERSION_NAME)
+        content = output.read_conversion()
         if content is None:
             return None
         try:
@@ -69,153 +69,163 @@ class Begun:
         raise RecipeError(f"OUT {output.where}: {what} the output and start anew")
 
     def write(self, output: Output) -> None:
-        output.mark(CONVERSION_NAME, json.dumps({"version": _VERSION, **self.__dict__}))
+        output.write(output.state(CONVERSION_NAME), json.dumps({"version": _VERSION, **vars(self)}))
 
 
 @dataclass(frozen=True)
-class Planner:
-    """Makes the plan of a conversion, or reads the one made earlier."""
+class Probe:
+    """The result of a probe."""
 
-    conversion: Conversion
-
-    @property
-    def reader(self) -> Reader:
-        """What listed images are read from."""
-        source = self.conversion.source
-        return Spool(self._listing) if source.streams else source
-
-    def plan(self) -> ConversionPlan:
-        """The plan that the output was started with, or a new one.
-
-        Raises:
-            RecipeError: the output was started with another request, or the source has changed since.
-            DataError, StorageError: listing failed.
-        """
-        self._claim_work_folder(self._begin())
-        output, streams = self.conversion.output, self.conversion.source.streams
-        plan = ConversionPlan.load(output.work)
-        if plan is None:
-            probes = self.conversion.request.shard_bytes is not None
-            plan, _ = self._make(probes=probes, allow_unlabelled=self.conversion.machine.allow_unlabelled)
-            if not streams:
-                shutil.rmtree(self._listing, ignore_errors=True)
-        elif not streams:
-            _refuse_other_parts(plan.parts, self._parts(), output.where)
-        self._agree(plan)
-        return plan
-
-    def trial(self) -> tuple[ConversionPlan, Probe]:
-        """A plan in the work folder only, and a trial of its first images. Raises the same errors as `plan`."""
-        plan, probed = self._make(probes=True, matcher=self.conversion.matcher, allow_unlabelled=True)
-        assert probed is not None
-        return plan, probed
-
-    # ---- State of the output and of the work folder ------------------------------------------------------------------
-
-    def _begin(self) -> Begun:
-        """The output's state: as an earlier call left it, or new. Raises RecipeError if it is for another request."""
-        asked, output = self.conversion.request.to_json(), self.conversion.output
-        begun = Begun.read(output)
-        if begun is not None and begun.plan is not None:
-            refuse_changed(begun.request, asked, output.where)
-        elif begun is None or begun.request != asked:
-            begun = Begun(secrets.token_hex(8), asked, self._indexes, None)
-            begun.write(output)
-        return begun
-
-    def _claim_work_folder(self, begun: Begun) -> None:
-        """Remove the plan of any other conversion from the work folder."""
-        work = self.conversion.output.work
-        work.mkdir(parents=True, exist_ok=True)
-        mine = json.dumps({"identity": begun.identity, "request": self.conversion.request.to_json()})
-        if not _says(work / _REQUEST_FILE, mine):
-            (work / "plan.json").unlink(missing_ok=True)
-            write_text(work / _REQUEST_FILE, mine)
-
-    def _agree(self, plan: ConversionPlan) -> None:
-        """Write the plan into the output's state. Raises RecipeError if a different one is there by now."""
-        output = self.conversion.output
-        begun = Begun.read(output)
-        assert begun is not None
-        if begun.plan is None:
-            refuse_changed(begun.request, self.conversion.request.to_json(), output.where)
-            replace(begun, plan=plan.described()).write(output)
-        elif begun.plan["sha256"] != plan.sha256 or _sizes(begun.plan["parts"]) != _sizes(plan.parts):
-            raise RecipeError(
-                f"OUT {output.where}: was started with another plan for the same request: the source has changed "
-                "since. Remove the output and start anew"
-            )
-        elif begun.indexes != self._indexes:  # they were moved, or are elsewhere on this machine
-            replace(begun, indexes=self._indexes).write(output)
+    images: int  # number of images tried
+    rejected: int  # number of these that cannot be stored
+    bytes: int  # total size of those that can
+    seconds: float
+    tally: Tally | None  # counts of copies of test images; None if none were looked for
 
     @property
-    def _indexes(self) -> list[dict[str, Any]]:
-        return [index.to_json() for index in self.conversion.request.dedup]
+    def bytes_per_image(self) -> float:
+        """Mean over the images that can be stored; 0 if none can."""
+        return self.bytes / max(self.images - self.rejected, 1)
 
-    # ---- A new plan: list, order, probe, deal ------------------------------------------------------------------------
 
-    def _make(
-        self, *, probes: bool, allow_unlabelled: bool, matcher: Matcher | None = None
-    ) -> tuple[ConversionPlan, Probe | None]:
-        """A new plan and, if `probes`, a trial of its first images, which are compared by the matcher."""
-        request, source, parts = self.conversion.request, self.conversion.source, self._list()
-        ordered = order_images(
-            source, self._listing, request.shuffle_seed, request.classes, unlabelled=request.source.unlabelled
+def make_plan(conversion: Conversion) -> ConversionPlan:
+    """The plan that the output was started with, or a new one.
+
+    Raises:
+        RecipeError: the output was started with another request, or the source has changed since.
+        DataError, StorageError: listing failed.
+    """
+    output, streams = conversion.output, conversion.source.streams
+    begun = _begin(conversion)
+    output.work.mkdir(parents=True, exist_ok=True)
+    mine = json.dumps({"identity": begun.identity, "request": conversion.request.to_json()})
+    if not _says(output.work / _REQUEST_FILE, mine):  # the plan there is another conversion's
+        (output.work / "plan.json").unlink(missing_ok=True)
+        write_text(output.work / _REQUEST_FILE, mine)
+    plan = ConversionPlan.load(output.work)
+    if plan is None:
+        probes = conversion.request.shard_bytes is not None
+        plan, _ = _make(conversion, probes=probes, allow_unlabelled=conversion.machine.allow_unlabelled)
+        if not streams:
+            shutil.rmtree(conversion.listing, ignore_errors=True)
+    elif not streams and (parts := _parts(conversion)) != plan.parts:
+        _refuse_other_parts(plan.parts, parts, output.where)
+    _agree(conversion, plan)
+    return plan
+
+
+def make_trial(conversion: Conversion) -> tuple[ConversionPlan, Probe]:
+    """A plan in the work folder only, and a trial of its first images. Raises the same errors as `make_plan`."""
+    plan, probe = _make(conversion, probes=True, matcher=conversion.matcher, allow_unlabelled=True)
+    assert probe is not None
+    return plan, probe
+
+
+def _begin(conversion: Conversion) -> Begun:
+    """The output's state: as an earlier call left it, or new. Raises RecipeError if it is for another request."""
+    request, output = conversion.request.to_json(), conversion.output
+    begun = Begun.read(output)
+    if begun is not None and begun.plan is not None:
+        refuse_changed(begun.request, request, output.where)
+    elif begun is None or begun.request != request:
+        begun = Begun(secrets.token_hex(8), request, _indexes(conversion), None)
+        begun.write(output)
+    return begun
+
+
+def _agree(conversion: Conversion, plan: ConversionPlan) -> None:
+    """Write the plan into the output's state. Raises RecipeError if a different one is there by now."""
+    output, indexes = conversion.output, _indexes(conversion)
+    begun = Begun.read(output)
+    assert begun is not None
+    if begun.plan is None:
+        refuse_changed(begun.request, conversion.request.to_json(), output.where)
+        replace(begun, plan=plan.described()).write(output)
+    elif begun.plan["sha256"] != plan.sha256 or _sizes(begun.plan["parts"]) != _sizes(plan.parts):
+        raise RecipeError(
+            f"OUT {output.where}: was started with another plan for the same request: the source has changed since. "
+            "Remove the output and start anew"
         )
-        batches, probed, shard_samples = ordered.batches, None, request.shard_samples
-        if probes:
-            first = _first(batches)
-            probed = probe(first, self.reader, request.images, matcher)
-            batches = itertools.chain(first, batches)
-            if request.shard_bytes is not None:
-                shard_samples = probed.samples_in(request.shard_bytes)
-        plan = write_plan(
-            ordered,
-            batches,
-            self.conversion.output.work,
-            request.splits,
-            shard_samples=shard_samples,
-            limit=request.limit,
-            seed=request.shuffle_seed,
-            options={name: request.manifest_options(name, shard_samples) for name in request.split_names},
-            parts=parts,
-            allow_unlabelled=allow_unlabelled,
-        )
-        return plan, probed
+    elif begun.indexes != indexes:  # they were moved, or are elsewhere on this machine
+        replace(begun, indexes=indexes).write(output)
 
-    @property
-    def _listing(self) -> Path:
-        return self.conversion.output.work / "listing"
 
-    def _list(self) -> list[list[str]]:
-        """List the parts of the source that are not listed yet or have changed; returns the same as `_parts`."""
-        conversion, source, folder = self.conversion, self.conversion.source, self._listing
-        listed = json.dumps(conversion.request.listed())
-        if not _says(folder / _REQUEST_FILE, listed):
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            write_text(folder / _REQUEST_FILE, listed)
-        say(conversion.console, f"listing {escape(conversion.request.src)}")
-        parts = self._parts()
-        tasks = []
-        for number, (name, state) in enumerate(parts[: len(source.parts)]):
-            summary = PartSummary.load(folder, number)
-            if summary is None or not state or summary.fingerprint != f"{name} {state}":
-                tasks.append(ListingTask(source, number, folder, conversion.request.shuffle_seed, f"{name} {state}"))
-        # Starting a process would take longer than listing one part.
-        places = conversion.request.src, conversion.output.where
-        engine = run_inline if len(parts) == 1 and not source.streams else conversion.machine.runner(*places)
-        with ProgressDisplay(conversion.console, "listing", None) as view:
-            for _ in engine(tasks, view.update):
-                pass
-        return parts
+def _indexes(conversion: Conversion) -> list[dict[str, Any]]:
+    return [index.to_json() for index in conversion.request.dedup]
 
-    def _parts(self) -> list[list[str]]:
-        """[name, fingerprint] of every part of the source, and of the list of labels."""
-        labels = self.conversion.request.source.labels
-        names = [*self.conversion.source.parts, *([labels] if labels else [])]
-        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
-            return [[name, state] for name, state in zip(names, pool.map(fingerprint, names), strict=True)]
+
+# ------------------------------------------------------------------------------- a new plan: list, order, probe, deal
+
+
+def _make(
+    conversion: Conversion, *, probes: bool, allow_unlabelled: bool, matcher: Matcher | None = None
+) -> tuple[ConversionPlan, Probe | None]:
+    """A new plan and, if `probes`, a trial of its first images, which are compared by the matcher."""
+    request, parts = conversion.request, _list(conversion)
+    ordered = order_images(
+        conversion.source,
+        conversion.listing,
+        request.shuffle_seed,
+        request.classes,
+        unlabelled=request.source.unlabelled,
+    )
+    batches, probe, shard_samples = ordered.batches, None, request.shard_samples
+    if probes:
+        first: list[pa.RecordBatch] = []
+        while sum(batch.num_rows for batch in first) < _PROBED and (batch := next(batches, None)) is not None:
+            first.append(batch)
+        probe = _probe(first, conversion, matcher)
+        batches = itertools.chain(first, batches)
+        if request.shard_bytes is not None:
+            if probe.rejected == probe.images:
+                what = f"none of the first {probe.images:,} images can be stored"
+                raise DataError(f"{what}, so the size of a shard is unknown")
+            shard_samples = min(samples_within(request.shard_bytes, probe.bytes_per_image), MAX_SHARD_SAMPLES)
+    plan = write_plan(
+        ordered,
+        batches,
+        conversion.output.work,
+        request.splits,
+        shard_samples=shard_samples,
+        limit=request.limit,
+        seed=request.shuffle_seed,
+        options={name: request.manifest_options(name, shard_samples) for name in request.split_names},
+        parts=parts,
+        allow_unlabelled=allow_unlabelled,
+    )
+    return plan, probe
+
+
+def _list(conversion: Conversion) -> list[list[str]]:
+    """List the parts of the source that are not listed yet or have changed; returns the same as `_parts`."""
+    request, source, folder = conversion.request, conversion.source, conversion.listing
+    listed = json.dumps(request.listed())
+    if not _says(folder / _REQUEST_FILE, listed):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_text(folder / _REQUEST_FILE, listed)
+    say(conversion.console, f"listing {escape(request.src)}")
+    parts = _parts(conversion)
+    tasks = []
+    for number, (name, state) in enumerate(parts[: len(source.parts)]):
+        summary = PartSummary.load(folder, number)
+        if summary is None or not state or summary.fingerprint != f"{name} {state}":
+            tasks.append(ListingTask(source, number, folder, request.shuffle_seed, f"{name} {state}"))
+    # Starting a process would take longer than listing one part.
+    here = len(parts) == 1 and not source.streams
+    engine = run_inline if here else conversion.machine.runner(request.src, conversion.output.where)
+    with ProgressDisplay(conversion.console, "listing", None) as view:
+        for _ in engine(tasks, view.update):
+            pass
+    return parts
+
+
+def _parts(conversion: Conversion) -> list[list[str]]:
+    """[name, fingerprint] of every part of the source, and of the list of labels."""
+    labels = conversion.request.source.labels
+    names = [*conversion.source.parts, *([labels] if labels else [])]
+    with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+        return [[name, state] for name, state in zip(names, pool.map(fingerprint, names), strict=True)]
 
 
 def _sizes(parts: list[list[str]]) -> list[tuple[str, str]]:
@@ -224,13 +234,11 @@ def _sizes(parts: list[list[str]]) -> list[tuple[str, str]]:
 
 
 def _refuse_other_parts(before: list[list[str]], now: list[list[str]], where: str) -> None:
-    if before == now:
-        return
-    known, found = ({part[0]: part[1] for part in parts} for parts in (before, now))
+    known, current = ({part[0]: part[1] for part in parts} for parts in (before, now))
     changed = [
-        *(f"{name} is new" for name in found.keys() - known.keys()),
-        *(f"{name} is gone" for name in known.keys() - found.keys()),
-        *(f"{name} has changed" for name in known.keys() & found.keys() if known[name] != found[name]),
+        *(f"{name} is new" for name in current.keys() - known.keys()),
+        *(f"{name} is gone" for name in known.keys() - current.keys()),
+        *(f"{name} has changed" for name in known.keys() & current.keys() if known[name] != current[name]),
     ]
     raise RecipeError(
         f"OUT {where}: the source has changed since the conversion was started: {', '.join(sorted(changed)[:5])}. "
@@ -238,12 +246,36 @@ def _refuse_other_parts(before: list[list[str]], now: list[list[str]], where: st
     )
 
 
-def _first(batches: Iterator[pa.RecordBatch]) -> list[pa.RecordBatch]:
-    """Takes enough batches off `batches` to have the images to probe."""
-    first: list[pa.RecordBatch] = []
-    while sum(batch.num_rows for batch in first) < PROBED and (batch := next(batches, None)) is not None:
-        first.append(batch)
-    return first
+def _probe(batches: list[pa.RecordBatch], conversion: Conversion, matcher: Matcher | None) -> Probe:
+    """Convert the first `_PROBED` images of some batches in memory, and look for copies of test images."""
+    images = rejected = size = 0
+    reader = conversion.reader
+
+    def stored_images() -> Iterator[Candidate]:
+        nonlocal images, rejected, size
+        for batch in batches:
+            batch = batch.slice(0, _PROBED - images)
+            places = zip(batch.column("part").to_pylist(), batch.column("content").to_pylist(), strict=True)
+            for part, content in places:
+                images += 1
+                try:
+                    data = reader.read(part, content)
+                except OSError:
+                    rejected += 1
+                    continue
+                stored = store_image(data, conversion.request.images)
+                if isinstance(stored, Reject):
+                    rejected += 1
+                    continue
+                size += len(stored.jpeg)
+                yield Candidate.of(stored, data, uid=images)
+
+    comparison = Comparison(matcher) if matcher is not None else None
+    started = time.perf_counter()
+    for _ in stored_images() if comparison is None else comparison.kept(stored_images()):
+        pass
+    seconds = time.perf_counter() - started
+    return Probe(images, rejected, size, seconds, None if comparison is None else comparison.findings.tally)
 
 
 def _says(path: Path, text: str) -> bool:

@@ -3,12 +3,15 @@
 import hashlib
 import json
 import os
+import re
 from dataclasses import asdict, dataclass, field, replace
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 from data_tools.dedup.against import NamedIndex, open_matcher
 from data_tools.dedup.matching import Matcher
-from data_tools.listing import fingerprint
+from data_tools.listing import Spool, fingerprint
 from data_tools.machine import Machine
 from data_tools.output import Output
 from data_tools.sources import Kind, Source, SourceOptions, open_source
@@ -20,38 +23,29 @@ from vitscale.ground.errors import RecipeError
 from vitscale.ground.safe_text import without_secrets
 from vitscale.ground.table import Console
 
+_BYTES = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?", re.IGNORECASE)
+_POWERS = "kmgt"
+_COUNT = re.compile(r"([0-9][0-9_]{0,20}(?:\.[0-9]{1,9})?)([kmb]?)", re.IGNORECASE)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+
 
 @dataclass(frozen=True)
 class Request:
-    """What a conversion is asked to write.
+    """What a conversion is asked to write."""
 
-    Attributes:
-        src: path, URL or pattern of the source.
-        kind: kind of the source; None to detect it.
-        source: where labels and images are found in the source, or that images get no label.
-        classes: all classes in order; None for the classes found.
-        shuffle_seed: seed of the global shuffle, in [0, 2**63).
-        shard_samples: number of images per shard.
-        shard_bytes: approximate bytes per shard, which overrides `shard_samples`; None to use that.
-        images: how images are stored.
-        splits: split rules; empty for a single dataset.
-        limit: number of images to take, the first in shuffled order; None for all.
-        dedup: indexes of test sets whose copies are left out.
-        taken: which images of `src` are taken, in words, if the caller of `convert` hands over an open source;
-            must differ wherever the images differ.
-    """
-
-    src: str
-    kind: Kind | None = None
-    source: SourceOptions = field(default_factory=SourceOptions)
-    classes: tuple[str, ...] | None = None
-    shuffle_seed: int = 0
-    shard_samples: int = DEFAULT_CAPACITY
-    shard_bytes: int | None = None
-    images: ImageOptions = field(default_factory=ImageOptions)
-    splits: tuple[SplitRule, ...] = ()
-    limit: int | None = None
-    dedup: tuple[NamedIndex, ...] = ()
+    src: str  # path, URL or pattern of the source
+    kind: Kind | None = None  # kind of the source; None to detect it
+    source: SourceOptions = field(default_factory=SourceOptions)  # where labels and images are found in it
+    classes: tuple[str, ...] | None = None  # all classes in order; None for the classes found
+    shuffle_seed: int = 0  # seed of the global shuffle, in [0, 2**63)
+    shard_samples: int = DEFAULT_CAPACITY  # number of images per shard
+    shard_bytes: int | None = None  # approximate bytes per shard, which overrides `shard_samples`; None to use that
+    images: ImageOptions = field(default_factory=ImageOptions)  # how images are stored
+    splits: tuple[SplitRule, ...] = ()  # split rules; empty for a single dataset
+    limit: int | None = None  # number of images to take, the first in shuffled order; None for all
+    dedup: tuple[NamedIndex, ...] = ()  # indexes of test sets whose copies are left out
+    # Which images of `src` are taken, in words, if the caller of `convert` hands over an open source; must differ
+    # wherever the images differ.
     taken: str | None = None
 
     def __post_init__(self) -> None:
@@ -82,12 +76,12 @@ class Request:
 
     def listed(self) -> dict[str, Any]:
         """The options that the list of images and the order within a spool depend on, as plain values."""
-        labels = self.source.labels and fingerprint(self.source.labels)
-        asked = {"src": without_secrets(self.src), "kind": self.kind, "seed": self.shuffle_seed}
+        labels = self.source.labels
+        options: dict[str, Any] = {"src": without_secrets(self.src), "kind": self.kind, "seed": self.shuffle_seed}
         if self.taken is not None:
-            asked["taken"] = self.taken
-        asked |= asdict(self.source) | {"state_of_labels": labels}
-        return asked | {"labels": self.source.labels and without_secrets(self.source.labels)}
+            options["taken"] = self.taken
+        options |= asdict(self.source) | {"state_of_labels": labels and fingerprint(labels)}
+        return options | {"labels": labels and without_secrets(labels)}
 
     def manifest_options(self, split: str, shard_samples: int) -> dict[str, Any]:
         """The options that change the dataset's content, for its manifest."""
@@ -109,23 +103,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Conversion:
-    """A request, resolved: what the stages of a conversion work with.
+    """A request, resolved: what the stages of a conversion work with."""
 
-    Attributes:
-        request: what is written.
-        source: where it is read from.
-        matcher: recognises copies of test images; None if none are left out. Workers open it by `request.dedup`.
-        output: where it is written to.
-        machine: how it is run.
-        console: shows progress.
-    """
-
-    request: Request
-    source: Source
-    matcher: Matcher | None
-    output: Output
-    machine: Machine
-    console: Console
+    request: Request  # what is written
+    source: Source  # where it is read from
+    matcher: Matcher | None  # recognises copies of test images; workers open it by `request.dedup`
+    output: Output  # where it is written to
+    machine: Machine  # how it is run
+    console: Console  # shows progress
 
     @classmethod
     def of(
@@ -136,6 +121,16 @@ class Conversion:
             source = open_source(request.src, request.kind, request.source, has_splits=bool(request.splits))
         matcher = open_matcher(request.dedup) if request.dedup else None
         return cls(request, source, matcher, output, machine, console)
+
+    @property
+    def listing(self) -> Path:
+        """The folder of the lists of images."""
+        return self.output.work / "listing"
+
+    @property
+    def reader(self) -> Source | Spool:
+        """What listed images are read from."""
+        return Spool(self.listing) if self.source.streams else self.source
 
 
 def refuse_changed(before: dict[str, Any], now: dict[str, Any], where: str) -> None:
@@ -152,3 +147,24 @@ def refuse_changed(before: dict[str, Any], now: dict[str, Any], where: str) -> N
 def _short(value: Any) -> str:
     text = "not given" if value is None else repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+# ------------------------------------------------------------------------- counts and sizes as people write them
+
+
+def parse_count(text: str) -> int:
+    """`9M` -> 9,000,000; also `30k`, `1.5M`, `1B`, `1_000`. Raises RecipeError unless it is a whole number above 0."""
+    match = _COUNT.fullmatch(text.strip())
+    number = Decimal(match[1].replace("_", "")) * _UNITS[match[2].lower()] if match else Decimal(0)
+    if number < 1 or number != int(number):
+        raise RecipeError(f"{text!r} is not a number of images: expected a whole number from 1, such as 9M, 30k, 1_000")
+    return int(number)
+
+
+def parse_bytes(text: str) -> int:
+    """A size in bytes: `512MB` (10**6 each), `512MiB` (2**20), `1G`, `100000`. Raises RecipeError."""
+    match = _BYTES.fullmatch(text.strip())
+    if match is None or float(match[1].replace("_", "")) == 0:
+        raise RecipeError(f"{text!r} is not a size; expected something like 512MB, 256MiB or 1.5GB")
+    power = _POWERS.index(match[2].lower()) + 1 if match[2] else 0
+    return max(1, round(float(match[1].replace("_", "")) * (1024 if match[3] else 1000) ** power))

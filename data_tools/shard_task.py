@@ -9,20 +9,21 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from data_tools.dedup.against import Candidate, Comparison, NamedIndex, open_matcher
-from data_tools.dedup.fingerprint import ALGORITHM, Fingerprint, fingerprint
+from data_tools.dedup.fingerprint import ALGORITHM, fingerprint
 from data_tools.engines.task import Progress
+from data_tools.listing import Spool
 from data_tools.output import Output
-from data_tools.sources.source import without_surrogates
-from vitscale.data.shards import NO_LABEL, ShardEntry, ShardStats, StoredSample, write_shard
+from data_tools.sources.source import Source, without_surrogates
+from vitscale.data.shards import NO_LABEL, ShardEntry, StoredSample, write_shard
 from vitscale.data.shards.decisions import write_decisions
-from vitscale.data.shards.images import ImageOptions, Reject, StoredImage, TooLarge, store_image
+from vitscale.data.shards.images import ImageOptions, Reject, TooLarge, store_image
 from vitscale.data.shards.provenance import PROVENANCE, REJECTS, provenance_path, write_provenance, write_rejects
 from vitscale.ground.errors import DataError
 
@@ -31,44 +32,23 @@ _STEADY = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryE
 _PAUSE = 1.0  # seconds
 
 
-class Reader(Protocol):
-    """What a task reads images from: a source with random access, or the spool of a source that streams."""
-
-    def read(self, part: int, content: bytes) -> bytes: ...
-
-
 @dataclass
 class ShardReport:
-    """The result of a task, stored in its marker.
+    """The result of a task, stored in its marker."""
 
-    Attributes:
-        task: the task's number.
-        split: name of the dataset that the shard belongs to.
-        entry: the shard's entry in the manifest; None if no image was left.
-        passed_through, transcoded: samples stored with the source's bytes, and as a new JPEG.
-        unlabelled: samples without a label.
-        rejected: images that could not be stored.
-        unread: those of the rejected that could not even be read, or on which workers died.
-        unsteady: those of the unread that another try may read.
-        removed: images left out as copies of test images.
-        decisions: rows in the table of removed images and near misses.
-        is_to_be_repeated: whether the task must run again.
-        seconds: time taken.
-    """
-
-    task: int
-    split: str
-    entry: ShardEntry | None = None
-    passed_through: int = 0
-    transcoded: int = 0
-    unlabelled: int = 0
-    rejected: int = 0
-    unread: int = 0
-    unsteady: int = 0
-    removed: int = 0
-    decisions: int = 0
-    is_to_be_repeated: bool = False
-    seconds: float = 0.0
+    task: int  # its number in the plan
+    split: str  # name of the dataset that the shard belongs to
+    entry: ShardEntry | None = None  # the shard's entry in the manifest; None if no image was left
+    passed_through: int = 0  # samples stored with the source's bytes
+    transcoded: int = 0  # samples stored as a new JPEG
+    unlabelled: int = 0  # samples without a label
+    rejected: int = 0  # images that could not be stored
+    unread: int = 0  # those of the rejected that could not even be read, or on which workers died
+    unsteady: int = 0  # those of the unread that another try may read
+    removed: int = 0  # images left out as copies of test images
+    decisions: int = 0  # rows in the table of removed images and near misses
+    is_to_be_repeated: bool = False  # whether the task must run again
+    seconds: float = 0.0  # time taken
 
     def to_json(self) -> str:
         content = asdict(self) | {"entry": self.entry and self.entry.model_dump(mode="json")}
@@ -83,31 +63,18 @@ class ShardReport:
 
 @dataclass(frozen=True)
 class ShardTask:
-    """One shard to write.
+    """One shard to write."""
 
-    Attributes:
-        index: the task's number in the plan.
-        split: name of the dataset that the shard belongs to; empty if there are no splits.
-        shard: the shard's number within the split; names its files.
-        rows: the images, of schema `conversion_plan.PLAN`.
-        reader: reads their bytes.
-        output: where the shard is written.
-        options: how images are stored.
-        several_labels: whether samples have a list of labels.
-        dedup: indexes of test sets whose copies are left out.
-        refused: how workers died on an image, by its position.
-    """
-
-    index: int
-    split: str
-    shard: int
-    rows: pa.RecordBatch
-    reader: Reader
-    output: Output
-    options: ImageOptions
-    several_labels: bool
-    dedup: tuple[NamedIndex, ...] = ()
-    refused: dict[int, str] = field(default_factory=dict)
+    index: int  # the task's number in the plan
+    split: str  # name of the dataset that the shard belongs to; empty if there are no splits
+    shard: int  # the shard's number within the split; names its files
+    rows: pa.RecordBatch  # the images, of schema `conversion_plan.PLAN`
+    reader: Source | Spool  # reads their bytes
+    output: Output  # where the shard is written
+    options: ImageOptions  # how images are stored
+    several_labels: bool  # whether samples have a list of labels
+    dedup: tuple[NamedIndex, ...] = ()  # indexes of test sets whose copies are left out
+    refused: dict[int, str] = field(default_factory=dict)  # how workers died on an image, by its position
 
     @property
     def name(self) -> str:
@@ -135,13 +102,16 @@ class ShardTask:
         comparison = Comparison(open_matcher(self.dedup)) if self.dedup else None
         columns: dict[str, list[Any]] = {name: [] for name in PROVENANCE.names}
         rejects: dict[str, list[str]] = {name: [] for name in REJECTS.names}
-        name = shard_name(self.shard)
+        output, name = self.output, shard_name(self.shard)
+        files = [output.place(self.split, file) for file in (name, provenance_path(name))]
         try:
-            with self.output.staged(self.split, [name, provenance_path(name)]) as (path, table_path):
+            with output.staged(*files) as (path, table_path):
                 images = self._images(report, rejects, progress)
                 kept = images if comparison is None else comparison.kept(images)
-                stats = _write(path, self._samples(kept, report, columns), self.rows.num_rows)
-                if stats is not None:
+                samples = self._samples(kept, report, columns)
+                first = next(samples, None)
+                if first is not None:
+                    stats = write_shard(path, chain([first], samples), self.rows.num_rows)
                     progress.alive()
                     columns["crc32c"] = stats.crc.tolist()
                     write_provenance(table_path, pa.table(columns, PROVENANCE), ALGORITHM)
@@ -149,13 +119,18 @@ class ShardTask:
                     progress.alive()
             report.seconds = round(time.monotonic() - started, 3)
             if report.rejected:
-                with self.output.staged_state(Output.rejects_name(self.index)) as rejects_path:
-                    write_rejects(rejects_path, [pa.table(rejects, REJECTS)])
+                with output.staged(output.of_task(self.index, "rejects.parquet")) as (path,):
+                    write_rejects(path, [pa.table(rejects, REJECTS)])
             if comparison is not None:
-                self._save(comparison, report)
-            self.output.mark_done(report.to_json(), self.index)
+                decisions, findings = comparison.decisions(), comparison.findings
+                report.removed, report.decisions = findings.tally.removed, decisions.num_rows
+                if report.decisions:
+                    with output.staged(output.of_task(self.index, "dedup.parquet")) as (path,):
+                        write_decisions(path, [decisions])
+                output.write(output.of_task(self.index, "dedup.json"), json.dumps(findings.to_json()))
+            output.write(output.of_task(self.index, "json"), report.to_json())
         except OSError as error:
-            where = error.filename or self.output.place(self.split)
+            where = error.filename or output.place(self.split)
             raise DataError(f"{where}: cannot be written ({error.strerror or error})") from error
         return report
 
@@ -163,29 +138,18 @@ class ShardTask:
         self, report: ShardReport, rejects: dict[str, list[str]], progress: Progress
     ) -> Iterator["_ConvertedImage"]:
         """The images that can be stored, one at a time; the others are added to `rejects` and counted in the report."""
-        uids, keys, labels, parts, contents = (self.rows.column(name) for name in self.rows.schema.names)
         for position in range(self.rows.num_rows):
-            key = without_surrogates(keys[position].as_py())
-            image = self._image(position, parts[position].as_py(), contents[position].as_py(), report)
+            row = self.rows.slice(position, 1).to_pylist()[0]
+            row["key"] = without_surrogates(row["key"])
+            image = self._image(position, row, report)
             if isinstance(image, Reject):
-                rejects["key"].append(key)
+                rejects["key"].append(row["key"])
                 rejects["reason"].append(without_surrogates(image.reason))
                 report.rejected += 1
                 progress.advance(rejected=True)
-                continue
-            stored, sha256, found = image
-            yield _ConvertedImage(
-                uid=uids[position].as_py(),
-                key=key,
-                jpeg=stored.jpeg,
-                height=stored.height,
-                width=stored.width,
-                sha256=sha256,
-                fingerprint=found,
-                labels=labels[position].as_py(),
-                passed_through=stored.passed_through,
-            )
-            progress.advance()
+            else:
+                yield image
+                progress.advance()
 
     def _samples(
         self, images: Iterable["_ConvertedImage"], report: ShardReport, columns: dict[str, list[Any]]
@@ -214,18 +178,26 @@ class ShardTask:
             several = np.array(image.labels, np.int32) if self.several_labels else None
             yield StoredSample(image.jpeg, image.height, image.width, first, image.uid, several)
 
-    def _image(
-        self, position: int, part: int, content: bytes, report: ShardReport
-    ) -> tuple[StoredImage, bytes, Fingerprint] | Reject:
-        """An image as stored, the SHA-256 of its source file, and its fingerprint; or why it cannot be stored."""
+    def _image(self, position: int, row: dict[str, Any], report: ShardReport) -> "_ConvertedImage | Reject":
+        """The image of a row of the plan, or why it cannot be stored."""
         try:
             if position in self.refused:
                 raise ChildProcessError(self.refused[position])
-            data = _read(self.reader, part, content)
+            data = _read(self.reader, row["part"], row["content"])
             stored = store_image(data, self.options)
             if isinstance(stored, Reject):
                 return stored
-            return stored, hashlib.sha256(data).digest(), fingerprint(stored.pixels)
+            return _ConvertedImage(
+                uid=row["uid"],
+                key=row["key"],
+                jpeg=stored.jpeg,
+                height=stored.height,
+                width=stored.width,
+                sha256=hashlib.sha256(data).digest(),
+                fingerprint=fingerprint(stored.pixels),
+                labels=row["labels"],
+                passed_through=stored.passed_through,
+            )
         except TooLarge as error:
             return Reject(str(error))
         except (OSError, MemoryError) as error:
@@ -233,15 +205,6 @@ class ShardTask:
             report.unsteady += not isinstance(error, _STEADY)
             why = error.strerror or str(error) if isinstance(error, OSError) else "not enough memory"
             return Reject(f"cannot be read: {why}")
-
-    def _save(self, comparison: Comparison, report: ShardReport) -> None:
-        """Write the comparison's decisions and findings, and count them in the report."""
-        decided = comparison.decisions()
-        report.removed, report.decisions = comparison.findings.tally.removed, decided.num_rows
-        if report.decisions:
-            with self.output.staged_state(Output.decisions_name(self.index)) as path:
-                write_decisions(path, [decided])
-        self.output.mark(Output.findings_name(self.index), json.dumps(comparison.findings.to_json()))
 
 
 @dataclass(frozen=True)
@@ -252,7 +215,7 @@ class _ConvertedImage(Candidate):
     passed_through: bool
 
 
-def _read(reader: Reader, part: int, content: bytes) -> bytes:
+def _read(reader: Source | Spool, part: int, content: bytes) -> bytes:
     """An image's bytes; tries a second time after most errors."""
     try:
         return reader.read(part, content)
@@ -266,16 +229,3 @@ def _read(reader: Reader, part: int, content: bytes) -> bytes:
 def shard_name(index: int) -> str:
     """File name of a shard."""
     return f"shard-{index:05d}.beton"
-
-
-def _write(path: Path, samples: Iterator[StoredSample], capacity: int) -> ShardStats | None:
-    """Write the shard; None if there are no samples."""
-    first = next(samples, None)
-    if first is None:
-        return None
-
-    def all_samples() -> Iterator[StoredSample]:
-        yield first
-        yield from samples
-
-    return write_shard(path, all_samples(), capacity)

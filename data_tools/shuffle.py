@@ -7,7 +7,7 @@ first bits, and one bucket after another is sorted in memory.
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_tools.classes import Vocabulary, order_classes
+from data_tools.classes import PathStatistics, Vocabulary, order_classes, refuse_splits
 from data_tools.listing import PartSummary, order_hash, read_listing
-from data_tools.paths import PathStatistics, refuse_splits
 from data_tools.sources.source import Source
 from vitscale.ground.errors import DataError
 
@@ -30,15 +29,9 @@ ORDERED = pa.schema(
         pa.field("content", pa.binary(), nullable=False),
     ]
 )
+# With the key's hash, the position in the listing, and provisional numbers as labels.
 _DEALT = pa.schema(
-    [
-        pa.field("hash", pa.uint64(), nullable=False),
-        pa.field("number", pa.int64(), nullable=False),  # position in the listing
-        pa.field("key", pa.string(), nullable=False),
-        pa.field("labels", pa.list_(pa.int32()), nullable=False),  # provisional numbers
-        pa.field("part", pa.int32(), nullable=False),
-        pa.field("content", pa.binary(), nullable=False),
-    ]
+    [pa.field("hash", pa.uint64(), nullable=False), pa.field("number", pa.int64(), nullable=False), *ORDERED]
 )
 _BUCKET_ROWS = 1 << 14
 _MAX_BUCKETS = 512  # all of their files are open at once
@@ -48,19 +41,12 @@ REPLACED = "replaced later in the archive"
 
 @dataclass(frozen=True)
 class Ordered:
-    """All images of a source in shuffled order, in batches of schema `ORDERED`, and their classes.
+    """All images of a source in shuffled order, in batches of schema `ORDERED`, and their classes."""
 
-    Attributes:
-        batches: the images; can be iterated once.
-        class_names: names by label.
-        several_labels: whether any image has more than one label.
-        ignored: number of files that are not images, by reason; complete once `batches` is exhausted.
-    """
-
-    batches: Iterator[pa.RecordBatch]
-    class_names: tuple[str, ...]
-    several_labels: bool
-    ignored: Counter[str]
+    batches: Iterator[pa.RecordBatch]  # the images; can be iterated once
+    class_names: tuple[str, ...]  # names by label
+    several_labels: bool  # whether any image has more than one label
+    ignored: Counter[str]  # number of files that are not images, by reason; complete once `batches` is exhausted
 
 
 def order_images(
@@ -69,21 +55,20 @@ def order_images(
     """Sort the images of a complete listing.
 
     Args:
-        source: the listed source.
         listing: folder of the parts' lists; also holds the buckets for as long as they are needed.
-        seed: seed of the shuffle.
         known_classes: all classes in order; None for the source's own order, or else the classes found, sorted.
         unlabelled: whether to give no image a label, whatever the source says.
 
-    Raises:
-        DataError: no images, an image outside of class folders, an unknown class, or one key twice.
+    Raises DataError: no images, an image outside of class folders, an unknown class, or one key twice.
     """
-    summaries = [_summary(listing, part) for part in range(len(source.parts))]
+    where = ", ".join(source.parts[:3]) + (" ..." if len(source.parts) > 3 else "")
+    summaries = [summary for part in range(len(source.parts)) if (summary := PartSummary.load(listing, part))]
+    assert len(summaries) == len(source.parts), "a part was not listed"
     ignored = sum((Counter(summary.ignored) for summary in summaries), Counter())
     total = sum(summary.images for summary in summaries)
     if not total:
         seen = ", ".join(f"{count:,} {reason}" for reason, count in sorted(ignored.items())) or "nothing"
-        raise DataError(f"{_shown(source.parts)}: no images in the source (found: {seen})")
+        raise DataError(f"{where}: no images in the source (found: {seen})")
     explicit = any(summary.explicit for summary in summaries)
     depth = None
     if not explicit:
@@ -98,28 +83,13 @@ def order_images(
             vocabulary.names, source.class_names, known_classes, from_folders=depth is not None
         )
         if depth is not None and known_classes is None:
-            refuse_splits(class_names, _shown(source.parts))
+            refuse_splits(class_names, where)
     several = not unlabelled and any(summary.several_labels for summary in summaries)
     return Ordered(_sorted(buckets, label_of, source, explicit, ignored), class_names, several, ignored)
 
 
-def _shown(parts: Sequence[str]) -> str:
-    return ", ".join(parts[:3]) + (" ..." if len(parts) > 3 else "")
-
-
-def _summary(listing: Path, part: int) -> PartSummary:
-    summary = PartSummary.load(listing, part)
-    assert summary is not None, f"part {part} was not listed"
-    return summary
-
-
 def _deal(
-    summaries: list[PartSummary],
-    listing: Path,
-    seed: int,
-    vocabulary: Vocabulary,
-    depth: int | None,
-    unlabelled: bool,
+    summaries: list[PartSummary], listing: Path, seed: int, vocabulary: Vocabulary, depth: int | None, unlabelled: bool
 ) -> list[Path]:
     """Append every image to its hash's bucket. `depth`: the class folder's depth, None for explicit labels."""
     total = sum(summary.images for summary in summaries)
@@ -155,11 +125,9 @@ def _deal(
                     batch.column("content"),
                 ]
                 number += len(keys)
-                dealt = pa.record_batch(columns, schema=_DEALT)
                 # (hash >> 32) * count >> 32 is the number of the hash's range, of `count` equal ranges.
                 bucket = ((hashes >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)).astype(np.int64)
-                order = np.argsort(bucket, kind="stable")
-                dealt = dealt.take(pa.array(order))
+                dealt = pa.record_batch(columns, schema=_DEALT).take(pa.array(np.argsort(bucket, kind="stable")))
                 ends = np.cumsum(np.bincount(bucket, minlength=count))
                 for i, end in enumerate(ends.tolist()):
                     start = ends[i - 1] if i else 0
@@ -186,8 +154,7 @@ def _sorted(
         with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as reader:
             table = reader.read_all()
         path.unlink()
-        order = pc.sort_indices(table, [("hash", "ascending"), ("key", "ascending"), ("number", "ascending")])
-        table = table.take(order)
+        table = table.sort_by([("hash", "ascending"), ("key", "ascending"), ("number", "ascending")])
         if table.num_rows:
             table = _once(table, source, explicit, ignored)
             labels = table.column("labels").combine_chunks()

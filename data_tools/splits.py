@@ -11,32 +11,28 @@ Rules apply in order: an image goes to the first split that takes it.
 
 import fnmatch
 import hashlib
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from data_tools.classes import read_lines
 from data_tools.listing import order_hash
 from vitscale.ground.errors import RecipeError
-from vitscale.ground.storage import read_text
 
 _NAME = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
 _OTHER_SEED = 1 << 63
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)%")
 
-Takes = Callable[[str], bool]  # whether the next image in order, given by its key, belongs to a split
+Takes = Callable[[str], object]  # true if the next image in order, given by its key, belongs to a split
 
 
 class Chooser(NamedTuple):
-    """A rule in use; asked in order about every image that no earlier rule took.
-
-    Attributes:
-        takes: whether the next image belongs to the split.
-        expected: number of images that it must have taken in the end; None if the rule gives none.
-    """
+    """A rule in use; asked in order about every image that no earlier rule took."""
 
     takes: Takes
-    expected: int | None = None
+    expected: int | None = None  # number of images that it must have taken in the end, if the rule gives one
 
 
 @dataclass(frozen=True)
@@ -101,7 +97,7 @@ def choosers(rules: tuple[SplitRule, ...], seed: int) -> list[Chooser]:
         elif rule.what == "rest":
             made.append(Chooser(lambda key: True))
         else:
-            made.append(Chooser(_matching(re.compile(fnmatch.translate(rule.what)))))
+            made.append(Chooser(re.compile(fnmatch.translate(rule.what)).fullmatch))
     return made
 
 
@@ -112,25 +108,9 @@ def _share(start: float, end: float, seed: int) -> Takes:
 
 
 def _first(count: int) -> Takes:
-    left = count
-
-    def takes(key: str) -> bool:
-        nonlocal left
-        left -= 1
-        return left >= 0
-
-    return takes
-
-
-def _matching(pattern: re.Pattern[str]) -> Takes:
-    return lambda key: pattern.fullmatch(key) is not None
+    numbers = itertools.count()
+    return lambda key: next(numbers) < count
 
 
 def _listed(rule: SplitRule) -> frozenset[str]:
-    try:
-        text = read_text(rule.what[1:], "utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file in UTF-8"
-        raise RecipeError(f"--split {rule}: {reason}. Expected a file with one key per line") from error
-    keys = frozenset(line for line in text.split("\n") if line.strip())
-    return frozenset(key.removesuffix("\r") for key in keys)
+    return frozenset(read_lines(rule.what[1:], f"--split {rule}", "a file with one key per line"))

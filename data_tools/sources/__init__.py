@@ -8,15 +8,15 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Literal, get_args
 
-from data_tools.paths import SPLIT_NAMES
+from data_tools.classes import SPLIT_NAMES
+from data_tools.sources.archive import TAR_SUFFIXES
 from data_tools.sources.cifar import is_cifar, open_cifar
 from data_tools.sources.dataset import open_dataset
-from data_tools.sources.fields import NO_LABELS, refuse_fields
 from data_tools.sources.folder import FolderSource
 from data_tools.sources.image_list import LIST_SUFFIXES, open_image_list
 from data_tools.sources.parquet import open_parquet
-from data_tools.sources.source import Item, Source, SourceOptions
-from data_tools.sources.tar import TAR_SUFFIXES, open_tars
+from data_tools.sources.source import NO_LABELS, Item, Source, SourceOptions, refuse_fields
+from data_tools.sources.tar import open_tars
 from data_tools.sources.tfrecord import open_tfrecords
 from vitscale.data.shards import MANIFEST_NAME
 from vitscale.data.shards.images import IMAGE_SUFFIXES
@@ -35,7 +35,11 @@ _OPENERS: dict[Kind, Callable[[str, Sequence[str], SourceOptions], Source]] = {
     "list": open_image_list,
     "parquet": open_parquet,
     "tfrecord": open_tfrecords,
-    "dataset": open_dataset,
+}
+_SUFFIXES: dict[Kind, tuple[str, ...]] = {
+    "tar": tuple(TAR_SUFFIXES),
+    "list": LIST_SUFFIXES,
+    "parquet": (".parquet", ".parq", ".pq"),
 }
 _WORD = re.compile(r"[A-Za-z]+")
 
@@ -43,34 +47,30 @@ _WORD = re.compile(r"[A-Za-z]+")
 def open_source(src: str, kind: Kind | None, options: SourceOptions, *, has_splits: bool = False) -> Source:
     """The source at a path, a URL, or a pattern of either (`*`, `?`, `{000..123}`).
 
-    Args:
-        src: the path, URL or pattern, as typed.
-        kind: the kind of source; None to detect it.
-        options: the user's choices of labels and fields.
-        has_splits: whether training and test images are separated later, so that a source may hold both.
+    `kind` is detected if None. `has_splits`: training and test images are separated later, so a source may hold both.
 
     Raises:
         RecipeError: nothing is there, or nothing of a known kind; options that do not fit the kind.
         DataError: a damaged source.
     """
     files = _files(src)
-    found = kind or _kind_of(src, files)
-    if options.labels is not None and found not in ("folder", "tar"):
-        raise RecipeError(f"--labels: SRC {src} is of the kind {found}, which has its own labels")
-    if options.unlabelled and found in ("list", "parquet", "tfrecord", "cifar"):
+    kind = kind or _kind_of(src, files)
+    if options.labels is not None and kind not in ("folder", "tar"):
+        raise RecipeError(f"--labels: SRC {src} is of the kind {kind}, which has its own labels")
+    if options.unlabelled and kind in ("list", "parquet", "tfrecord", "cifar"):
         options = replace(options, label_field=NO_LABELS)
-    if found == "folder":
+    if kind == "folder":
         refuse_fields(options, "a folder")
         return FolderSource((files[0],), options.labels)
-    if found == "dataset":
+    if kind == "dataset":
         return open_dataset(src, files, options)
     if len(files) == 1 and storage.is_folder(files[0]):
-        files = _members(src, files[0], found)
-    if found == "cifar":
+        files = _members(src, files[0], kind)
+    if kind == "cifar":
         return open_cifar(src, files, options, mixed_ok=has_splits)
     if not has_splits:
         _refuse_mixed(src, files)
-    return _OPENERS[found](src, files, options)
+    return _OPENERS[kind](src, files, options)
 
 
 def _files(src: str) -> list[str]:
@@ -127,21 +127,14 @@ def _kind_of(src: str, files: list[str]) -> Kind:
 def _kind_of_file(name: str) -> Kind | None:
     name = storage.base_name(name)
     low = name.lower()
-    if low.startswith("cifar-") and low.endswith(tuple(TAR_SUFFIXES)):
-        return "cifar"
-    if low.endswith(tuple(TAR_SUFFIXES)):
-        return "tar"
-    if low.endswith(LIST_SUFFIXES):
-        return "list"
-    if low.endswith((".parquet", ".parq", ".pq")):
-        return "parquet"
+    for kind, suffixes in _SUFFIXES.items():
+        if low.endswith(suffixes):
+            return "cifar" if kind == "tar" and low.startswith("cifar-") else kind
     if name == MANIFEST_NAME:
         return "dataset"
     if _RECORD_NAME.fullmatch(low):
         return "tfrecord"
-    if is_cifar([name]):
-        return "cifar"
-    return None
+    return "cifar" if is_cifar([name]) else None
 
 
 def _kind_of_folder(folder: str) -> Kind:
@@ -153,18 +146,16 @@ def _kind_of_folder(folder: str) -> Kind:
         return "cifar"
     if any(name.lower().endswith(IMAGE_SUFFIXES) for name in names):
         return "folder"
-    kinds = {kind for name in names if (kind := _kind_of_file(name)) not in (None, "list")}
+    kinds = {kind for name in names if (kind := _kind_of_file(name)) is not None and kind != "list"}
     if not kinds:
         return "folder"  # a folder of class folders, perhaps with a label list beside them
     if len(kinds) > 1 or any(storage.is_folder(storage.join(folder, name)) for name in names):
         raise RecipeError(
-            f"SRC {folder}: holds {' and '.join(sorted(map(str, kinds)))} files"
+            f"SRC {folder}: holds {' and '.join(sorted(kinds))} files"
             f"{' beside folders' if len(kinds) == 1 else ''}. Say which are meant with a pattern, such as "
             f"'{storage.join(folder, '*.tar')}', or with --format {'|'.join(KINDS)}"
         )
-    kind = kinds.pop()
-    assert kind is not None
-    return kind
+    return kinds.pop()
 
 
 def _members(src: str, folder: str, kind: Kind) -> list[str]:
@@ -172,10 +163,10 @@ def _members(src: str, folder: str, kind: Kind) -> list[str]:
     names = storage.names_in(folder)
     if kind == "cifar":
         return [storage.join(folder, name) for name in names]
-    found = [name for name in names if _kind_of_file(name) == kind and not name.startswith(".")]
-    if not found:
+    members = [name for name in names if _kind_of_file(name) == kind and not name.startswith(".")]
+    if not members:
         raise RecipeError(f"SRC {src}: no {kind} files in this folder; it holds {', '.join(names[:10]) or 'nothing'}")
-    return [storage.join(folder, name) for name in found]
+    return [storage.join(folder, name) for name in members]
 
 
 def _refuse_mixed(src: str, files: Sequence[str]) -> None:

@@ -5,24 +5,21 @@ nothing is extracted, so a path cannot lead anywhere.
 """
 
 import bz2
-import errno
 import gzip
 import lzma
 import os
 import posixpath
-import struct
 import tarfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from data_tools.sources.parts import open_part, unpacked
-from data_tools.sources.source import NO_FILE
-from data_tools.sources.tar_bytes import Plain, Raw, Reader, Stream
-from vitscale.data.shards.images import IMAGE_SUFFIXES, MAX_IMAGE_BYTES, refuse_too_large
+from data_tools.sources.source import NO_FILE, RANGE, read_range
+from vitscale.data.shards.images import IMAGE_SUFFIXES, MAX_IMAGE_BYTES
 from vitscale.ground import storage
 from vitscale.ground.errors import DataError
 
@@ -35,10 +32,9 @@ TAR_SUFFIXES: dict[str, Callable[..., Any] | None] = {
     ".txz": lzma.open,
     ".tar.bz2": bz2.open,
 }
-ARCHIVE_INSIDE = "archive inside of the archive"
 
 _COPY_BYTES = 4 << 20
-_PLACE = struct.Struct("<QQ")  # offset, size
+_MAX_HEADER_BYTES = 64 << 20  # names and attributes of one member, in extended headers
 # tarfile itself fails on maliciously odd headers, hence the last line.
 _DAMAGE = (
     *(tarfile.TarError, EOFError, lzma.LZMAError, zlib.error),
@@ -67,11 +63,7 @@ def must_stream(where: str) -> bool:
     return storage.is_url(where) or TAR_SUFFIXES[suffix_of(where)] is not None
 
 
-class ByteRange(NamedTuple):
-    """The bytes of a file, by their position from the start of the outermost archive."""
-
-    offset: int
-    size: int
+ByteRange = tuple[int, int]  # offset from the start of the outermost archive, and size
 
 
 class Member(NamedTuple):
@@ -81,17 +73,71 @@ class Member(NamedTuple):
     place: ByteRange
 
 
+@dataclass
+class _Stream:
+    """Moves only forwards, except for one byte back: tarfile checks that the last byte before a header is there."""
+
+    file: BinaryIO
+    position: int = 0
+    last: bytes = b""
+    repeats: bool = False
+
+    def seek(self, position: int) -> None:
+        self.repeats = position == self.position - 1
+        assert self.repeats or position >= self.position, "a stream goes forwards only"
+        while self.position < position and self.read(min(_COPY_BYTES, position - self.position)):
+            pass
+
+    def read(self, size: int) -> bytes:
+        if self.repeats and size > 0:
+            self.repeats = False
+            return self.last + self.read(size - 1)
+        data = self.file.read(size)
+        self.position += len(data)
+        self.last = data[-1:] or self.last
+        return data
+
+
+class _Reader:
+    """A range of bytes as the file object that tarfile wants. It moves only forwards and never beyond its end, so no
+    header can make tarfile loop. `last` holds the bytes read last: after the last member, the end mark."""
+
+    def __init__(self, raw: BinaryIO | _Stream, start: int, size: int | None):
+        self.last = b""
+        self._raw, self._start, self._size = raw, start, size
+        self._position = self._empty_reads = 0
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, position: int) -> None:
+        if position < self._position:
+            raise tarfile.ReadError("a header that points backwards")
+        self._position = position
+
+    def read(self, size: int) -> bytes:
+        if not 0 <= size <= _MAX_HEADER_BYTES or self._empty_reads > 1:
+            raise tarfile.ReadError("unexpected end of data" if self._empty_reads else f"a header of {size:,} bytes")
+        if self._size is not None:
+            size = max(0, min(size, self._size - self._position))
+        self._raw.seek(self._start + self._position)
+        self.last = self._raw.read(size)
+        self._position += len(self.last)
+        self._empty_reads += not self.last
+        return self.last
+
+
 class Archive:
     """A tar, or one inside another tar. `name` is what messages call it."""
 
-    def __init__(self, name: str, raw: Raw, start: int = 0, size: int | None = None):
+    def __init__(self, name: str, raw: BinaryIO | _Stream, start: int = 0, size: int | None = None):
         self.name = name
         self._raw, self._start, self._size = raw, start, size
 
     def headers(self) -> Iterator[tarfile.TarInfo]:
         """Every member. Raises DataError for an archive that is damaged, or that has data after its end."""
         with _damage_told(self.name):
-            reader = Reader(self._raw, self._start, self._size)
+            reader = _Reader(self._raw, self._start, self._size)
             with tarfile.TarFile(fileobj=reader, encoding="utf-8", errors="surrogateescape") as archive:  # type: ignore[arg-type]
                 for header in archive:
                     if not 0 <= header.size < 1 << 63:
@@ -109,7 +155,7 @@ class Archive:
         for header in self.headers():
             place = self._place(header)
             if place is None and (header.islnk() or header.issym()):
-                if self._raw.streams:
+                if isinstance(self._raw, _Stream):
                     self._refuse_image(header)
                 else:
                     links = self._links() if links is None else links
@@ -120,8 +166,8 @@ class Archive:
                 ignored[NO_FILE] += 1
 
     def content(self, member: Member, streams: bool) -> bytes:
-        """An Item's `content`: the bytes if the source streams, else their place, packed for `read_place`."""
-        return self.read(member, MAX_IMAGE_BYTES) if streams else _PLACE.pack(*member.place)
+        """An Item's `content`: the bytes if the source streams, else their place, packed."""
+        return self.read(member, MAX_IMAGE_BYTES) if streams else RANGE.pack(*member.place)
 
     def read(self, member: Member, limit: int) -> bytes:
         """The bytes of the file that `files` yielded last. Raises DataError if there are more than `limit`."""
@@ -141,7 +187,7 @@ class Archive:
 
     def _place(self, header: tarfile.TarInfo) -> ByteRange | None:
         if header.isreg() and not header.issparse():
-            return ByteRange(self._start + header.offset_data, header.size)
+            return self._start + header.offset_data, header.size
         return None
 
     def _links(self) -> dict[int, ByteRange]:
@@ -168,7 +214,7 @@ class Archive:
                 "it anew with copies in place of links (tar --dereference --hard-dereference)"
             )
 
-    def _check_end(self, reader: Reader, end: int) -> None:
+    def _check_end(self, reader: _Reader, end: int) -> None:
         """Check the end mark: Python's tarfile takes a damaged header, or a cut between two files, for the end."""
         mark = reader.last
         if len(mark) < tarfile.BLOCKSIZE or any(mark):
@@ -191,19 +237,21 @@ def open_archive(where: str) -> Iterator[Archive]:
         opened = open_part(where) if streams else storage.open_stream(where)
     with opened as file:
         unpack = TAR_SUFFIXES[suffix_of(where)]
-        yield Archive(where, Stream(unpacked(where, file, unpack) if unpack else file) if streams else Plain(file))
+        raw: BinaryIO = unpacked(where, file, unpack) if unpack else file
+        yield Archive(where, _Stream(raw) if streams else raw)
 
 
-def read_place(where: str, content: bytes) -> bytes:
-    """The bytes of a file in a plain tar, from the place that `Archive.content` packed. Raises OSError."""
-    offset, size = _PLACE.unpack(content)
-    refuse_too_large(size)
-    with Path(where).open("rb") as file:
-        file.seek(offset)
-        data = file.read(size)
-    if len(data) != size:
-        raise OSError(errno.EIO, "the archive has become shorter", where)
-    return data
+@dataclass(frozen=True)
+class ArchiveSource:
+    """What sources of tars share. An item's content is `Archive.content`."""
+
+    parts: tuple[str, ...]
+    streams: bool
+    class_names: ClassVar[tuple[str, ...] | None] = None
+
+    def read(self, part: int, content: bytes) -> bytes:
+        """The bytes of one image file. Raises OSError."""
+        return read_range(self.parts[part], content, "archive")
 
 
 def _target(header: tarfile.TarInfo) -> str:

@@ -20,9 +20,8 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from data_tools.sources.archive import is_tar, open_archive
-from data_tools.sources.fields import NO_LABELS
 from data_tools.sources.parts import open_part, reading
-from data_tools.sources.source import Item, SourceOptions
+from data_tools.sources.source import NO_LABELS, Item, SourceOptions
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.storage import base_name
 from vitscale.ground.wording import counted
@@ -48,10 +47,6 @@ class _File(NamedTuple):
         """The batch's name: the file name without suffix."""
         return base_name(self.member or self.where).removesuffix(_BINARY)
 
-    @property
-    def is_binary(self) -> bool:
-        return (self.member or self.where).endswith(_BINARY)
-
     def beside(self, name: str) -> "_File":
         """Another file in the same folder."""
         if self.member is not None:
@@ -65,10 +60,13 @@ class _File(NamedTuple):
         """The whole file. Raises DataError or StorageError."""
         if self.member is None:
             with reading(self.where), closing(open_part(self.where)) as file:
-                return _limited(file.read(_MAX_FILE_BYTES + 1), str(self))
+                data = file.read(_MAX_FILE_BYTES + 1)
+            if len(data) > _MAX_FILE_BYTES:
+                raise DataError(f"{self}: more than {_MAX_FILE_BYTES:,} bytes; no batch of CIFAR is so large")
+            return data
         with open_archive(self.where) as archive:
             for member in archive.files(Counter()):
-                if _member_name(member.path) == self.member:
+                if member.path.decode("utf-8", "backslashreplace") == self.member:
                     return archive.read(member, _MAX_FILE_BYTES)
         raise DataError(f"{self}: missing")
 
@@ -89,16 +87,21 @@ class CifarSource:
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
         place = self.places[part]
         data = place.read()
-        pixels, labels_of = _batch(data, place)
-        classes = _CLASSES[self.labels] if self.labels is not None else 0
-        for i, planes in enumerate(pixels.reshape(-1, 3, 32, 32)):
+        fields = ("coarse_labels", "fine_labels") if place.name in _CIFAR100 else ("labels",)
+        size = len(fields) + _PIXELS
+        if not data or len(data) % size:
+            raise DataError(
+                f"{place}: {len(data):,} bytes; expected records of {size:,}: truncated, or no batch of CIFAR"
+            )
+        for i, record in enumerate(np.frombuffer(data, np.uint8).reshape(-1, size)):
             labels: tuple[str, ...] = ()
-            if self.labels is not None:
-                label = labels_of[self.labels][i]
-                if not 0 <= label < classes:
+            if self.labels is not None and self.class_names is not None:
+                label, classes = int(record[fields.index(self.labels)]), len(self.class_names)
+                if label >= classes:
                     raise DataError(f"{place}: image {i} has the label {label}; there are {classes} classes")
-                labels = (self.class_names[label],) if self.class_names is not None else ()
-            yield Item(f"{place.name}/{i:05d}", labels, _PPM_HEAD + planes.transpose(1, 2, 0).tobytes())
+                labels = (self.class_names[label],)
+            pixels = record[len(fields) :].reshape(3, 32, 32).transpose(1, 2, 0)
+            yield Item(f"{place.name}/{i:05d}", labels, _PPM_HEAD + pixels.tobytes())
 
     def read(self, part: int, content: bytes) -> bytes:
         return content
@@ -116,11 +119,8 @@ def is_cifar(names: Collection[str]) -> bool:
 def open_cifar(src: str, files: Sequence[str], options: SourceOptions, mixed_ok: bool = False) -> CifarSource:
     """CIFAR from files of one version: batches, or tars of them; other files are ignored.
 
-    Args:
-        src: the source as typed.
-        files: paths or URLs.
-        options: `label_field` may be fine_labels or coarse_labels for CIFAR-100.
-        mixed_ok: whether training and test images may come together, because they are separated later.
+    For CIFAR-100 `options.label_field` may be fine_labels or coarse_labels. `mixed_ok`: training and test images may
+    come together, because they are separated later.
 
     Raises:
         RecipeError: no batches, several versions, training and test images together, an unknown field.
@@ -130,7 +130,7 @@ def open_cifar(src: str, files: Sequence[str], options: SourceOptions, mixed_ok:
     names = [place.name for place in places]
     if not places:
         raise RecipeError(f"{src}: no batches of CIFAR ({', '.join(name + _BINARY for name in _CIFAR10 + _CIFAR100)})")
-    if pickled := [place for place in places if not place.is_binary]:
+    if pickled := [place for place in places if not str(place).endswith(_BINARY)]:
         raise RecipeError(
             f"{pickled[0]}: is a pickle, which is a program and is not read. Take the binary version, of the same site "
             f"(cifar-10-binary.tar.gz, cifar-100-binary.tar.gz), or parquet of the Hugging Face hub"
@@ -160,7 +160,7 @@ def _batches(file: str) -> list[_File]:
     if not is_tar(file):
         return [_File(file)] if base_name(file) in _BATCHES else []
     with open_archive(file) as archive:
-        paths = [_member_name(member.path) for member in archive.files(Counter())]
+        paths = [member.path.decode("utf-8", "backslashreplace") for member in archive.files(Counter())]
     return [_File(file, path) for path in sorted(paths) if base_name(path) in _BATCHES]
 
 
@@ -174,27 +174,3 @@ def _class_names(place: _File, field: str) -> tuple[str, ...]:
             f"{meta}: expected the names of {count} classes, all different, found {counted(len(names), 'entry')}"
         )
     return tuple(names)
-
-
-# -------------------------------------------------------------------------------------------------------------- batches
-
-
-def _batch(data: bytes, place: _File) -> tuple[np.ndarray, dict[str, list[int]]]:
-    """uint8 (N, 3072) pixels; N labels for each list of labels, by its name."""
-    fields = ("coarse_labels", "fine_labels") if place.name in _CIFAR100 else ("labels",)
-    size = len(fields) + _PIXELS
-    if not data or len(data) % size:
-        raise DataError(f"{place}: {len(data):,} bytes; expected records of {size:,}: truncated, or no batch of CIFAR")
-    records = np.frombuffer(data, np.uint8).reshape(-1, size)
-    labels = {field: records[:, column].tolist() for column, field in enumerate(fields)}
-    return records[:, len(fields) :], labels
-
-
-def _member_name(path: bytes) -> str:
-    return path.decode("utf-8", "backslashreplace")
-
-
-def _limited(data: bytes, where: str) -> bytes:
-    if len(data) > _MAX_FILE_BYTES:
-        raise DataError(f"{where}: more than {_MAX_FILE_BYTES:,} bytes; no batch of CIFAR is so large")
-    return data

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_tools.sources.fields import refuse_fields
-from data_tools.sources.source import Item, SourceOptions
+from data_tools.sources.source import Item, SourceOptions, refuse_fields
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.opening import OpenShard, known_manifest, open_shard
+from vitscale.data.shards.opening import known_manifest, open_shard
 from vitscale.data.shards.raw import raw_to_png
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.digests import file_digests
@@ -26,14 +25,10 @@ class DatasetSource:
     """The dataset of a manifest, one part per shard. Content is an image's place in its shard, and its checksum.
 
     Raw pixels of an adopted shard are returned as a PNG.
-
-    Attributes:
-        manifest: the manifest's path or URL; not the manifest itself, which may be large.
-        sha256: the manifest's digest.
     """
 
-    manifest: str
-    sha256: str
+    manifest: str  # its path or URL; not the manifest itself, which may be large
+    sha256: str  # the manifest's digest
     parts: tuple[str, ...]
     class_names: tuple[str, ...] | None
 
@@ -42,14 +37,21 @@ class DatasetSource:
         return is_url(self.manifest)
 
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
-        manifest = known_manifest(self.manifest, self.sha256)
+        manifest, names = known_manifest(self.manifest, self.sha256), self.class_names or ()
         with open_shard(manifest, part) as shard:
-            if self.streams:
-                _check_arrival(shard, manifest, self.parts[part])
-            file = shard.file
+            file, stated = shard.file, manifest.shards[part].sha256
+            if self.streams and (sha256 := file_digests(file.path).sha256) != stated:
+                raise DataError(
+                    f"{self.parts[part]}: damaged, there or on the way: sha256 {sha256}; the manifest says {stated}"
+                )
             for slot in shard.slots.tolist():
                 key = f"uid-{int(file.uid[slot])}" if shard.keys is None else shard.keys[slot]
-                labels = tuple(self._class_name(label, part, key) for label in shard.labels(slot))
+                numbers = shard.labels(slot)
+                if unknown := [number for number in numbers if number >= len(names)]:
+                    raise DataError(
+                        f"{self.parts[part]}: {key!r} has the label {unknown[0]}; the manifest names "
+                        f"{counted(len(names), 'class')}"
+                    )
                 place = file.offset[slot], file.size[slot], file.crc[slot]
                 if self.streams:
                     content, _ = shard.image_file(slot)
@@ -57,7 +59,7 @@ class DatasetSource:
                     content = _RAW_PLACE.pack(*place, file.height[slot], file.width[slot])
                 else:
                     content = _PLACE.pack(*place)
-                yield Item(key, labels, content)
+                yield Item(key, tuple(names[number] for number in numbers), content)
 
     def read(self, part: int, content: bytes) -> bytes:
         if self.streams:
@@ -70,14 +72,6 @@ class DatasetSource:
         if len(data) != size or crc32c(data) != crc:
             raise OSError(f"damaged in {self.parts[part]}: its checksum is wrong")
         return raw_to_png(data, *shape) if is_raw else data
-
-    def _class_name(self, label: int, part: int, key: str) -> str:
-        names = self.class_names or ()
-        if label >= len(names):
-            raise DataError(
-                f"{self.parts[part]}: {key!r} has the label {label}; the manifest names {counted(len(names), 'class')}"
-            )
-        return names[label]
 
 
 def open_dataset(src: str, files: Sequence[str], options: SourceOptions) -> DatasetSource:
@@ -93,9 +87,3 @@ def open_dataset(src: str, files: Sequence[str], options: SourceOptions) -> Data
     manifest = Manifest.load(files[0])
     parts = tuple(manifest.location(shard.path) for shard in manifest.shards)
     return DatasetSource(manifest.where, manifest.sha256, parts, manifest.class_names or None)
-
-
-def _check_arrival(shard: OpenShard, manifest: Manifest, where: str) -> None:
-    found, expected = file_digests(shard.file.path).sha256, manifest.shards[shard.index].sha256
-    if found != expected:
-        raise DataError(f"{where}: damaged, there or on the way: sha256 {found}; the manifest says {expected}")

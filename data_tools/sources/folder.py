@@ -87,11 +87,11 @@ def _files_below(root: bytes, ignored: Counter[str]) -> Iterator[bytes]:
             with os.scandir(os.path.join(root, folder)) as listing:  # noqa: PTH118
                 for item in listing:
                     path = folder + b"/" + item.name if folder else item.name
-                    if _is_link_to_itself(item):
+                    if item.is_symlink() and _examined(item) == errno.ELOOP:
                         ignored[NO_FILE] += 1
                     elif item.is_dir():
                         pending.append((path, above | {identity}))
-                    elif item.is_file() or not _exists(item):  # a broken link is an image that cannot be read
+                    elif item.is_file() or _examined(item):  # a broken link is an image that cannot be read
                         yield path
                     else:
                         ignored[NO_FILE] += 1
@@ -116,19 +116,10 @@ def _files_at(url: str, ignored: Counter[str]) -> Iterator[bytes]:
                 yield name.removeprefix(root.rstrip("/") + "/").encode("utf-8")
 
 
-def _is_link_to_itself(item: os.DirEntry[bytes]) -> bool:
-    """Whether a link leads back to itself, so that its target cannot be examined."""
-    try:
-        if item.is_symlink():
-            item.stat()
-    except OSError as error:
-        return error.errno == errno.ELOOP
-    return False
-
-
-def _exists(item: os.DirEntry[bytes]) -> bool:
+def _examined(item: os.DirEntry[bytes]) -> int | None:
+    """The error number of examining an entry, or what a link points at; 0 for none."""
     try:
         item.stat()
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return error.errno
+    return 0

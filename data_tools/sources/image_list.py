@@ -8,11 +8,10 @@ Relative paths start at the list's own folder. Lists have millions of rows, so t
 """
 
 import csv
-import io
 import json
 import posixpath
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,9 +19,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from data_tools.sources.fields import IMAGE_NAMES, NO_LABELS, choose_image, choose_label, label_columns
 from data_tools.sources.parts import clean_path, open_unzipped, reading
-from data_tools.sources.source import Item, SourceOptions, numbered_label
+from data_tools.sources.source import (
+    IMAGE_NAMES,
+    NO_LABELS,
+    Item,
+    SourceOptions,
+    choose_image,
+    choose_label,
+    label_columns,
+    numbered_label,
+)
 from vitscale.data.shards.images import IMAGE_SUFFIXES, refuse_too_large
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.safe_text import without_secrets
@@ -50,10 +57,8 @@ class ImageListSource:
     class_names: tuple[str, ...] | None = None
 
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
-        where = self.parts[part]
-        with reading(where), closing(open_unzipped(where)) as file:
-            for key, labels, path in _rows(file, where, self.options):
-                yield Item(key, labels, _bare(path))
+        for key, labels, path in _rows(self.parts[part], self.options):
+            yield Item(key, labels, _bare(path))
 
     def read(self, part: int, content: bytes) -> bytes:
         path = (_with_secrets(self, part).get(content, content) if content.startswith(b"\0") else content).decode()
@@ -74,8 +79,8 @@ def open_image_list(src: str, files: Sequence[str], options: SourceOptions) -> I
         DataError, StorageError: a list whose first row is damaged, or that cannot be read.
     """
     for where in files:
-        with reading(where), closing(open_unzipped(where)) as file:
-            next(_rows(file, where, options), None)
+        with closing(_rows(where, options)) as rows:
+            next(rows, None)
     return ImageListSource(tuple(files), options)
 
 
@@ -87,9 +92,7 @@ def _bare(path: bytes) -> bytes:
 @cache
 def _with_secrets(source: ImageListSource, part: int) -> dict[bytes, bytes]:
     """Content of a list's images whose URLs have secrets -> their paths or URLs as written."""
-    where = source.parts[part]
-    with reading(where), closing(open_unzipped(where)) as file:
-        return {_bare(item.content): item.content for item in _rows(file, where, source.options)}
+    return {_bare(item.content): item.content for item in _rows(source.parts[part], source.options)}
 
 
 def _beside(where: str, path: str) -> str:
@@ -100,17 +103,21 @@ def _beside(where: str, path: str) -> str:
     return posixpath.join(posixpath.dirname(where), path)
 
 
-def _rows(file: io.BufferedReader, where: str, options: SourceOptions) -> Iterator[Item]:
-    if file.peek(len(_BOM))[: len(_BOM)] == _BOM:
-        file.read(len(_BOM))
-    # In pieces: a file without line ends must not be read into memory at once.
-    lines = map(bytes.decode, iter(partial(file.readline, _MAX_LINE_BYTES), b""))
-    suffix = posixpath.splitext(where.lower().removesuffix(".gz"))[1]
-    if suffix in CSV_DELIMITERS:
-        return _csv_rows(lines, CSV_DELIMITERS[suffix], where, options)
-    if suffix in JSON_SUFFIXES:
-        return _json_rows(lines, where, options)
-    raise RecipeError(f"{where}: not a list of images; those end in {', '.join((*CSV_DELIMITERS, *JSON_SUFFIXES))}")
+def _rows(where: str, options: SourceOptions) -> Generator[Item, None, None]:
+    """The images of a list, their content being paths and URLs as written."""
+    with reading(where), closing(open_unzipped(where)) as file:
+        if file.peek(len(_BOM))[: len(_BOM)] == _BOM:
+            file.read(len(_BOM))
+        # In pieces: a file without line ends must not be read into memory at once.
+        lines = map(bytes.decode, iter(partial(file.readline, _MAX_LINE_BYTES), b""))
+        suffix = posixpath.splitext(where.lower().removesuffix(".gz"))[1]
+        if suffix in CSV_DELIMITERS:
+            yield from _csv_rows(lines, CSV_DELIMITERS[suffix], where, options)
+        elif suffix in JSON_SUFFIXES:
+            yield from _json_rows(lines, where, options)
+        else:
+            known = ", ".join((*CSV_DELIMITERS, *JSON_SUFFIXES))
+            raise RecipeError(f"{where}: not a list of images; those end in {known}")
 
 
 def _key(path: str, where: str, line: int) -> str:
@@ -174,7 +181,7 @@ def _csv_rows(lines: Iterator[str], delimiter: str, where: str, options: SourceO
 def _layout(first: list[str], where: str, options: SourceOptions) -> _Layout:
     names = [field.strip() for field in first]
     images = [name for name in names if name.lower() in IMAGE_NAMES]
-    if not images and options.image_field is None and _looks_like_image(first[0]):
+    if not images and options.image_field is None and (is_url(first[0]) or first[0].lower().endswith(IMAGE_SUFFIXES)):
         label = 1 if options.label_field != NO_LABELS else None
         if len(first) == 2 or (len(first) == 1 and label is None):
             return _Layout(len(first), 0, label, has_header=False)
@@ -188,10 +195,6 @@ def _layout(first: list[str], where: str, options: SourceOptions) -> _Layout:
     label_name = choose_label(names, label_columns(names), options, where)
     label_at = None if label_name is None else names.index(label_name)
     return _Layout(len(names), names.index(image), label_at, has_header=True)
-
-
-def _looks_like_image(field: str) -> bool:
-    return is_url(field) or field.lower().endswith(IMAGE_SUFFIXES)
 
 
 def _split_labels(text: str) -> tuple[str, ...]:

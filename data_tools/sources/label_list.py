@@ -21,6 +21,7 @@ import numpy as np
 import xxhash
 
 from data_tools.sources.archive import is_tar, open_archive
+from data_tools.sources.image_list import CSV_DELIMITERS
 from data_tools.sources.parts import open_part
 from data_tools.sources.source import Item, numbered_label
 from vitscale.data.shards.images import IMAGE_SUFFIXES
@@ -45,7 +46,7 @@ class LabelList:
     """The labels of images, by path; about 20 bytes per image.
 
     Args:
-        where: what messages call the list.
+        where: what messages call the list: `--labels` and its path.
         rows: one per image, either all with names or all without. Raises DataError if two have the same name.
     """
 
@@ -58,11 +59,12 @@ class LabelList:
             if name is not None:
                 hashes.append(_hash(name))
         if not labels:
-            raise DataError(f"--labels {where}: no labels in it")
+            raise DataError(f"{where}: no labels in it")
         self._known = list(known)
         self._labels = np.array(labels, np.int32)
         self._numbered = not hashes
-        self._only_counts = all(_is_count(row_labels) for row_labels in known)
+        counts = [len(each) == 1 and each[0].isdecimal() and int(each[0]) > 0 for each in known]
+        self._only_counts = all(counts)
         self._taken_by = np.zeros(len(labels), np.uint64)
         self._hashes = np.array(hashes, np.uint64)
         order = np.argsort(self._hashes, kind="stable")
@@ -72,7 +74,7 @@ class LabelList:
             if len(twice):
                 first, second = (int(order[twice[0] + i]) + 1 for i in (0, 1))
                 raise DataError(
-                    f"--labels {where}: rows {first:,} and {second:,} (without the header) are of one image. Expected "
+                    f"{where}: rows {first:,} and {second:,} (without the header) are of one image. Expected "
                     "one row per image, several labels with | between them"
                 )
 
@@ -89,7 +91,7 @@ class LabelList:
         hash_of_path = _hash(path)
         if self._taken_by[at] not in (0, hash_of_path):
             raise DataError(
-                f"--labels {self.where}: {path!r} is the second image that one entry fits; expected one each. Name "
+                f"{self.where}: {path!r} is the second image that one entry fits; expected one each. Name "
                 "images by their paths, not by file names alone"
             )
         self._taken_by[at] = hash_of_path
@@ -107,21 +109,20 @@ class LabelList:
 
     def _by_number(self, path: str) -> int:
         name = path.rpartition("/")[2]
-        where = f"--labels {self.where}"
         if _ILSVRC_NAME.match(name) and self._only_counts:
             raise DataError(
-                f"{where}: numbers from 1 are no labels for {name}: they are ILSVRC2012_IDs, in an order of their own. "
-                "Give ILSVRC2012_devkit_t12.tar.gz itself, which says what they mean, or a list of synset names"
+                f"{self.where}: numbers from 1 are no labels for {name}: they are ILSVRC2012_IDs, in an order of their "
+                "own. Give ILSVRC2012_devkit_t12.tar.gz itself, which says what they mean, or a list of synset names"
             )
         digits = re.search(r"([0-9]{1,18})$", name.rpartition(".")[0])
         if digits is None:
             raise DataError(
-                f"{where}: one label a line, for images whose names end in their number; {path!r} does not. Give a "
-                "table (.csv) of names and labels"
+                f"{self.where}: one label a line, for images whose names end in their number; {path!r} does not. Give "
+                "a table (.csv) of names and labels"
             )
         number = int(digits[1])
         if not 1 <= number <= len(self._labels):
-            raise DataError(f"{where}: has lines 1 to {len(self._labels):,}; {path!r} asks for line {number:,}")
+            raise DataError(f"{self.where}: has lines 1 to {len(self._labels):,}; {path!r} asks for line {number:,}")
         return number - 1
 
 
@@ -148,23 +149,25 @@ def labelled(items: Iterable[Item], labels: str, where: str) -> Iterator[Item]:
 
 def read_label_list(path: str) -> LabelList:
     """The label list at a path or URL. Raises RecipeError if there is none, DataError if it cannot be understood."""
+    where = f"--labels {path}"
     if is_tar(path):
-        return LabelList(path, _devkit_rows(path))
+        return LabelList(where, _devkit_rows(path, where))
     try:
         with open_part(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
-            return LabelList(path, _text_rows(path, text))
+            return LabelList(where, _text_rows(where, text))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"--labels {path}: expected a text in UTF-8, or a table ({error})") from error
+        raise DataError(f"{where}: expected a text in UTF-8, or a table ({error})") from error
     except OSError as error:
-        raise RecipeError(f"--labels {path}: {error.strerror or error}") from error
+        raise RecipeError(f"{where}: {error.strerror or error}") from error
 
 
 def _text_rows(where: str, text: Iterable[str]) -> Iterator[Row]:
     lines = iter(text)
     first = next(lines, "")
     lines = chain([first], lines)
-    if where.lower().endswith((".csv", ".tsv")):
-        yield from _table_rows(where, csv.reader(lines, delimiter="\t" if where.lower().endswith(".tsv") else ","))
+    delimiter = CSV_DELIMITERS.get(where[-4:].lower())
+    if delimiter is not None:
+        yield from _table_rows(where, csv.reader(lines, delimiter=delimiter))
         return
     for separator in ("\t", ",", None):
         cells = first.strip().split(separator, 1)
@@ -176,9 +179,9 @@ def _text_rows(where: str, text: Iterable[str]) -> Iterator[Row]:
         if not line.strip():
             end = end or number
         elif end:
-            raise DataError(f"--labels {where}: line {end:,} is empty, later ones are not; expected a label a line")
+            raise DataError(f"{where}: line {end:,} is empty, later ones are not; expected a label a line")
         else:
-            yield None, _labels(line, f"--labels {where}, line {number:,}")
+            yield None, _labels(line, f"{where}, line {number:,}")
 
 
 def _table_rows(where: str, rows: Iterable[list[str]]) -> Iterator[Row]:
@@ -196,32 +199,30 @@ def _table_rows(where: str, rows: Iterable[list[str]]) -> Iterator[Row]:
                 continue
         if len(row) != width:
             raise DataError(
-                f"--labels {where}, line {number:,}: {counted(len(row), 'column')}; expected {width}: name and label "
+                f"{where}, line {number:,}: {counted(len(row), 'column')}; expected {width}: name and label "
                 "of an image" + (" (or more, with a header that calls one of them 'label')" if width == 2 else "")
             )
         cell = row[label_column]
         if boxes:
             cell = "|".join(dict.fromkeys(cell.split()[::5]))
-        yield row[name_column].strip(), _labels(cell, f"--labels {where}, line {number:,}")
+        yield row[name_column].strip(), _labels(cell, f"{where}, line {number:,}")
 
 
-def _devkit_rows(where: str) -> Iterator[Row]:
+def _devkit_rows(path: str, where: str) -> Iterator[Row]:
     """ImageNet's validation labels as synsets; the development kit has them as numbers in an order of its own."""
-    found: dict[str, bytes] = {}
-    with open_archive(where) as archive:
+    files: dict[str, bytes] = {}
+    with open_archive(path) as archive:
         for member in archive.files(Counter()):
             for name in (_META, _GROUND_TRUTH):
                 if member.path.endswith(name.encode()):
-                    found[name] = archive.read(member, _MAX_MEMBER_BYTES)
-    if len(found) < 2:
-        raise DataError(
-            f"--labels {where}: expected the kit ILSVRC2012_devkit_t12.tar.gz, with {_META}, {_GROUND_TRUTH}"
-        )
-    synsets = _synsets(where, found[_META])
-    for number, line in enumerate(found[_GROUND_TRUTH].split(), 1):
+                    files[name] = archive.read(member, _MAX_MEMBER_BYTES)
+    if len(files) < 2:
+        raise DataError(f"{where}: expected the kit ILSVRC2012_devkit_t12.tar.gz, with {_META}, {_GROUND_TRUTH}")
+    synsets = _synsets(where, files[_META])
+    for number, line in enumerate(files[_GROUND_TRUTH].split(), 1):
         synset = synsets.get(line.decode("ascii", "replace"))
         if synset is None:
-            raise DataError(f"--labels {where}: line {number:,} of {_GROUND_TRUTH}, {line[:20]!r}, is no ILSVRC2012_ID")
+            raise DataError(f"{where}: line {number:,} of {_GROUND_TRUTH}, {line[:20]!r}, is no ILSVRC2012_ID")
         yield f"ILSVRC2012_val_{number:08d}", (synset,)
 
 
@@ -230,16 +231,15 @@ def _synsets(where: str, meta: bytes) -> dict[str, str]:
     try:
         from scipy.io import loadmat, whosmat  # type: ignore[import-untyped]
     except ImportError as error:
-        raise RecipeError(f"--labels {where}: reading {_META} needs SciPy: pip install scipy") from error
+        raise RecipeError(f"{where}: reading {_META} needs SciPy: pip install scipy") from error
     try:
         if any(math.prod(shape) > _MOST_SYNSETS for _, shape, _ in whosmat(io.BytesIO(meta))):
             raise ValueError(f"more than {_MOST_SYNSETS:,} entries")
         table = loadmat(io.BytesIO(meta), squeeze_me=True, variable_names=["synsets"])["synsets"]
         return {str(int(row["ILSVRC2012_ID"])): str(row["WNID"]) for row in table}
     except Exception as error:  # SciPy raises nearly anything on a damaged file
-        raise DataError(
-            f"--labels {where}: {_META} is damaged or of another kind ({type(error).__name__}: {error})"
-        ) from error
+        what = f"{type(error).__name__}: {error}"
+        raise DataError(f"{where}: {_META} is damaged or of another kind ({what})") from error
 
 
 def _labels(cell: str, where: str) -> tuple[str, ...]:
@@ -251,10 +251,6 @@ def _labels(cell: str, where: str) -> tuple[str, ...]:
         is_number = re.fullmatch(r"-?[0-9]{1,18}", name.strip())
         labels += numbered_label(int(name), where) if is_number else (name.strip(),)
     return tuple(labels)
-
-
-def _is_count(labels: tuple[str, ...]) -> bool:
-    return len(labels) == 1 and labels[0].isdecimal() and int(labels[0]) > 0
 
 
 def _hash(name: str) -> int:

@@ -13,15 +13,12 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, ClassVar, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from data_tools.sources.fields import choose_image, choose_label, label_columns
-from data_tools.sources.label_rule import LabelRule
 from data_tools.sources.parts import open_part, part_names, reading
-from data_tools.sources.source import Item, SourceOptions, numbered_label
+from data_tools.sources.source import Item, SourceOptions, choose_image, choose_label, label_columns, numbered_label
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.unpacked import CHECKS, read_batches
 
@@ -44,15 +41,11 @@ class _Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class ParquetSource:
-    """Images in parquet files, read a few rows at a time. Keys of a file's images begin with its entry in `names`.
-
-    A `rule`, if given, computes the labels; no column is used then.
-    """
+    """Images in parquet files, read a few rows at a time. Keys of a file's images begin with its entry in `names`."""
 
     parts: tuple[str, ...]
     names: tuple[str, ...]
     layout: _Layout
-    rule: LabelRule | None = None
     streams: ClassVar[bool] = True
 
     @property
@@ -62,8 +55,6 @@ class ParquetSource:
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
         where, layout = self.parts[part], self.layout
         columns = [layout.image] if layout.label is None else [layout.image, layout.label]
-        ruled = () if self.rule is None else self.rule.features
-        columns += dict.fromkeys(name.partition("/")[0] for name in ruled)
         row = 0
         with _opened(where) as (raw, file):
             # Row group by row group, columns in pieces: a group may be as large as the file.
@@ -73,10 +64,7 @@ class ParquetSource:
                 for i in range(batch.num_rows):
                     spot = f"{where}, row {row}"
                     data, path = _image(images[i].as_py(), layout.is_struct, spot)
-                    if self.rule is not None:
-                        named = self.rule.labels(_values(batch.slice(i, 1).to_pylist()[0], ruled, spot), spot)
-                    else:
-                        named = () if labels is None else _labels(labels[i].as_py(), layout.class_names, spot)
+                    named = () if labels is None else _labels(labels[i].as_py(), layout.class_names, spot)
                     yield Item(f"{self.names[part]}/{row:09d}{path}", named, data)
                     row += 1
             if row != file.metadata.num_rows:
@@ -98,16 +86,12 @@ def open_parquet(src: str, files: Sequence[str], options: SourceOptions) -> Parq
         with _opened(where) as (_, file):
             return _layout(file.schema_arrow, options, where)
 
-    def check(where: str) -> None:
-        layout = layout_of(where)
-        if layout != first:
-            raise DataError(f"{where}: {_difference(layout, first)} in {files[0]}. Convert them one by one")
-
     names = part_names(files, stem=True)
     first = layout_of(files[0])
     with ThreadPoolExecutor(_OPENED_AT_ONCE) as pool:
-        for _ in pool.map(check, files[1:]):
-            pass
+        for where, layout in zip(files[1:], pool.map(layout_of, files[1:]), strict=True):
+            if layout != first:
+                raise DataError(f"{where}: {_difference(layout, first)} in {files[0]}. Convert them one by one")
     return ParquetSource(tuple(files), names, first)
 
 
@@ -152,23 +136,6 @@ def _labels(value: Any, class_names: tuple[str, ...] | None, spot: str) -> tuple
     return numbered if class_names is None or not numbered else (class_names[value],)
 
 
-def _values(row: dict[str, Any], names: Sequence[str], spot: str) -> dict[str, np.ndarray]:
-    """The numbers of the named features that a row has, each (n,); `a/b` is field b of a struct a, or of a list's."""
-    found: dict[str, np.ndarray] = {}
-    for name in names:
-        column, *inner = name.split("/")
-        try:
-            value = row[column]
-            for field in inner:
-                value = [one[field] for one in value] if isinstance(value, list) else value[field]
-            found[name] = np.asarray(value, np.float64).reshape(-1)
-        except KeyError:
-            continue
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{spot}: {name!r} does not hold numbers ({error})") from error
-    return found
-
-
 # ----------------------------------------------------------------------------------------------------- what columns are
 
 
@@ -178,10 +145,10 @@ def _layout(schema: pa.Schema, options: SourceOptions, where: str) -> _Layout:
         raise DataError(f"{where}: a column twice among {', '.join(columns)}")
     features = _features(schema, where)
     pictures = [name for name in columns if features[name].get("_type") == "Image"]
-    pictures = pictures or [name for name in columns if _bytes_type(schema.field(name).type) is not None]
+    pictures = pictures or [name for name in columns if _holds_bytes(schema.field(name).type)]
     image = choose_image(columns, pictures, options, where)
     image_type = schema.field(image).type
-    if _bytes_type(image_type) is None:
+    if not _holds_bytes(image_type):
         raise RecipeError(
             f"{where}: column {image!r} is of type {image_type}; expected the images' bytes (binary, or a struct with "
             "`bytes`)"
@@ -191,12 +158,9 @@ def _layout(schema: pa.Schema, options: SourceOptions, where: str) -> _Layout:
     label = choose_label(columns, candidates, options, where)
     if label == image:
         raise RecipeError(f"{where}: --label-field {label} is the column of the images")
-    if label is None:
-        return _Layout(image, types.is_struct(image_type), None, None)
-    label_type = schema.field(label).type
-    if not _is_label_type(label_type):
+    if label is not None and not _is_label_type(label_type := schema.field(label).type):
         raise RecipeError(f"{where}: labels in {label!r} are of type {label_type}; expected numbers, texts or lists")
-    return _Layout(image, types.is_struct(image_type), label, classes[label])
+    return _Layout(image, types.is_struct(image_type), label, None if label is None else classes[label])
 
 
 def _features(schema: pa.Schema, where: str) -> dict[str, dict[str, Any]]:
@@ -233,12 +197,11 @@ def _class_names(feature: dict[str, Any], where: str) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def _bytes_type(kind: pa.DataType) -> pa.DataType | None:
-    """The type of the images' bytes; None if the column holds none."""
+def _holds_bytes(kind: pa.DataType) -> bool:
     if types.is_struct(kind):
         index = kind.get_field_index("bytes")
         kind = kind.field(index).type if index >= 0 else pa.null()
-    return kind if any(matches(kind) for matches in _BYTES) else None
+    return any(matches(kind) for matches in _BYTES)
 
 
 def _is_label_type(kind: pa.DataType) -> bool:

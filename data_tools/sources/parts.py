@@ -5,6 +5,7 @@ import io
 import os
 import posixpath
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO
@@ -131,8 +132,7 @@ def part_names(files: Sequence[str], stem: bool = False) -> tuple[str, ...]:
     names = [base_name(path) for path in paths]
     if len(set(names)) == len(names):
         return tuple(names)
-    repeated = sorted({path for path in paths if paths.count(path) > 1}) if len(set(paths)) < len(paths) else []
-    if repeated:
+    if repeated := sorted(path for path, times in Counter(paths).items() if times > 1):
         raise RecipeError(f"{', '.join(repeated[:5])}: given twice")
     common = len(posixpath.commonpath([posixpath.dirname(f"/{path}") for path in paths]))
     return tuple(path[common:].lstrip("/") for path in paths)

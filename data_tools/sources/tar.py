@@ -1,41 +1,43 @@
-"""Tars of images, whether classes are given by folders, by tars in the tar, as a WebDataset, or not at all."""
+"""Tars of images, whether classes are given by folders, by tars in the tar, as a WebDataset, or not at all.
+
+ImageNet comes as tars of one class each, in a tar: ILSVRC2012_img_train.tar holds n01440764.tar and 999 more. In a
+plain tar the inner ones are contiguous, so their images too are read by offset, without unpacking anything.
+"""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from data_tools.sources.archive import (
-    ARCHIVE_INSIDE,
-    TAR_SUFFIXES,
-    is_tar,
-    must_stream,
-    open_archive,
-    read_place,
-)
-from data_tools.sources.fields import NO_LABELS, refuse_fields
+from data_tools.sources.archive import Archive, ArchiveSource, is_tar, must_stream, open_archive, stem_of, suffix_of
 from data_tools.sources.label_list import labelled, read_label_list
-from data_tools.sources.nested_tar import NestedTarSource, SynsetTarSource, are_synsets
-from data_tools.sources.source import Item, Source, SourceOptions, path_item, visible_path
+from data_tools.sources.source import (
+    NO_IMAGE,
+    NO_LABELS,
+    Item,
+    Source,
+    SourceOptions,
+    path_item,
+    refuse_fields,
+    visible_path,
+)
 from data_tools.sources.webdataset import WebDatasetSource, sample_name
 from vitscale.data.shards.images import IMAGE_SUFFIXES
 from vitscale.ground.errors import DataError, RecipeError
 
-__all__ = ["TAR_SUFFIXES", "TarSource", "is_tar", "open_tars"]
-
+ARCHIVE_INSIDE = "archive inside of the archive"
 # How much of a tar is looked at to detect its kind.
 _PEEK_FILES = 200
 _PEEK_BYTES = 64 << 20
+_SYNSET = re.compile(r"n[0-9]{8}")  # WordNet's, which are ImageNet's classes
 
 
 def open_tars(src: str, files: Sequence[str], options: SourceOptions) -> Source:
     """The source that consists of the tars `files`, paths or URLs, all of one kind, which the first one determines.
 
-    Args:
-        src: what messages call the source.
-        files: one or more names for which `is_tar` is true.
-        options: `labels` for images whose folders give no class; `image_field` and `label_field` for a WebDataset:
-            giving one of them declares the tars to be one.
+    Of the options, `labels` is for images whose folders give no class; `image_field` and `label_field` are for a
+    WebDataset: giving one of them declares the tars to be one. `src` is what messages call the source.
 
     Raises:
         RecipeError: options that do not apply to this kind of tar; a label list that does not exist.
@@ -56,7 +58,7 @@ def open_tars(src: str, files: Sequence[str], options: SourceOptions) -> Source:
             raise RecipeError(f"--labels: SRC {src} is {len(parts):,} tars; a list of labels goes with one tar")
         read_label_list(options.labels)  # before anything long starts
         return TarSource(parts, streams, options.labels)
-    if are_synsets(parts):
+    if all(_SYNSET.fullmatch(stem_of(part)) for part in parts):
         refuse_fields(options, "archives of one class each, named like it,")
         return SynsetTarSource(parts, streams)
     if kind is WebDatasetSource or options.image_field is not None or options.label_field is not None:
@@ -97,13 +99,10 @@ def _kind(where: str) -> type[Source]:
 
 
 @dataclass(frozen=True)
-class TarSource:
+class TarSource(ArchiveSource):
     """Images in tars. Their classes come from folders, or from the label list `labels`."""
 
-    parts: tuple[str, ...]
-    streams: bool
     labels: str | None = None
-    class_names: tuple[str, ...] | None = None
 
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
         """The images of one tar. Raises DataError for damage, and for images that the label list does not name."""
@@ -126,6 +125,46 @@ class TarSource:
                 if item is not None:
                     yield item._replace(content=archive.content(member, self.streams))
 
-    def read(self, part: int, content: bytes) -> bytes:
-        """The bytes of one image file. Raises OSError."""
-        return read_place(self.parts[part], content)
+
+@dataclass(frozen=True)
+class SynsetTarSource(ArchiveSource):
+    """Tars of one class each. The class is the tar's name, the key `<class>/<path in the tar>`."""
+
+    def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
+        """The images of one class. Raises DataError for damage."""
+        with open_archive(self.parts[part]) as archive:
+            yield from self._images(archive, stem_of(self.parts[part]), ignored)
+
+    def _images(self, archive: Archive, name: str, ignored: Counter[str]) -> Iterator[Item]:
+        for member in archive.files(ignored):
+            item = path_item(name.encode() + b"/" + member.path, b"", ignored)
+            if item is not None:
+                yield Item(item.key, (name,), archive.content(member, self.streams))
+
+
+@dataclass(frozen=True)
+class NestedTarSource(SynsetTarSource):
+    """Tars of one class each, inside of tars: the parts."""
+
+    def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
+        """The images of all inner tars. Raises DataError for damage, and for images beside the inner tars."""
+        where = self.parts[part]
+        with open_archive(where) as outer:
+            for member in outer.files(ignored):
+                path = visible_path(member.path, ignored)
+                if path is None:
+                    continue
+                if is_tar(path):
+                    if suffix_of(path) != ".tar":
+                        raise DataError(
+                            f"{where}: {path!r} is compressed, in an archive. Expected plain .tar files in it, one a "
+                            "class. Unpack the outer archive, decompress the others, pack them again"
+                        )
+                    yield from self._images(outer.inside(member), stem_of(path), ignored)
+                elif path.lower().endswith(IMAGE_SUFFIXES):
+                    raise DataError(
+                        f"{where}: the image {path!r} lies beside archives. Expected one archive a class, with all of "
+                        "the images in them"
+                    )
+                else:
+                    ignored[NO_IMAGE] += 1

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from data_tools.sources.archive import is_tar, open_archive, read_place, stem_of
-from data_tools.sources.fields import NO_LABELS
-from data_tools.sources.source import HIDDEN, Item, numbered_label, visible_path
+from data_tools.sources.archive import ArchiveSource, is_tar, open_archive, stem_of
+from data_tools.sources.source import HIDDEN, NO_LABELS, Item, numbered_label, visible_path
 from vitscale.data.shards.images import IMAGE_SUFFIXES
 from vitscale.ground.errors import DataError
 
@@ -37,51 +36,43 @@ class _Sample:
     """The parts of a sample seen so far: its image, the text of its labels, and all of its extensions."""
 
     name: str
+    where: str  # what messages call it
     image: tuple[str, bytes] | None = None  # path, content
     texts: dict[str, bytes] = field(default_factory=dict)
     extensions: dict[str, None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class WebDatasetSource:
+class WebDatasetSource(ArchiveSource):
     """Images with labels in WebDataset shards. Keys are `<shard>/<path of the image>`."""
 
-    parts: tuple[str, ...]
-    streams: bool
     image_field: str | None = None
     label_field: str | None = None
-    class_names: tuple[str, ...] | None = None
 
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
         """The images of one shard. Raises DataError for damage, and for images with no label or an ambiguous one."""
         shard = stem_of(self.parts[part])
         for sample in self._samples(part, ignored):
-            where = self._where(part, sample)
             if sample.image is not None:
                 path, content = sample.image
-                yield Item(f"{shard}/{path}", self._labels(sample, where), content)
+                yield Item(f"{shard}/{path}", self._labels(sample), content)
             elif any(f".{extension}".endswith(IMAGE_SUFFIXES) for extension in sample.extensions):
-                raise DataError(
-                    f"{where}: no file of --image-field {self.image_field}; seen: {_listed(sample.extensions)}"
-                )
+                seen = _listed(sample.extensions)
+                raise DataError(f"{sample.where}: no file of --image-field {self.image_field}; seen: {seen}")
             else:
                 ignored[NO_SAMPLE_IMAGE] += 1
 
-    def read(self, part: int, content: bytes) -> bytes:
-        """The bytes of one image file. Raises OSError."""
-        return read_place(self.parts[part], content)
-
     def _samples(self, part: int, ignored: Counter[str]) -> Iterator[_Sample]:
-        sample: _Sample | None = None
-        with open_archive(self.parts[part]) as archive:
+        sample, where = None, self.parts[part]
+        with open_archive(where) as archive:
             for member in archive.files(ignored):
                 path = visible_path(member.path, ignored)
                 if path is None:
                     continue
                 if is_tar(path):
                     raise DataError(
-                        f"{self.parts[part]}: holds the archive {path!r}, which no WebDataset does. Convert archives "
-                        "of one kind at a time"
+                        f"{where}: holds the archive {path!r}, which no WebDataset does. Convert archives of one kind "
+                        "at a time"
                     )
                 name, extension = sample_name(path)
                 if name.endswith("__") and name.rpartition("/")[2].startswith("__"):
@@ -93,18 +84,18 @@ class WebDatasetSource:
                 if sample is None or sample.name != name:
                     if sample is not None:
                         yield sample
-                    sample = _Sample(name)
+                    sample = _Sample(name, f"{where}: sample {name!r}")
                 if extension in sample.extensions:
-                    raise DataError(f"{self._where(part, sample)}: two files of the extension {extension!r}")
+                    raise DataError(f"{sample.where}: two files of the extension {extension!r}")
                 sample.extensions[extension] = None
                 if self._is_image(extension):
                     if sample.image is not None:
                         raise DataError(
-                            f"{self._where(part, sample)}: several images, {_listed(sample.extensions)}. Say with "
+                            f"{sample.where}: several images, {_listed(sample.extensions)}. Say with "
                             "--image-field which extension is the image"
                         )
                     sample.image = path, archive.content(member, self.streams)
-                elif extension in ("cls", "json", self._label_extension()):
+                elif extension in ("cls", "json", self._label_extension):
                     sample.texts[extension] = archive.read(member, _MAX_LABEL_BYTES)
                 else:
                     ignored[OTHER_FIELD] += 1
@@ -116,18 +107,20 @@ class WebDatasetSource:
             return extension == self.image_field.lower().lstrip(".")
         return f".{extension}".endswith(IMAGE_SUFFIXES)
 
+    @property
     def _label_extension(self) -> str:
         return "cls" if self.label_field is None else self.label_field.lower().lstrip(".")
 
-    def _labels(self, sample: _Sample, where: str) -> tuple[str, ...]:
+    def _labels(self, sample: _Sample) -> tuple[str, ...]:
+        where = sample.where
         if self.label_field == NO_LABELS:
             return ()
-        text = sample.texts.get(self._label_extension())
-        if text is not None and self._label_extension() != "json":
+        text = sample.texts.get(self._label_extension)
+        if text is not None and self._label_extension != "json":
             return _labels_of(_parsed(text, where), where)
         described = sample.texts.get("json")
         if described is None:
-            wanted = ".cls or .json" if self.label_field is None else f".{self._label_extension()} or .json"
+            wanted = ".cls or .json" if self.label_field is None else f".{self._label_extension} or .json"
             raise DataError(
                 f"{where}: an image without a label; seen: {_listed(sample.extensions)}. Expected {wanted} directly "
                 f"before or behind it; or give a list with --labels; or say --label-field {NO_LABELS}"
@@ -138,18 +131,15 @@ class WebDatasetSource:
             raise DataError(f"{where}: its .json is damaged ({error})") from error
         names = LABEL_FIELDS if self.label_field is None else (self.label_field,)
         fields = record if isinstance(record, dict) else {}
-        found = next((name for name in names if name in fields), None)
-        if found is None:
+        name = next((name for name in names if name in fields), None)
+        if name is None:
             seen = f"fields {_listed(fields)}" if isinstance(record, dict) else f"no fields, but {described[:40]!r}"
             raise DataError(
                 f"{where}: no label in its .json; expected {' or '.join(names)}, seen: {seen}. Say with --label-field "
                 f"which field is the label, -1 or [] standing for none, or --label-field {NO_LABELS} for no labels at "
                 "all; or give a list with --labels"
             )
-        return () if fields[found] is None else _labels_of(fields[found], f"{where}, field {found!r}")
-
-    def _where(self, part: int, sample: _Sample) -> str:
-        return f"{self.parts[part]}: sample {sample.name!r}"
+        return () if fields[name] is None else _labels_of(fields[name], f"{where}, field {name!r}")
 
 
 def _parsed(text: bytes, where: str) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from data_tools.paths import SPLIT_NAMES
+from data_tools.classes import SPLIT_NAMES
 from data_tools.vtab.tasks import ORIGINS, Slice, folder_names
 from vitscale.ground.errors import DataError
 

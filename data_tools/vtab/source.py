@@ -11,13 +11,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from data_tools.sources.fields import NO_LABELS
 from data_tools.sources.folder import FolderSource
 from data_tools.sources.parts import reading
-from data_tools.sources.source import Item, Source, SourceOptions
+from data_tools.sources.source import NO_LABELS, Item, Source, SourceOptions
 from data_tools.sources.tar import open_tars
-from data_tools.sources.tf_example import count_records
-from data_tools.sources.tfrecord import open_records, open_tfrecords
+from data_tools.sources.tfrecord import count_records, open_records, open_tfrecords
 from data_tools.vtab.copies import Copy
 from data_tools.vtab.tasks import ORIGINS
 from vitscale.ground.errors import DataError

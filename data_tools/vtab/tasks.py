@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from data_tools.sources.label_rule import LabelRule
+from data_tools.sources.tfrecord import LabelRule
 from data_tools.vtab.labels import (
     clevr_count,
     clevr_distance,

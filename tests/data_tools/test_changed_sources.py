@@ -14,8 +14,7 @@ from pictures import encoded, make_picture
 
 from data_tools import shard_task
 from data_tools.conversion import convert, merge
-from data_tools.locks import TaskRange
-from data_tools.machine import Machine
+from data_tools.machine import Machine, TaskRange
 from data_tools.request import Request
 from data_tools.sources import SourceOptions
 from data_tools.splits import parse_splits

@@ -23,8 +23,7 @@ from typer.testing import CliRunner
 
 from data_tools.conversion import convert, merge
 from data_tools.dedup.against import name_indexes
-from data_tools.locks import ALL_TASKS, TaskRange
-from data_tools.machine import Machine
+from data_tools.machine import ALL_TASKS, Machine, TaskRange
 from data_tools.request import Request
 from data_tools.splits import parse_splits
 from vitscale.cli.main import app as vitscale_app

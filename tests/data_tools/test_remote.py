@@ -20,8 +20,7 @@ from s3_server import SECRET, S3Server, serving
 from typer.testing import CliRunner
 
 from data_tools.conversion import convert, merge
-from data_tools.locks import TaskRange
-from data_tools.machine import Machine
+from data_tools.machine import Machine, TaskRange
 from data_tools.request import Request
 from vitscale.cli.main import app as vitscale_app
 from vitscale.data.shards import Manifest

@@ -8,8 +8,7 @@ from messages import refusal
 from data_tools.sources import SourceOptions, open_source
 from data_tools.sources.folder import FolderSource
 from data_tools.sources.image_list import ImageListSource
-from data_tools.sources.nested_tar import NestedTarSource
-from data_tools.sources.tar import TarSource
+from data_tools.sources.tar import NestedTarSource, TarSource
 from vitscale.ground.errors import DataError, RecipeError
 
 NONE = SourceOptions()

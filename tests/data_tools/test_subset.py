@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from datasets_on_disk import uids
 
-from data_tools.quantities import parse_count
+from data_tools.request import parse_count
 from data_tools.views import write_subset
 from vitscale.data.shards import ExcludedSlots, Manifest, SelectExclude
 from vitscale.data.shards.generated import write_generated_dataset

@@ -12,8 +12,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from data_tools.sources.source import Item, SourceOptions
-from data_tools.sources.tf_example import bytes_values, int_values, parse_example
-from data_tools.sources.tfrecord import open_tfrecords
+from data_tools.sources.tfrecord import bytes_values, int_values, open_tfrecords, parse_example
 from vitscale.ground.errors import DataError, RecipeError
 
 

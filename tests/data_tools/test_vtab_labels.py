@@ -3,16 +3,11 @@
 from dataclasses import replace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from pictures import encoded, make_picture
 from test_tfrecord import encode, write
 
-from data_tools.sources.label_rule import LabelRule
-from data_tools.sources.parquet import open_parquet
 from data_tools.sources.source import SourceOptions
-from data_tools.sources.tfrecord import open_tfrecords
+from data_tools.sources.tfrecord import LabelRule, open_tfrecords
 from data_tools.vtab.labels import (
     CLEVR_METRES,
     KITTI_METRES,
@@ -128,21 +123,3 @@ def test_rules_over_records(tmp_path):
         labels_of(replace(other, rule=CLOSEST))
     with pytest.raises(DataError, match="record 2"):
         labels_of(replace(source, rule=LabelRule(("objects/location",), clevr_distance)))
-
-
-@pytest.mark.parametrize("form", ["lists in a struct", "structs in a list"])
-def test_rules_over_rows(tmp_path, form):
-    objects = []
-    for types, locations in SCENES:
-        points = np.array(locations, np.float32).reshape(-1, 3).tolist()
-        if form == "lists in a struct":
-            objects.append({"type": types, "location": points})
-        else:
-            objects.append([{"type": kind, "location": point} for kind, point in zip(types, points, strict=True)])
-    image = encoded(make_picture(0, 8, 8))
-    table = pa.table({"image": [image] * 3, "objects": objects})
-    pq.write_table(table, tmp_path / "train.parquet")
-    source = open_parquet("source", [str(tmp_path / "train.parquet")], SourceOptions(label_field="none"))
-    assert labels_of(replace(source, rule=CLOSEST)) == [("1",), ("3",), ("3",)]
-    with pytest.raises(DataError, match="objects/size"):
-        labels_of(replace(source, rule=LabelRule(("objects/size",), clevr_count)))

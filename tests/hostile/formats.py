@@ -25,7 +25,7 @@ from data_tools.classes import read_classes
 from data_tools.dedup.index import FingerprintIndex
 from data_tools.sources import SourceOptions, open_source
 from data_tools.sources.label_list import read_label_list
-from data_tools.sources.tf_example import _masked
+from data_tools.sources.tfrecord import _masked
 from vitscale.about.studies.expansion import expand
 from vitscale.about.studies.reading import load_study, studies_dir
 from vitscale.data.shards import Manifest, ShardFile

@@ -34,7 +34,7 @@ from data_tools.dedup.pair_sheet import write_pair_sheet
 from data_tools.engines.inline import run_inline
 from data_tools.listing import ListingTask
 from data_tools.sources import SourceOptions, open_source
-from data_tools.sources.tf_example import _masked
+from data_tools.sources.tfrecord import _masked
 from data_tools.vtab.source import with_full_contrast
 from vitscale.data.shards.images import Reject, store_image
 from vitscale.ground import storage

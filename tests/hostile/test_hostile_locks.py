@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hostile.strange_files import IRREGULAR, NO_HANG, PRECIOUS, ROOT, a_hole
 
-from data_tools.locks import TaskRange, claimed
+from data_tools.machine import TaskRange, claimed
 from data_tools.output import Output
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.locks import LockFile
@@ -114,7 +114,7 @@ _HOLD = """
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from data_tools.locks import ALL_TASKS, claimed
+from data_tools.machine import ALL_TASKS, claimed
 from vitscale.ground.errors import VitscaleError
 from vitscale.ground.files.durable import new_folder
 from vitscale.ground.files.machine_folder import MachineFolder

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,12 +16,10 @@ from data_tools.conversion_plan import ConversionPlan
 from data_tools.dedup.against import name_indexes
 from data_tools.dedup.report import tables
 from data_tools.finishing import Outcome
-from data_tools.locks import ALL_TASKS, TaskRange
-from data_tools.machine import Engine, Machine
-from data_tools.probe import MAX_SHARD_SAMPLES, Probe
-from data_tools.quantities import parse_bytes, parse_count
+from data_tools.machine import ALL_TASKS, Engine, Machine, TaskRange
+from data_tools.planning import MAX_SHARD_SAMPLES, Probe
 from data_tools.report import say, summary
-from data_tools.request import Request
+from data_tools.request import Request, parse_bytes, parse_count
 from data_tools.sources import Kind, SourceOptions
 from data_tools.splits import parse_splits
 from data_tools.views import write_subset
@@ -129,23 +127,23 @@ def command(
 ) -> None:
     """Convert images into a dataset of shards that vitscale trains on and FFCV opens. Repeat it to continue."""
     console, errors = Console(), Console(stderr=True)
-    signal.signal(signal.SIGTERM, _interrupt)  # how schedulers end a job
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # how schedulers end a job
     try:
         if merge_out is not None:
-            _refuse(context, "--merge", lambda name: name not in ("merge_out", "max_reject_rate", "work"))
+            _refuse(context, "--merge", all_but=("merge_out", "max_reject_rate", "work"))
             _tell(console, merge_out, merge(merge_out, max_reject_rate, work))
             return
         if not src or not out:
             raise RecipeError("expected SRC and OUT; see vitscale-convert --help")
         if subset is not None:
-            _refuse(context, "--subset", lambda name: name not in ("src", "out", "subset"))
+            _refuse(context, "--subset", all_but=("src", "out", "subset"))
             manifest = write_subset(src, out, parse_count(subset))
             say(console, f"{escape(out)}: {counted(manifest.num_samples, 'sample')} of {escape(src)}")
             return
         if shard_samples is not None and shard_bytes is not None:
             raise RecipeError("--shard-samples and --shard-bytes contradict each other: give only one")
         if unlabelled:
-            _refuse(context, "--unlabelled", lambda name: name in ("classes", "labels", "label_field"))
+            _refuse(context, "--unlabelled", "classes", "labels", "label_field")
         request = Request(
             src=src,
             kind=kind,
@@ -164,11 +162,7 @@ def command(
         tasks = ALL_TASKS if task_range is None else TaskRange.parse(task_range)
         machine = Machine(workers, engine, tasks, work, max_reject_rate, allow_unlabelled)
         if is_dry_run:
-            _refuse(
-                context,
-                "--dry-run",
-                lambda name: name in ("engine", "max_reject_rate", "allow_unlabelled", "task_range"),
-            )
+            _refuse(context, "--dry-run", "engine", "max_reject_rate", "allow_unlabelled", "task_range")
             starting = time.process_time()  # nearly all of it imports
             conversion, plan, probed = dry_run(request, out, machine, console)
             console.print(_forecast(plan, probed, machine.processes, starting))
@@ -186,17 +180,13 @@ def command(
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def _refuse(context: typer.Context, main: str, is_useless: Callable[[str], bool]) -> None:
+def _refuse(context: typer.Context, main: str, *useless: str, all_but: tuple[str, ...] = ()) -> None:
     """Raise RecipeError if options were given that have no effect together with `main`."""
     given = [
         parameter.opts[0]
         for parameter in context.command.params
         if parameter.name is not None
-        and is_useless(parameter.name)
+        and (parameter.name in useless if useless else parameter.name not in all_but)
         and (source := context.get_parameter_source(parameter.name)) is not None
         and source.name == "COMMANDLINE"
     ]
