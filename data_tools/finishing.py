@@ -20,9 +20,16 @@ from data_tools.output import REPORT_FOLDER, Output
 from data_tools.report import Totals
 from data_tools.shard_task import ShardReport
 from vitscale.data.shards import MANIFEST_NAME, Manifest, field_names
-from vitscale.data.shards.decisions import DECISIONS_NAME, read_decisions, write_decisions
 from vitscale.data.shards.opening import local_copy
-from vitscale.data.shards.provenance import REJECTS_NAME, read_rejects, write_rejects
+from vitscale.data.shards.provenance import (
+    DECISIONS,
+    DECISIONS_NAME,
+    REJECTS,
+    REJECTS_NAME,
+    read_rejects,
+    read_table,
+    write_tables,
+)
 from vitscale.ground import storage
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.wording import counted, ranges
@@ -111,7 +118,7 @@ def finish(
             findings.add(_write_findings(output, split.name, of_split, matcher))
         if any(report.rejected for report in of_split):
             with output.staged(split.name, [REJECTS_NAME]) as (path,):
-                write_rejects(path, _rejects(output, of_split))
+                write_tables(path, _rejects(output, of_split), REJECTS)
         else:
             output.remove(split.name, REJECTS_NAME)  # left by an attempt to finish before the images were repaired
         entries = tuple(report.entry for report in of_split if report.entry is not None)
@@ -147,7 +154,7 @@ def _refuse_all_removed(output: Output, by_split: dict[str, list[ShardReport]]) 
 def _write_findings(output: Output, split: str, reports: list[ShardReport], matcher: Matcher) -> Findings:
     """Write a split's decisions and the report on them; returns its findings."""
     with output.staged(split, [DECISIONS_NAME]) as (path,):
-        write_decisions(path, _decisions(output, reports))
+        write_tables(path, _decisions(output, reports), DECISIONS)
     findings = Findings.none(matcher)
     for of_task in _findings(output, reports):
         findings.add(of_task)
@@ -162,7 +169,7 @@ def _decisions(output: Output, reports: Iterable[ShardReport]) -> Iterator[pa.Ta
     for report in reports:
         if report.decisions:
             with local_copy(output.state(Output.decisions_name(report.task))) as path:
-                yield read_decisions(path)
+                yield read_table(path, DECISIONS)
 
 
 def _findings(output: Output, reports: Iterable[ShardReport]) -> Iterator[Findings]:

@@ -20,10 +20,17 @@ from data_tools.dedup.fingerprint import ALGORITHM, Fingerprint, fingerprint
 from data_tools.engines.task import Progress
 from data_tools.output import Output
 from data_tools.sources.source import without_surrogates
-from vitscale.data.shards import NO_LABEL, ShardEntry, ShardStats, StoredSample, write_shard
-from vitscale.data.shards.decisions import write_decisions
+from vitscale.data.shards import ShardEntry
+from vitscale.data.shards.beton import NO_LABEL, ShardStats, StoredSample, write_shard
 from vitscale.data.shards.images import ImageOptions, Reject, StoredImage, TooLarge, store_image
-from vitscale.data.shards.provenance import PROVENANCE, REJECTS, provenance_path, write_provenance, write_rejects
+from vitscale.data.shards.provenance import (
+    DECISIONS,
+    PROVENANCE,
+    REJECTS,
+    provenance_path,
+    write_provenance,
+    write_tables,
+)
 from vitscale.ground.errors import DataError
 
 # Errors that a second try would not cure: the file is missing, or we may not read it.
@@ -150,7 +157,7 @@ class ShardTask:
             report.seconds = round(time.monotonic() - started, 3)
             if report.rejected:
                 with self.output.staged_state(Output.rejects_name(self.index)) as rejects_path:
-                    write_rejects(rejects_path, [pa.table(rejects, REJECTS)])
+                    write_tables(rejects_path, [pa.table(rejects, REJECTS)], REJECTS)
             if comparison is not None:
                 self._save(comparison, report)
             self.output.mark_done(report.to_json(), self.index)
@@ -240,7 +247,7 @@ class ShardTask:
         report.removed, report.decisions = comparison.findings.tally.removed, decided.num_rows
         if report.decisions:
             with self.output.staged_state(Output.decisions_name(self.index)) as path:
-                write_decisions(path, [decided])
+                write_tables(path, [decided], DECISIONS)
         self.output.mark(Output.findings_name(self.index), json.dumps(comparison.findings.to_json()))
 
 

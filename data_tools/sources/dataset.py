@@ -9,8 +9,7 @@ from pathlib import Path
 from data_tools.sources.fields import refuse_fields
 from data_tools.sources.source import Item, SourceOptions
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.opening import OpenShard, known_manifest, open_shard
-from vitscale.data.shards.raw import raw_to_png
+from vitscale.data.shards.opening import OpenShard, known_manifest, open_shard, raw_to_png
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.digests import file_digests
 from vitscale.ground.images import crc32c

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from vitscale.data.shards.beton import MODE_JPEG, ShardFile
-from vitscale.data.shards.raw import raw_to_rgb
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.images import decode
 
@@ -33,10 +32,7 @@ class StockReader:
     def differing(self, path: Path, shard: ShardFile, image_field: str) -> np.ndarray:
         """The slots, bool (samples,), whose image FFCV decodes to other pixels than we do, or not at all.
 
-        Args:
-            path: a sound shard on this machine.
-            shard: the same, open.
-            image_field: its field of images.
+        `shard` is the sound shard at `path`, open; `image_field` its field of images.
         """
         reader = self._reader(str(path))
         rows = reader.metadata[f"f{reader.field_names.index(image_field)}"]
@@ -50,8 +46,7 @@ class StockReader:
                 if row["mode"] == MODE_JPEG:
                     failed = self._imdecode(stored, theirs, height, width, height, width)
                     status, pixels = decode(ours, height, width)
-                    failed = failed or status
+                    differs[slot] = bool(failed or status) or not np.array_equal(theirs, pixels)
                 else:
-                    theirs, pixels, failed = stored.reshape(theirs.shape), raw_to_rgb(ours, height, width), 0
-                differs[slot] = bool(failed) or not np.array_equal(theirs, pixels)
+                    differs[slot] = not np.array_equal(stored, np.frombuffer(ours, np.uint8))
         return differs

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.views import why_no_view
+from vitscale.data.shards.overlap import why_no_view
 from vitscale.ground.errors import CheckpointError, DataError, RecipeError, VitscaleError
 from vitscale.ground.storage import is_url
 from vitscale.recipe import FREE_ON_BRANCHING, Recipe, differences, validate_recipe
