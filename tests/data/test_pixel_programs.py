@@ -13,8 +13,18 @@ from timm.data import auto_augment
 from timm.data.random_erasing import RandomErasing as TimmsErasing
 
 from vitscale import recipe
-from vitscale.data.draws import between_ratios, normal, normal_quantiles, operation_keys, strata, stratum, uniform
-from vitscale.data.hashing import combine, hashes, mix
+from vitscale.data.draws import (
+    between_ratios,
+    combine,
+    hashes,
+    mix,
+    normal,
+    normal_quantiles,
+    operation_keys,
+    strata,
+    stratum,
+    uniform,
+)
 from vitscale.data.pixel_programs import PixelPrograms
 from vitscale.data.randaugment import SETS, Drawn, rotation
 from vitscale.data.random_erasing import RandomErasing

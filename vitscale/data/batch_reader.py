@@ -4,6 +4,8 @@ import errno
 import logging
 import os
 import threading
+import weakref
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +15,10 @@ from torch import Tensor
 
 from vitscale.data.augmentation import Transform, sample_keys
 from vitscale.data.batch import Batch
-from vitscale.data.buffers import Buffers
-from vitscale.data.draws import uniform
+from vitscale.data.draws import Purpose, uniform
 from vitscale.data.open_shards import OpenedShard, OpenShards
 from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.pixel_programs import PixelPrograms
-from vitscale.data.purposes import Purpose
 from vitscale.data.settings import Reading
 from vitscale.data.worker_threads import Activity
 from vitscale.ground.errors import DataError, StorageError
@@ -30,6 +30,34 @@ _WORD = 2**64
 _MAY_PASS = {errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 
 _log = logging.getLogger(__name__)
+
+
+class Buffers:
+    """A pool of image tensors. A tensor's memory returns to it when the last tensor or array that views it is gone.
+
+    Args:
+        shape: the shape of the tensors, which are uint8.
+        pinned: whether the memory is page-locked, so that a CUDA device can copy from it while the host does other
+            work. Then torch does the reuse, as it knows which copies are still under way.
+    """
+
+    def __init__(self, shape: tuple[int, ...], pinned: bool) -> None:
+        self._shape, self._pinned = shape, pinned
+        self._free: deque[np.ndarray] = deque()  # its methods are safe wherever the garbage collector runs
+
+    def take(self) -> Tensor:
+        """A tensor with undefined content."""
+        if self._pinned:
+            return torch.empty(self._shape, dtype=torch.uint8, pin_memory=True)
+        try:
+            array = self._free.pop()
+        except IndexError:
+            array = np.empty(self._shape, np.uint8)
+        handed = array.view()
+        # A tensor made from this view keeps it alive, and so does every tensor or array made from that tensor. (An
+        # array made from the view itself would not: it would keep the underlying array alive instead.)
+        weakref.finalize(handed, self._free.append, array).atexit = False
+        return torch.from_numpy(handed)
 
 
 @dataclass

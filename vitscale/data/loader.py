@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 
-from vitscale.data.augmentation import Transform
+from vitscale.data.augmentation import Transform, train_transform
 from vitscale.data.batch import Batch
 from vitscale.data.batch_reader import BatchReader, Work
 from vitscale.data.open_shards import OpenShards
@@ -24,7 +24,7 @@ from vitscale.data.settings import Reading
 from vitscale.data.shards import Manifest
 from vitscale.data.worker_threads import THREADS, Activity, WorkerThreads
 from vitscale.ground.errors import StorageError
-from vitscale.recipe import ImageOperation
+from vitscale.recipe import ImageOperation, Recipe
 
 _POLL_SECONDS = 0.1
 _CLOSE_SECONDS = 10.0  # how long closing waits for a read to return; the planner waits longer, to close the files
@@ -117,6 +117,45 @@ class Loader:
         except BaseException:
             self.close()
             raise
+
+
+def training_order(recipe: Recipe, manifest: Manifest) -> TrainOrder:
+    """A recipe's order of a dataset. Raises `RecipeError` if it has fewer samples than one global batch."""
+    samples = [shard.num_selected for shard in manifest.shards]
+    return TrainOrder(samples, recipe.batch.global_size, recipe.seed, recipe.data.repeats)
+
+
+def training_loader(
+    recipe: Recipe,
+    manifest: Manifest,
+    order: TrainOrder,
+    *,
+    rank: int,
+    world: int,
+    start: int,
+    stop: int,
+    pinned: bool = False,
+    digest: bool,
+) -> Loader:
+    """A rank's batches of steps [start, stop) of a recipe's `training_order` of its training set.
+
+    `pinned` is as in `Reading`, the rest as in `Loader`. Raises as `Loader` and `Reading.of` do.
+    """
+    data = recipe.data
+    return Loader(
+        manifest,
+        order,
+        image_size=data.image_size,
+        transform=train_transform(data.crop, data.flip),
+        operations=data.operations,
+        rank=rank,
+        world=world,
+        seed=recipe.seed,
+        reading=Reading.of(data, pinned=pinned),
+        start_step=start,
+        stop_step=stop,
+        digest=digest,
+    )
 
 
 class _Engine(threading.Thread):

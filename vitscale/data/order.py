@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vitscale.data.hashing import permutation, places_in_permutation
-from vitscale.data.purposes import Purpose
+from vitscale.data.draws import Purpose, permutation, places_in_permutation
 from vitscale.ground.errors import RecipeError
 
 # Since 2 fewer than four shards are shuffled as a whole; 1 had windows of 65,536 samples there as well.

@@ -1,7 +1,6 @@
 """The operations that the loader applies to decoded pixels: turns each sample's key into a program of instructions."""
 
 from collections.abc import Sequence
-from functools import singledispatch
 from itertools import permutations
 
 import numpy as np
@@ -47,7 +46,6 @@ class PixelPrograms:
         return np.concatenate([np.zeros((len(keys), 0), INSTRUCTION), *planned], axis=1)
 
 
-@singledispatch
 def plan(block: LoaderOperation, keys: np.ndarray, side: int) -> np.ndarray:
     """The instructions of one operation, INSTRUCTION (B, instructions for one image).
 
@@ -56,43 +54,29 @@ def plan(block: LoaderOperation, keys: np.ndarray, side: int) -> np.ndarray:
         keys: the bits of each sample's randomness for this operation, uint64 (B,).
         side: side S of the images in pixels.
     """
+    match block:
+        case RandAugment():
+            return randaugment.plan(block, keys, side)
+        case Gray():
+            return _one(block.probability, keys, Code.COLOR, 0.0)
+        case Solarize():
+            return _one(block.probability, keys, Code.SOLARIZE, block.threshold)
+        case GaussianBlur():
+            return _one(block.probability, keys, Code.BLUR, between(block.radius, uniform(keys, _RADIUS)))
+        case ColorJitter():
+            return _jitter(keys, (block.brightness, block.contrast, block.saturation), block.probability)
+        case ThreeAugment():
+            return np.concatenate([_one_of_three(keys), _jitter(keys, (block.jitter,) * 3, 1.0)], axis=1)
     raise NotImplementedError(type(block).__name__)
 
 
-@plan.register
-def _(block: RandAugment, keys: np.ndarray, side: int) -> np.ndarray:
-    return randaugment.plan(block, keys, side)
-
-
-@plan.register
-def _(block: Gray, keys: np.ndarray, side: int) -> np.ndarray:
-    return _one(block.probability, keys, Code.COLOR, 0.0)
-
-
-@plan.register
-def _(block: Solarize, keys: np.ndarray, side: int) -> np.ndarray:
-    return _one(block.probability, keys, Code.SOLARIZE, block.threshold)
-
-
-@plan.register
-def _(block: GaussianBlur, keys: np.ndarray, side: int) -> np.ndarray:
-    return _one(block.probability, keys, Code.BLUR, between(block.radius, uniform(keys, _RADIUS)))
-
-
-@plan.register
-def _(block: ColorJitter, keys: np.ndarray, side: int) -> np.ndarray:
-    return _jitter(keys, (block.brightness, block.contrast, block.saturation), block.probability)
-
-
-@plan.register
-def _(block: ThreeAugment, keys: np.ndarray, side: int) -> np.ndarray:
-    chosen = np.zeros((len(keys), 1), INSTRUCTION)
+def _one_of_three(keys: np.ndarray) -> np.ndarray:
+    """Gray, solarization or blur, equally likely (3-Augment)."""
+    programs = np.zeros((len(keys), 1), INSTRUCTION)
     choice, radius = stratum(keys, len(_THREE), _CHOICE), between(_THREE_RADIUS, uniform(keys, _RADIUS))
-    chosen["code"][:, 0] = _THREE[choice]
-    chosen["values"][:, 0, 0] = np.choose(
-        choice, [np.zeros_like(radius), np.full_like(radius, _THREE_THRESHOLD), radius]
-    )
-    return np.concatenate([chosen, _jitter(keys, (block.jitter,) * 3, 1.0)], axis=1)
+    programs["code"][:, 0] = _THREE[choice]
+    programs["values"][:, 0, 0] = np.choose(choice, [0.0, float(_THREE_THRESHOLD), radius])
+    return programs
 
 
 def _one(probability: float, keys: np.ndarray, code: Code, value: np.ndarray | float) -> np.ndarray:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from vitscale import recipe
-from vitscale.data.draws import between, between_ratios, normal_quantiles, uniform
-from vitscale.data.hashing import combine
+from vitscale.data.draws import between, between_ratios, combine, normal_quantiles, uniform
 from vitscale.data.image_operations import ImageOperation
 
 _DONE, _AREA, _ASPECT, _TOP, _LEFT, _NOISE = range(6)  # purposes of draws
@@ -82,7 +81,7 @@ class RandomErasing(ImageOperation):
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """`hashing.mix` on int64 of the same bits. Products wrap around; shifts copy the sign bit, so it is masked out."""
+    """`draws.mix` on int64 of the same bits. Products wrap around; shifts copy the sign bit, so it is masked out."""
     z = values + _GOLDEN
     z = (z ^ (z >> 30 & 2**34 - 1)) * _FIRST
     z = (z ^ (z >> 27 & 2**37 - 1)) * _SECOND

@@ -38,8 +38,8 @@ def first_samples(manifest: Manifest, count: int) -> Iterator[Sample]:
             return
         with open_shard(manifest, index) as shard:
             for slot in shard.slots[:count].tolist():
-                classes = [names[label] if label < len(names) else f"class {label}" for label in shard.labels(slot)]
                 pixels = shard.pixels(slot)
+                classes = [names[label] if label < len(names) else f"class {label}" for label in shard.labels(slot)]
                 yield Sample(
                     uid=int(shard.file.uid[slot]),
                     key=None if shard.keys is None else shard.keys[slot],

@@ -172,7 +172,7 @@ def store_image(data: bytes, options: ImageOptions = _DEFAULTS) -> StoredImage |
     except TooLarge as error:
         return Reject(str(error))
     except UnidentifiedImageError:
-        return Reject(explain_unreadable(data))
+        return Reject(_explain(data))
     except Image.DecompressionBombError as error:
         return Reject(f"too large: {error}")
     except (MemoryError, RecipeError):  # not the image's fault
@@ -203,11 +203,8 @@ def pixels_of(image: Image.Image) -> np.ndarray | Reject:
 
 def _passed(data: bytes, height: int, width: int, options: ImageOptions) -> StoredImage | None:
     """An upright JPEG of this size, unchanged; None if it cannot be stored unchanged."""
-    if (
-        not options.pass_through
-        or _limits(data, height, width, options) is not None
-        or options.fitted(width, height) != (width, height)
-    ):
+    is_fitting = options.fitted(width, height) == (width, height)
+    if not options.pass_through or not is_fitting or _limits(data, height, width, options) is not None:
         return None
     status, pixels = decode(data, height, width)
     return StoredImage(data, height, width, passed_through=True, pixels=pixels) if status == OK else None
@@ -333,7 +330,7 @@ def _silence(active: bool) -> Iterator[None]:
         os.close(null)
 
 
-def explain_unreadable(data: bytes) -> str:
+def _explain(data: bytes) -> str:
     """The likely reason why Pillow does not recognise a file."""
     head = data[:1024]
     for beginning, what in _BEGINNINGS:

@@ -39,12 +39,8 @@ def scan(shard: ShardFile, decode: bool = False, progress: Callable[[int], None]
 
     An image that the file no longer holds in full gets a checksum of 0, `is_sized` False and a status that is not 0.
 
-    Args:
-        shard: the open shard.
-        decode: decode every image as well.
-        progress: called now and then with the number of bytes read.
-
-    Raises OSError, and RecipeError as `vitscale.ground.images` does.
+    `progress` is called now and then with the number of bytes read. Raises OSError, and RecipeError as
+    `vitscale.ground.images` does.
     """
     order = np.argsort(shard.offset, kind="stable")
     ends = (shard.offset + shard.size)[order]

@@ -76,10 +76,10 @@ class _Finding:
     def add_beside(self, what: str) -> None:
         self.damage.append(Damage(provenance_path(self.entry.path), what))
 
-    def add_samples(self, bad: np.ndarray, what: str, shard: ShardFile, keys: list[str] | None) -> None:
-        """Report the slots where `bad`, bool (samples,), holds."""
+    def add_samples(self, bad: np.ndarray, what: str, shard: ShardFile, table: pa.Table | None) -> None:
+        """Report the slots where `bad`, bool (samples,), holds; `table` is the shard's table of provenance."""
         for slot in np.flatnonzero(bad)[:_LISTED_SAMPLES].tolist():
-            key = None if keys is None else keys[slot]
+            key = None if table is None else table["key"][slot].as_py()
             self.damage.append(Damage(self.entry.path, what, int(shard.uid[slot]), key))
         if (more := int(bad.sum()) - _LISTED_SAMPLES) > 0:
             self.add(f"{counted(more, 'more sample')}: {what}")
@@ -111,9 +111,8 @@ def verify(
         stock: stock FFCV, to read every image of shards that are sound and compare its pixels with ours.
         progress: called after each shard with the number of shards done.
 
-    Raises:
-        StorageError: a URL does not answer, which says nothing about what is there.
-        RecipeError: as `vitscale.ground.images` does.
+    Raises StorageError if a URL does not answer, which says nothing about what is there, and RecipeError as
+    `vitscale.ground.images` does.
     """
     verdict = Verdict(decode, stock=None if stock is None else stock.version)
     last_uid = -1
@@ -144,17 +143,16 @@ def verify(
 def _in_order(manifest: Manifest, workers: int, decode: bool, stock: StockReader | None) -> Iterator[_Finding]:
     # Threads suffice: reading, digests and checksums release Python's lock.
     pending: deque[Future[_Finding]] = deque()
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for index in range(len(manifest.shards)):
-                pending.append(pool.submit(_verify_shard, manifest, index, decode, stock))
-                if len(pending) > 2 * workers:
-                    yield pending.popleft().result()
-            while pending:
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for index in range(len(manifest.shards)):
+            pending.append(pool.submit(_verify_shard, manifest, index, decode, stock))
+            if len(pending) > 2 * workers:
                 yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _verify_shard(manifest: Manifest, index: int, decode: bool, stock: StockReader | None) -> _Finding:
@@ -221,56 +219,48 @@ def _verify_file(
         if table is not None and table.num_rows != shard.samples:
             finding.add_beside(f"{table.num_rows:,} rows; the shard has {shard.samples:,} samples")
             table = None
-        keys = None if table is None else table["key"].to_pylist()
 
         scanned = scan(shard, decode)
         damaged = scanned.crc != shard.crc
         finding.compare(scanned.digests, "" if damaged.any() else ": damaged outside of the images")
-        finding.add_samples(damaged, "the image's bytes do not have their checksum", shard, keys)
+        finding.add_samples(damaged, "the image's bytes do not have their checksum", shard, table)
         other = ~scanned.is_sized & ~damaged
-        finding.add_samples(other, "the image is no JPEG of the height and width that the shard states", shard, keys)
+        finding.add_samples(other, "the image is no JPEG of the height and width that the shard states", shard, table)
         if scanned.status is not None:
             unclean = (scanned.status != 0) & ~damaged & ~other
-            finding.add_samples(unclean, "the image does not decode cleanly", shard, keys)
+            finding.add_samples(unclean, "the image does not decode cleanly", shard, table)
         if table is not None:
-            beside = {"uid": shard.uid, "height": shard.height, "width": shard.width}
-            beside |= {"size": shard.size, "crc32c": shard.crc}
-            for name, values in beside.items():
-                differs = table[name].to_numpy() != values
-                finding.add_samples(differs, f"{name} differs from the table of provenance", shard, keys)
-        _check_labels(shard, num_classes, table, keys, finding)
+            for name in ("uid", "height", "width", "size", "crc32c"):
+                differs = table[name].to_numpy() != getattr(shard, name.removesuffix("32c"))
+                finding.add_samples(differs, f"{name} differs from the table of provenance", shard, table)
+        _check_labels(shard, num_classes, table, finding)
         if stock is not None and not finding.damage:
             image_field = "image" if entry.adopted is None else entry.adopted.image_field
             differs = stock.differing(path, shard, image_field)
-            finding.add_samples(differs, f"FFCV {stock.version} does not decode it to the same pixels", shard, keys)
+            finding.add_samples(differs, f"FFCV {stock.version} does not decode it to the same pixels", shard, table)
 
 
-def _check_labels(
-    shard: ShardFile, num_classes: int, table: pa.Table | None, keys: list[str] | None, finding: _Finding
-) -> None:
+def _check_labels(shard: ShardFile, num_classes: int, table: pa.Table | None, finding: _Finding) -> None:
     beyond = f"a label beyond the manifest's {num_classes:,} classes"
     if table is None and not shard.has_several_labels:  # an adopted file may have millions of samples
-        finding.add_samples(shard.label >= num_classes, beyond, shard, keys)
+        finding.add_samples(shard.label >= num_classes, beyond, shard, table)
         return
-    labels = _all_labels(shard)
+    labels = [_labels_of(shard, slot) for slot in range(shard.samples)]
     readable = np.array([of_one is not None for of_one in labels])
-    finding.add_samples(~readable, "its labels contradict each other", shard, keys)
-    finding.add_samples(np.array([max(of_one or [-1]) >= num_classes for of_one in labels]), beyond, shard, keys)
+    finding.add_samples(~readable, "its labels contradict each other", shard, table)
+    finding.add_samples(np.array([max(of_one or [-1]) >= num_classes for of_one in labels]), beyond, shard, table)
     if table is not None:
         pairs = zip(labels, table["labels"].to_pylist(), strict=True)
         differs = np.array([ours != theirs for ours, theirs in pairs]) & readable
-        finding.add_samples(differs, "labels differ from the table of provenance", shard, keys)
+        finding.add_samples(differs, "labels differ from the table of provenance", shard, table)
 
 
-def _all_labels(shard: ShardFile) -> list[list[int] | None]:
-    """The labels of every slot; None where they are damaged."""
-    labels: list[list[int] | None] = []
-    for slot in range(shard.samples):
-        try:
-            labels.append(labels_of(shard, slot))
-        except DataError:
-            labels.append(None)
-    return labels
+def _labels_of(shard: ShardFile, slot: int) -> list[int] | None:
+    """The labels of a slot; None if they are damaged."""
+    try:
+        return labels_of(shard, slot)
+    except DataError:
+        return None
 
 
 def _check_rejects(manifest: Manifest, verdict: Verdict) -> None:
