@@ -326,11 +326,11 @@ def erasing(**keys):
 
 def test_erased_rectangles_are_distributed_as_timms():
     side, count = 64, 20_000
-    found = erasing(probability=0.5).rectangles(KEYS[:count], side)
-    is_erased = found.heights > 0
+    tops, lefts, heights, widths = erasing(probability=0.5).rectangles(KEYS[:count], side)
+    is_erased = heights > 0
     assert_about(int(is_erased.sum()), 0.5, count)
-    assert ((found.tops >= 0) & (found.tops + found.heights <= side)).all()
-    assert ((found.lefts >= 0) & (found.lefts + found.widths <= side)).all()
+    assert ((tops >= 0) & (tops + heights <= side)).all()
+    assert ((lefts >= 0) & (lefts + widths <= side)).all()
 
     drawn = []
 
@@ -368,14 +368,14 @@ def test_erased_are_noise_or_the_mean_and_the_rest_is_intact():
         assert torch.equal(pixels, before)
         places = operation.rectangles(KEYS[:64], 32)
         outside = torch.ones(64, 32, 32, dtype=torch.bool)
-        for row, (top, left, height, width) in enumerate(zip(*places, strict=True)):
+        for row, (top, left, height, width) in enumerate(places.T.tolist()):
             outside[row, top : top + height, left : left + width] = False
         assert torch.equal(found[outside], pixels[outside])
         inside = found[~outside]
         if operation is noise:
-            # The generator is the one of hashing.py.
-            row = int(np.flatnonzero(places.heights)[0])
-            count = int(places.heights[row] * places.widths[row] * 3)
+            # The generator is the one of draws.py.
+            row = int(np.flatnonzero(places[2])[0])
+            count = int(places[2, row] * places[3, row] * 3)
             with np.errstate(over="ignore"):
                 bits = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
                 bits = mix(bits + (KEYS[row] ^ combine(5)))

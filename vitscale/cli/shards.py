@@ -158,9 +158,8 @@ def head(
         raise RecipeError(f"--out {out}: a contact sheet is a .png")
     manifest = Manifest.load(dataset)
     samples = list(first_samples(manifest, count))
-    table = Table(
-        title=plain(f"first {len(samples):,} of {counted(manifest.num_samples, 'sample')}"), title_justify="left"
-    )
+    title = plain(f"first {len(samples):,} of {counted(manifest.num_samples, 'sample')}")
+    table = Table(title=title, title_justify="left")
     for heading in ("uid", "height", "width", "bytes"):
         table.add_column(heading, justify="right")
     table.add_column("class", overflow="fold")

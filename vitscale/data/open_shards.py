@@ -28,27 +28,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class OpenedShard:
-    """A shard in use.
-
-    Attributes:
-        index: the shard's index in the manifest.
-        file: the open file; None until `ready`.
-        selected: the slots that belong to the dataset, int64 (n,); None for all.
-        is_damaged: whether its digest is not the manifest's, although it is used.
-        ready: set when `file` or `error` is.
-        error: why it could not be opened; None if it could.
-        users: the number of batches in the making that use it.
-        pin: keeps the file in the cache; None for a dataset on this machine.
-    """
+    """The shard of this index in use: open once it is `ready`, unless it has an `error`."""
 
     index: int
     file: ShardFile | None = None
-    selected: np.ndarray | None = None
-    is_damaged: bool = False
+    selected: np.ndarray | None = None  # the slots that belong to the dataset, int64 (n,); None for all
+    is_damaged: bool = False  # its digest is not the manifest's, although it is used
     ready: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
-    users: int = 0
-    pin: PinnedFile | None = None
+    users: int = 0  # batches in the making that use it
+    pin: PinnedFile | None = None  # keeps the file in the cache; None for a dataset on this machine
 
     @property
     def num_selected(self) -> int:
@@ -67,11 +56,7 @@ class OpenedShard:
 class OpenShards:
     """The open shards by index: background threads open them, and they are closed once no upcoming batch needs them.
 
-    Args:
-        manifest: the dataset's manifest.
-        reading: the cache's folder and limit, and whether shards are compared with the manifest.
-        activity: where each thread notes what it waits for.
-        stopping: returns whether the loader is being closed.
+    `stopping` tells whether the loader is being closed.
     """
 
     def __init__(self, manifest: Manifest, reading: Reading, activity: Activity, stopping: Callable[[], bool]) -> None:

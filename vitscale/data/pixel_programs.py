@@ -5,19 +5,10 @@ from itertools import permutations
 
 import numpy as np
 
+from vitscale import recipe
 from vitscale.data import randaugment
 from vitscale.data.draws import between, operation_keys, stratum, uniform
 from vitscale.ground.images import INSTRUCTION, Code
-from vitscale.recipe import (
-    ColorJitter,
-    GaussianBlur,
-    Gray,
-    ImageOperation,
-    LoaderOperation,
-    RandAugment,
-    Solarize,
-    ThreeAugment,
-)
 
 _DONE, _CHOICE, _ORDER, _RADIUS, *_FACTORS = range(7)  # purposes of draws
 _JITTERS = np.array([Code.BRIGHTNESS, Code.CONTRAST, Code.COLOR], np.int32)
@@ -36,8 +27,8 @@ class PixelPrograms:
         side: side S of the images in pixels.
     """
 
-    def __init__(self, operations: Sequence[ImageOperation], side: int) -> None:
-        self._operations = [(i, each) for i, each in enumerate(operations) if isinstance(each, LoaderOperation)]
+    def __init__(self, operations: Sequence[recipe.ImageOperation], side: int) -> None:
+        self._operations = [(i, each) for i, each in enumerate(operations) if isinstance(each, recipe.LoaderOperation)]
         self._side = side
 
     def __call__(self, keys: np.ndarray) -> np.ndarray:
@@ -46,26 +37,20 @@ class PixelPrograms:
         return np.concatenate([np.zeros((len(keys), 0), INSTRUCTION), *planned], axis=1)
 
 
-def plan(block: LoaderOperation, keys: np.ndarray, side: int) -> np.ndarray:
-    """The instructions of one operation, INSTRUCTION (B, instructions for one image).
-
-    Args:
-        block: the recipe's block of the operation.
-        keys: the bits of each sample's randomness for this operation, uint64 (B,).
-        side: side S of the images in pixels.
-    """
+def plan(block: recipe.LoaderOperation, keys: np.ndarray, side: int) -> np.ndarray:
+    """An operation's instructions for images of `side` pixels, INSTRUCTION (B, n), by their keys for it, uint64 (B,)."""
     match block:
-        case RandAugment():
+        case recipe.RandAugment():
             return randaugment.plan(block, keys, side)
-        case Gray():
+        case recipe.Gray():
             return _one(block.probability, keys, Code.COLOR, 0.0)
-        case Solarize():
+        case recipe.Solarize():
             return _one(block.probability, keys, Code.SOLARIZE, block.threshold)
-        case GaussianBlur():
+        case recipe.GaussianBlur():
             return _one(block.probability, keys, Code.BLUR, between(block.radius, uniform(keys, _RADIUS)))
-        case ColorJitter():
+        case recipe.ColorJitter():
             return _jitter(keys, (block.brightness, block.contrast, block.saturation), block.probability)
-        case ThreeAugment():
+        case recipe.ThreeAugment():
             return np.concatenate([_one_of_three(keys), _jitter(keys, (block.jitter,) * 3, 1.0)], axis=1)
     raise NotImplementedError(type(block).__name__)
 
