@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitscale.data.augmentation import EvalTransform, TrainTransform, sample_keys
-from vitscale.data.device import to_model_input
+from vitscale.data.image_operations import to_model_input
 from vitscale.recipe import Normalise
 
 AREA, ASPECT = (0.05, 1.0), (3 / 4, 4 / 3)

@@ -326,11 +326,10 @@ def erasing(**keys):
 
 def test_erased_rectangles_are_distributed_as_timms():
     side, count = 64, 20_000
-    tops, lefts, heights, widths = erasing(probability=0.5).rectangles(KEYS[:count], side)
-    is_erased = heights > 0
+    rectangles = erasing(probability=0.5).rectangles(KEYS[:count], side)
+    is_erased = rectangles[2] > 0
     assert_about(int(is_erased.sum()), 0.5, count)
-    assert ((tops >= 0) & (tops + heights <= side)).all()
-    assert ((lefts >= 0) & (lefts + widths <= side)).all()
+    assert ((rectangles[:2] >= 0) & (rectangles[:2] + rectangles[2:] <= side)).all()
 
     drawn = []
 
@@ -346,11 +345,11 @@ def test_erased_rectangles_are_distributed_as_timms():
         theirs._erase(Noting(), 3, side, side, None)
     (tops, bottoms), (lefts, rights) = np.array(drawn)[..., :2].transpose(1, 2, 0)
     for ours, expected in (
-        (found.tops, tops),
-        (found.lefts, lefts),
-        (found.heights, bottoms - tops),
-        (found.widths, rights - lefts),
-        (found.heights * found.widths, (bottoms - tops) * (rights - lefts)),
+        (rectangles[0], tops),
+        (rectangles[1], lefts),
+        (rectangles[2], bottoms - tops),
+        (rectangles[3], rights - lefts),
+        (rectangles[2] * rectangles[3], (bottoms - tops) * (rights - lefts)),
     ):
         # Kolmogorov and Smirnov: the largest distance between the distributions, at a level of 1e-6.
         points = np.unique(np.concatenate([ours[is_erased], expected]))

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitscale.data.device import to_model_input
 from vitscale.data.draws import operation_keys
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.extensions import implementation
-from vitscale.recipe import LoaderOperation, Recipe
+from vitscale.recipe import LoaderOperation, Normalise, Recipe
+
+_PAPERS = Normalise()
 
 
 class ImageOperation:
@@ -35,6 +36,21 @@ class ImageOperation:
             keys: uint64 (B,) on the host, the bits of each sample's randomness in this epoch for this operation.
         """
         raise NotImplementedError
+
+
+def to_model_input(images: Tensor, device: torch.device, dtype: torch.dtype, normalise: Normalise = _PAPERS) -> Tensor:
+    """Images, uint8 (B, H, W, 3), moved to the device and normalised there in fp32; the result is in `dtype`.
+
+    The default normalisation is x / 127.5 - 1, in [-1, 1].
+    """
+    pixels = images.to(device).to(torch.float32)
+    if (normalise.mean, normalise.std) == (_PAPERS.mean, _PAPERS.std):
+        return pixels.div_(127.5).sub_(1.0).to(dtype)
+    pixels.div_(255.0)
+    # Numbers on the host: a tensor of three would have to be copied to the device, and the host would wait for that.
+    for channel, mean, std in zip(pixels.unbind(dim=-1), normalise.mean, normalise.std, strict=True):
+        channel.sub_(mean).div_(std)
+    return pixels.to(dtype)
 
 
 class TrainingInput:

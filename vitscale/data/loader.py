@@ -13,6 +13,9 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
 
 from vitscale.data.augmentation import Transform, train_transform
 from vitscale.data.batch import Batch
@@ -156,6 +159,41 @@ def training_loader(
         stop_step=stop,
         digest=digest,
     )
+
+
+def on_device(loader: Loader, device: torch.device) -> Iterator[Batch]:
+    """The loader's batches with their images on the device; the rest stays in host memory.
+
+    On CUDA a separate stream copies the next batch, if it is ready, while the device works on this one; with the one
+    that the consumer still holds, up to three batches are on the device. Batches must be in pinned memory
+    (`Reading.pinned`).
+    """
+    if device.type != "cuda":
+        yield from loader
+        return
+    copying = torch.cuda.Stream(device)
+    ahead: tuple[Batch, torch.cuda.Event] | None = None
+    while True:
+        if ahead is None:
+            batch = next(loader, None)
+            if batch is None:
+                return
+            ahead = _copied(batch, device, copying)
+        moved, arrived = ahead
+        batch = loader.next_if_ready()
+        ahead = None if batch is None else _copied(batch, device, copying)
+        current = torch.cuda.current_stream(device)
+        current.wait_event(arrived)
+        moved.images.record_stream(current)  # the images were allocated on another stream
+        yield moved
+
+
+def _copied(batch: Batch, device: torch.device, stream: torch.cuda.Stream) -> tuple[Batch, torch.cuda.Event]:
+    with torch.cuda.stream(stream):
+        moved = replace(batch, images=batch.images.to(device, non_blocking=True))
+        arrived = torch.cuda.Event()
+        arrived.record(stream)
+    return moved, arrived
 
 
 class _Engine(threading.Thread):

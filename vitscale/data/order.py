@@ -33,21 +33,13 @@ WHOLE_SAMPLES = 1 << 24
 
 
 class Slots(NamedTuple):
-    """The samples in consecutive slots of one global batch.
+    """The samples in consecutive slots of one global batch."""
 
-    Attributes:
-        epoch: the epoch, from 0.
-        shard: index of each sample's shard, int64 (slots,).
-        position: each sample's place among the selected samples of its shard, int64 (slots,).
-        mask: bool (slots,), False where the slot is a filler.
-        view: which view of its sample each slot is, from 0, int64 (slots,).
-    """
-
-    epoch: int
-    shard: np.ndarray
-    position: np.ndarray
-    mask: np.ndarray
-    view: np.ndarray
+    epoch: int  # from 0
+    shard: np.ndarray  # index of each sample's shard, int64 (slots,)
+    position: np.ndarray  # each sample's place among the selected samples of its shard, int64 (slots,)
+    mask: np.ndarray  # bool (slots,), False where the slot is a filler
+    view: np.ndarray  # which view of its sample each slot is, from 0, int64 (slots,)
 
 
 class TrainOrder:

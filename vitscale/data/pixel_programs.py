@@ -38,7 +38,7 @@ class PixelPrograms:
 
 
 def plan(block: recipe.LoaderOperation, keys: np.ndarray, side: int) -> np.ndarray:
-    """An operation's instructions for images of `side` pixels, INSTRUCTION (B, n), by their keys for it, uint64 (B,)."""
+    """An operation's instructions for images of `side` pixels with these keys, uint64 (B,): INSTRUCTION (B, n)."""
     match block:
         case recipe.RandAugment():
             return randaugment.plan(block, keys, side)

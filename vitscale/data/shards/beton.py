@@ -79,22 +79,15 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class StoredSample:
-    """One sample as it goes to disk.
+    """One sample as it goes to disk."""
 
-    Attributes:
-        image: the JPEG file's bytes.
-        height, width: pixels, 1 to 65535, as the JPEG's own header says.
-        label: class index; -1 for none.
-        uid: the sample's slot in the conversion's shuffled plan.
-        labels: all labels (int32), the first of them equal to `label`; empty for none. None for every sample of a shard
-            whose samples have at most one label.
-    """
-
-    image: bytes
-    height: int
+    image: bytes  # of a JPEG file
+    height: int  # pixels, 1 to 65535, as the JPEG's own header says
     width: int
-    label: int
-    uid: int
+    label: int  # class index; -1 for none
+    uid: int  # the sample's slot in the conversion's shuffled plan
+    # All labels, int32, the first of them equal to `label`; empty for none. None for every sample of a shard whose
+    # samples have at most one label.
     labels: np.ndarray | None = None
 
 

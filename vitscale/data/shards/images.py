@@ -71,20 +71,13 @@ class ImageOptions:
 
     An image is shrunk until its shorter side has at most `short_side` pixels and its longer side at most `long_side`;
     no image is enlarged. The side that decides gets exactly its limit; the other keeps the aspect ratio, rounded to
-    the nearest pixel (halves up), at least 1.
-
-    Attributes:
-        short_side, long_side: limits in pixels; None for no limit.
-        quality: JPEG quality of new JPEGs, 1 to 100.
-        pass_through: whether a JPEG that can be stored unchanged keeps its bytes.
-
-    Raises RecipeError for values out of range.
+    the nearest pixel (halves up), at least 1. Raises RecipeError for values out of range.
     """
 
-    short_side: int | None = None
+    short_side: int | None = None  # in pixels; None for no limit
     long_side: int | None = None
-    quality: int = JPEG_QUALITY
-    pass_through: bool = True
+    quality: int = JPEG_QUALITY  # of new JPEGs, 1 to 100
+    pass_through: bool = True  # whether a JPEG that can be stored unchanged keeps its bytes
 
     def __post_init__(self) -> None:
         if not 1 <= self.quality <= 100:
@@ -122,19 +115,13 @@ _DEFAULTS = ImageOptions()
 
 @dataclass(frozen=True)
 class StoredImage:
-    """A stored JPEG.
-
-    Attributes:
-        jpeg: its bytes.
-        height, width: its size in pixels.
-        passed_through: whether the bytes are the source's own.
-        pixels: uint8 (height, width, 3), before encoding if the JPEG is new. Not compared: equal JPEGs show the same.
-    """
+    """A stored JPEG of this size in pixels."""
 
     jpeg: bytes
     height: int
     width: int
-    passed_through: bool
+    passed_through: bool  # whether the bytes are the source's own
+    # uint8 (height, width, 3), before encoding if the JPEG is new. Not compared: equal JPEGs show the same.
     pixels: np.ndarray = field(compare=False, repr=False)
 
 

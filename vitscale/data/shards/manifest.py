@@ -144,28 +144,16 @@ class ShardEntry(_Strict):
 
 
 class Manifest(_Strict):
-    """A dataset.
+    """A dataset: its shards, in order of uid, and which of their samples belong to it."""
 
-    Attributes:
-        schema_version: as `schema_version_of` gives it; a version 2 that would only need 1 is read as well.
-        fields: the names of the shards' fields, in order.
-        num_samples: the number of selected samples of all shards.
-        class_names: the classes' names, by label; empty for a dataset without labels.
-        shuffle_seed: the seed of the conversion's global shuffle.
-        options: the conversion's settings that change its content.
-        num_rejected: the number of images of the source that could not be decoded.
-        num_removed: the number of samples that were removed later (near-duplicates of a test set).
-        shards: the shards, in order of uid.
-    """
-
-    schema_version: Literal[1, 2] = 1
-    fields: tuple[str, ...]
-    num_samples: _Count
-    class_names: tuple[str, ...]
-    shuffle_seed: int
-    options: dict[str, Any] = Field(default_factory=dict)
-    num_rejected: _Count = 0
-    num_removed: _Count = 0
+    schema_version: Literal[1, 2] = 1  # as `schema_version_of`; a version 2 that would only need 1 is read as well
+    fields: tuple[str, ...]  # of the shards, in order
+    num_samples: _Count  # selected in all shards
+    class_names: tuple[str, ...]  # by label; empty for a dataset without labels
+    shuffle_seed: int  # of the conversion's global shuffle
+    options: dict[str, Any] = Field(default_factory=dict)  # the conversion's settings that change its content
+    num_rejected: _Count = 0  # images of the source that could not be decoded
+    num_removed: _Count = 0  # samples that were removed later (near-duplicates of a test set)
     shards: tuple[ShardEntry, ...]
 
     _where: str | None = PrivateAttr(default=None)

@@ -21,19 +21,12 @@ from vitscale.ground.wording import counted
 
 @dataclass(frozen=True)
 class OpenShard:
-    """One shard of a dataset, open.
+    """One shard of a dataset, open."""
 
-    Attributes:
-        index: the shard's index in the manifest.
-        file: the open file.
-        slots: the slots that belong to the dataset, sorted, int64 (n,).
-        keys: the source's names of the images of all slots; None if there is no provenance table.
-    """
-
-    index: int
+    index: int  # in the manifest
     file: ShardFile
-    slots: np.ndarray
-    keys: list[str] | None
+    slots: np.ndarray  # those that belong to the dataset, sorted, int64 (n,)
+    keys: list[str] | None  # the source's names of the images of all slots; None without a table of provenance
 
     def name(self, slot: int) -> str:
         """A sample's name in messages: its uid, and its key if known."""

@@ -13,15 +13,10 @@ LARGEST_BY_BYTES = 1 << 24
 
 
 class Overlap(NamedTuple):
-    """The number of a dataset's samples that another one also has.
+    """The number of a dataset's samples that another one also has."""
 
-    Attributes:
-        stored: the samples in slots of a shard that both select.
-        equal: others whose stored image has the size and CRC-32C of one there; None if this was not compared.
-    """
-
-    stored: int
-    equal: int | None
+    stored: int  # in slots of a shard that both select
+    equal: int | None  # others whose stored image has the size and CRC-32C of one there; None if not compared
 
 
 def overlap(dataset: Manifest, other: Manifest) -> Overlap:

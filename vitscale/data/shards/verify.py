@@ -40,23 +40,15 @@ class Damage:
 
 @dataclass
 class Verdict:
-    """The result of a verification.
+    """The result of a verification: the numbers of shards, samples and bytes that were checked, and what was found."""
 
-    Attributes:
-        shards, samples, bytes: the numbers of shards, samples and bytes that were checked.
-        decoded: whether images were decoded as well.
-        stock: the version of FFCV by which every image was read as well; None if it was not asked.
-        damage: everything that is wrong; of a shard's samples with the same damage, only the first 20 are named.
-        notes: what is odd but harmless.
-    """
-
-    decoded: bool
+    decoded: bool  # whether images were decoded as well
     shards: int = 0
     samples: int = 0
     bytes: int = 0
-    damage: list[Damage] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    stock: str | None = None
+    damage: list[Damage] = field(default_factory=list)  # of a shard's samples with the same damage, the first 20
+    notes: list[str] = field(default_factory=list)  # what is odd but harmless
+    stock: str | None = None  # the version of FFCV by which every image was read as well
 
 
 @dataclass

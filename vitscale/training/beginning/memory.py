@@ -21,7 +21,7 @@ from vitscale.training.deepspeed.bucket_sizes import MOST_UNDER_WAY, elements_in
 
 _CPU_RUNTIME = 160 << 20  # threads, kernels and buffers of libraries, measured from the imports to the third step
 _BATCHES_BESIDE_PREFETCH = 3  # one in the planner's hands, one awaited, one in use
-_BATCHES_ON_CUDA = 3  # see data/device.py
+_BATCHES_ON_CUDA = 3  # see `on_device` of data/loader.py
 ALL_REDUCE_ELEMENTS = 500_000_000  # elements that DeepSpeed sums at once in stage 0
 
 
