@@ -8,8 +8,7 @@ from images.test_exact_decoding import noisy
 from pictures import encoded
 from PIL import Image
 
-from vitscale.data.augmentation import EvalTransform
-from vitscale.data.preview import views_of
+from vitscale.data.augmentation import EvalTransform, views_of
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.images import OK, REFUSED, Resize
 from vitscale.recipe import EvalCrop, load_recipe

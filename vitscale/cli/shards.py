@@ -78,10 +78,7 @@ def info(
         if value is not None:
             _say(f"  {name:<{width}}  {hanging(plain(value), width + 4)}")
     if found is not None:
-        table = Table(title="samples of each class", title_justify="left")
-        table.add_column("label", justify="right")
-        table.add_column("class", overflow="fold")
-        table.add_column("samples", justify="right")
+        table = _table("samples of each class", "label", "class", "samples")
         for label, (name, count) in enumerate(found.classes.items()):
             table.add_row(str(label), plain(name), f"{count:,}")
         if found.unlabelled:
@@ -102,8 +99,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Read every byte and list what is missing or damaged (exit code 3)."""
-    from vitscale.data.shards.stock import StockReader
-    from vitscale.data.shards.verify import verify
+    from vitscale.data.shards.verify import StockReader, verify
 
     ffcv = StockReader() if stock else None
     manifest = Manifest.load(dataset)
@@ -117,9 +113,7 @@ def verify(
     else:
         if verdict.damage:
             console = Console()
-            table = Table(title=counted(len(verdict.damage), "finding"), title_justify="left")
-            for heading in ("file", "sample", "what is wrong"):
-                table.add_column(heading, overflow="fold")
+            table = _table(counted(len(verdict.damage), "finding"), "file", "sample", "what is wrong")
             for damage in verdict.damage[:_SHOWN_DAMAGE]:
                 sample = "" if damage.uid is None else f"uid {damage.uid}"
                 table.add_row(*map(plain, (damage.path, f"{sample} {damage.key or ''}".strip(), damage.what)))
@@ -159,11 +153,7 @@ def head(
     manifest = Manifest.load(dataset)
     samples = list(first_samples(manifest, count))
     title = plain(f"first {len(samples):,} of {counted(manifest.num_samples, 'sample')}")
-    table = Table(title=title, title_justify="left")
-    for heading in ("uid", "height", "width", "bytes"):
-        table.add_column(heading, justify="right")
-    table.add_column("class", overflow="fold")
-    table.add_column("key", overflow="fold")
+    table = _table(title, "uid", "height", "width", "bytes", "class", "key")
     for sample in samples:
         numbers = (sample.uid, sample.height, sample.width, f"{sample.bytes:,}")
         table.add_row(*map(str, numbers), plain(", ".join(sample.class_names)), plain(sample.key or ""))
@@ -272,6 +262,16 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
             console.print(f"{done:,} of {total:,} {what}", highlight=False)
 
     yield say
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        if heading in ("label", "samples", "uid", "height", "width", "bytes"):
+            table.add_column(heading, justify="right")
+        else:
+            table.add_column(heading, overflow="fold")
+    return table
 
 
 def _say(text: str) -> None:

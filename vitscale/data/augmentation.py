@@ -3,14 +3,17 @@
 A box is (top, left, height, width) in pixels of the stored picture; the kernel resizes it to the model's input.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from vitscale.data.draws import Purpose, combine, mix, uniform
 from vitscale.ground import native
-from vitscale.ground.images import Resize
+from vitscale.ground.images import OK, Resize, decode_slice
 from vitscale.recipe import Crop, EvalCrop
 
 
@@ -133,3 +136,35 @@ def train_transform(crop: Crop, flip: float) -> TrainTransform | ResizeTransform
 
 def _part(sides: np.ndarray, fraction: float) -> np.ndarray:
     return np.maximum(1, np.rint(sides * fraction).astype(np.int64))
+
+
+def views_of(
+    pictures: Sequence[tuple[bytes, int, int]], transform: EvalTransform, image_size: int, *, are_raw: bool = False
+) -> Tensor:
+    """Pictures that are in no shard, as evaluation would see them from one, uint8 (B, S, S, 3) with S = `image_size`.
+
+    `pictures` are (bytes, height, width in pixels) of each JPEG, which the caller has found to decode, or, if they
+    `are_raw`, of its pixels, uint8 (height, width, 3).
+    """
+    count = len(pictures)
+    sizes, heights, widths = np.array([(len(content), *size) for content, *size in pictures], np.int64).T
+    out, status = np.empty((count, image_size, image_size, 3), np.uint8), np.full(count, OK, np.int32)
+    keys = np.zeros(count, np.uint64)
+    decode_slice(
+        np.frombuffer(b"".join(content for content, _, _ in pictures), np.uint8),
+        np.cumsum(sizes) - sizes,
+        sizes,
+        np.zeros(count, np.uint32),
+        np.zeros(count, bool),
+        np.full(count, are_raw),
+        heights,
+        widths,
+        transform.boxes(keys, heights, widths),
+        transform.flips(keys),
+        False,
+        out,
+        status,
+        resize=transform.resize,
+    )
+    assert (status == OK).all(), f"statuses {status.tolist()} of pictures that were found good"
+    return torch.from_numpy(out)

@@ -54,14 +54,9 @@ def to_model_input(images: Tensor, device: torch.device, dtype: torch.dtype, nor
 
 
 class TrainingInput:
-    """Turns uint8 images into the model's input, as a recipe says.
+    """Turns uint8 images into the model's input, as a recipe says; `normalise` is equivalent to `to_model_input`.
 
-    Args:
-        recipe: the recipe, which names the operations and how pixels are normalised.
-        normalise: a function equivalent to `to_model_input`.
-
-    Raises:
-        RecipeError: an operation that is not available.
+    Raises RecipeError for an operation that is not available.
     """
 
     def __init__(self, recipe: Recipe, normalise: Callable[..., Tensor] = to_model_input) -> None:
@@ -75,13 +70,7 @@ class TrainingInput:
         self._normalise = partial(normalise, normalise=recipe.data.normalise)
 
     def __call__(self, images: Tensor, keys: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The model's input (B, S, S, 3) in `dtype`.
-
-        Args:
-            images: uint8 (B, S, S, 3), on any device.
-            keys: the batch's keys, int64 (B,) on the host.
-            device, dtype: the device and dtype of the result.
-        """
+        """The model's input (B, S, S, 3) in `dtype`, of uint8 images on any device and the batch's keys on the host."""
         images = _operated(self._before, images.to(device), keys)
         images = self._normalise(images, device, torch.float32 if self._after else dtype)
         return _operated(self._after, images, keys).to(dtype)

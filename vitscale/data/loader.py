@@ -50,10 +50,8 @@ class Loader:
             beyond the order's end is cut to it.
         digest: whether batches carry a checksum of their pixels.
 
-    Raises:
-        DataError: while iterating, a file or sample is missing or damaged.
-        StorageError: while iterating, a URL does not answer, or a read does not return.
-        RecipeError: the cache cannot be used.
+    Raises RecipeError if the cache cannot be used. While iterating, raises DataError if a file or sample is missing or
+    damaged, StorageError if a URL does not answer or a read does not return.
     """
 
     def __init__(
@@ -76,15 +74,15 @@ class Loader:
         assert order.global_batch % world == 0, f"{world} ranks do not divide a batch of {order.global_batch}"
         assert 0 <= rank < world and reading.threads >= 1 and reading.prefetch >= 1, (rank, world, reading)
         share = order.global_batch // world
-        stopping, activity = threading.Event(), Activity()
-        shards = OpenShards(manifest, reading, activity, stopping.is_set)
+        activity = Activity()
+        shards = OpenShards(manifest, reading, activity)
         slots = (rank * share, (rank + 1) * share)
         programs = PixelPrograms(operations, image_size)
         reader = BatchReader(shards, order, image_size, transform, programs, slots, seed, reading, digest, activity)
         stops = [stop for stop in (order.steps, stop_step) if stop is not None]
-        steps = (start_step, min(stops, default=None))
+        last = min(stops, default=None)
         # The threads must not hold the loader, or an abandoned loader would never be collected.
-        self._engine = _Engine(shards, reader, steps, reading, activity, stopping)
+        self._engine = _Engine(shards, reader, start_step, last, reading, activity)
         self._engine.start()
         self._finalizer = weakref.finalize(self, self._engine.stop)
         self._ended = False
@@ -203,14 +201,14 @@ class _Engine(threading.Thread):
         self,
         shards: OpenShards,
         reader: BatchReader,
-        steps: tuple[int, int | None],
+        first: int,
+        last: int | None,
         reading: Reading,
         activity: Activity,
-        stopping: threading.Event,
     ) -> None:
         super().__init__(name=THREADS, daemon=True)
-        self._shards, self._reader, self._activity, self._stopping = shards, reader, activity, stopping
-        self._first, self._last = steps
+        self._shards, self._reader, self._activity, self._stopping = shards, reader, activity, activity.stopping
+        self._first, self._last = first, last
         self._stall_s = reading.stall_s
         self._workers = WorkerThreads(reading.threads)
         # In step order; an exception takes the place of a batch that failed, StopIteration comes at the end.

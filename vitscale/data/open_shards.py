@@ -3,7 +3,7 @@
 import logging
 import resource
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -54,13 +54,10 @@ class OpenedShard:
 
 
 class OpenShards:
-    """The open shards by index: background threads open them, and they are closed once no upcoming batch needs them.
+    """The open shards by index: background threads open them, and they are closed once no upcoming batch needs them."""
 
-    `stopping` tells whether the loader is being closed.
-    """
-
-    def __init__(self, manifest: Manifest, reading: Reading, activity: Activity, stopping: Callable[[], bool]) -> None:
-        self._manifest, self._reading, self._activity, self._stopping = manifest, reading, activity, stopping
+    def __init__(self, manifest: Manifest, reading: Reading, activity: Activity) -> None:
+        self._manifest, self._reading, self._activity = manifest, reading, activity
         self._cache = ShardCache(reading.cache / "shards", reading.cache_bytes) if is_url(manifest.where) else None
         self._open: dict[int, OpenedShard] = {}
         self._sizes = np.array([shard.bytes for shard in manifest.shards], np.int64)
@@ -88,7 +85,7 @@ class OpenShards:
             shards[index] = shard
         for shard in shards.values():
             while not shard.ready.wait(timeout=0.1):
-                if self._stopping():
+                if self._activity.stopping.is_set():
                     raise CancelledError
             if shard.error is not None:
                 raise shard.error
@@ -164,7 +161,7 @@ class OpenShards:
 
         def is_cancelled() -> bool:  # called while data arrives, so a long transfer never counts as a stall
             self._activity.begin("opening" if self._cache is None else "fetching", where)
-            return self._stopping()
+            return self._activity.stopping.is_set()
 
         is_cancelled()
         if self._cache is not None:

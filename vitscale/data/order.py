@@ -58,8 +58,7 @@ class TrainOrder:
         seed: the seed of the shuffle.
         repeats: n, the number of views of each sample in a batch.
 
-    Raises:
-        RecipeError: fewer samples than one global batch.
+    Raises RecipeError if there are fewer samples than one global batch.
     """
 
     def __init__(self, shard_samples: Sequence[int], global_batch: int, seed: int, repeats: int = 1) -> None:

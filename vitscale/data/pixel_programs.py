@@ -21,10 +21,7 @@ class PixelPrograms:
     """Plans what the loader does to pixels, as `data.operations` says.
 
     A program depends on the sample's own key only, so pixels are the same for any number of ranks and after resuming.
-
-    Args:
-        operations: the recipe's operations; those that are not the loader's are left to the device.
-        side: side S of the images in pixels.
+    Operations that are not the loader's are left to the device. Images have `side` x `side` pixels.
     """
 
     def __init__(self, operations: Sequence[recipe.ImageOperation], side: int) -> None:

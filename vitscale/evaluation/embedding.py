@@ -12,8 +12,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from vitscale.data.augmentation import EvalTransform
-from vitscale.data.preview import views_of
+from vitscale.data.augmentation import EvalTransform, views_of
 from vitscale.evaluation.finished import FinishedModel, OfWeights
 from vitscale.ground.errors import DataError, RecipeError
 

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 
-from vitscale.data.augmentation import EvalTransform
-from vitscale.data.preview import views_of
+from vitscale.data.augmentation import EvalTransform, views_of
 from vitscale.data.shards import MANIFEST_NAME
 from vitscale.data.shards.images import IMAGE_SUFFIXES, ImageOptions, Reject, pixels_of, store_image
 from vitscale.evaluation.finished import FinishedModel

@@ -77,12 +77,8 @@ class ShardCache:
     exceed the limit, the cache grows beyond it, with one warning, since waiting could last forever. Files without a
     name of the cache's pattern are neither counted nor removed.
 
-    Args:
-        folder: the cache's folder, for its files alone; created if missing.
-        limit_bytes: the limit for all its files together, finished or not.
-
-    Raises:
-        RecipeError: the folder cannot be written, has no file locks, or is a dataset.
+    The folder is for its files alone and created if missing; `limit_bytes` is the limit for all of them together,
+    finished or not. Raises RecipeError if the folder cannot be written, has no file locks, or is a dataset.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
@@ -96,16 +92,11 @@ class ShardCache:
     def pin(self, url: str, entry: ShardEntry, cancelled: Callable[[], bool] = never) -> PinnedFile:
         """A shard's file, fetched if it is not here; waits if another process is already fetching it.
 
-        Args:
-            url: the shard's URL.
-            entry: the shard's entry in the manifest.
-            cancelled: polled ten times a second while this waits.
-
         Raises:
             DataError: the shard does not exist, may not be read, or is not what the manifest says.
             StorageError: the URL does not answer, or not within a minute in each of several attempts.
             RecipeError: the disk or the limit is too small.
-            CancelledError: `cancelled` returned True.
+            CancelledError: `cancelled`, which is polled ten times a second while this waits, returned True.
         """
         if entry.bytes > self._limit:
             raise RecipeError(

@@ -8,19 +8,20 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from vitscale.data.shards.beton import ShardFile
+from vitscale.data.shards.beton import MODE_JPEG, ShardFile
 from vitscale.data.shards.manifest import Manifest, ShardEntry
 from vitscale.data.shards.opening import labels_of, local_copy, shard_file
 from vitscale.data.shards.provenance import REJECTS_NAME, provenance_path, read_provenance, read_rejects
 from vitscale.data.shards.scan import scan
-from vitscale.data.shards.stock import StockReader
-from vitscale.ground.errors import DataError
+from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.digests import FileDigests, file_digests
+from vitscale.ground.images import decode as decode_image
 from vitscale.ground.storage import base_name, names_in, size_of
 from vitscale.ground.wording import counted
 
@@ -90,7 +91,7 @@ def verify(
     *,
     workers: int = 1,
     decode: bool = False,
-    stock: StockReader | None = None,
+    stock: "StockReader | None" = None,
     progress: Callable[[int], None] | None = None,
 ) -> Verdict:
     """Check everything that a dataset consists of; damage never stops it.
@@ -132,7 +133,7 @@ def verify(
     return verdict
 
 
-def _in_order(manifest: Manifest, workers: int, decode: bool, stock: StockReader | None) -> Iterator[_Finding]:
+def _in_order(manifest: Manifest, workers: int, decode: bool, stock: "StockReader | None") -> Iterator[_Finding]:
     # Threads suffice: reading, digests and checksums release Python's lock.
     pending: deque[Future[_Finding]] = deque()
     pool = ThreadPoolExecutor(workers)
@@ -147,7 +148,7 @@ def _in_order(manifest: Manifest, workers: int, decode: bool, stock: StockReader
         pool.shutdown(cancel_futures=True)
 
 
-def _verify_shard(manifest: Manifest, index: int, decode: bool, stock: StockReader | None) -> _Finding:
+def _verify_shard(manifest: Manifest, index: int, decode: bool, stock: "StockReader | None") -> _Finding:
     finding = _Finding(manifest.shards[index])
     try:
         manifest.selected_slots(index)
@@ -187,7 +188,7 @@ def _verify_file(
     path: Path,
     table: pa.Table | None,
     decode: bool,
-    stock: StockReader | None,
+    stock: "StockReader | None",
     finding: _Finding,
 ) -> None:
     """Check a shard's file, on this machine, against manifest and table. Raises OSError if it cannot be read."""
@@ -278,3 +279,46 @@ def _note_unlisted(manifest: Manifest, verdict: Verdict) -> None:
         more = len(unlisted) - _LISTED_NAMES
         shown = ", ".join(unlisted[:_LISTED_NAMES]) + (f" and {more:,} more" if more > 0 else "")
         verdict.notes.append(f"in the folder, but not in the manifest: {shown}")
+
+
+class StockReader:
+    """Stock FFCV, the extra `[ffcv]`: its reader of files and pages, and its decoder.
+
+    It believes whatever a damaged file says, so that only shards which were verified before are given to it. Raises
+    RecipeError if it cannot be imported.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from ffcv.libffcv import imdecode
+            from ffcv.memory_managers import OSCacheManager
+            from ffcv.reader import Reader
+        except (ImportError, OSError) as error:  # OSError: a library that it was built with is gone
+            raise RecipeError(
+                f"stock FFCV is not installed here ({error}): pip install 'vitscale[ffcv]', which compiles it and "
+                "needs g++ pkg-config libopencv-dev libturbojpeg0-dev (Debian's names) and the header files of Python"
+            ) from None
+        self.version = version("ffcv")
+        self._reader, self._pages, self._imdecode = Reader, OSCacheManager, imdecode
+
+    def differing(self, path: Path, shard: ShardFile, image_field: str) -> np.ndarray:
+        """The slots, bool (samples,), whose image FFCV decodes to other pixels than we do, or not at all.
+
+        `shard` is the sound shard at `path`, open; `image_field` its field of images.
+        """
+        reader = self._reader(str(path))
+        rows = reader.metadata[f"f{reader.field_names.index(image_field)}"]
+        pages = self._pages(reader)
+        read, differs = pages.compile_reader(), np.ones(shard.samples, bool)
+        with pages.schedule_epoch([]) as context:
+            for slot, row in enumerate(rows):
+                height, width = int(row["height"]), int(row["width"])
+                theirs, ours = np.zeros((height, width, 3), np.uint8), shard.read(slot)
+                stored = read(row["data_ptr"], context.state)
+                if row["mode"] == MODE_JPEG:
+                    failed = self._imdecode(stored, theirs, height, width, height, width)
+                    status, pixels = decode_image(ours, height, width)
+                    differs[slot] = bool(failed or status) or not np.array_equal(theirs, pixels)
+                else:
+                    differs[slot] = not np.array_equal(stored, np.frombuffer(ours, np.uint8))
+        return differs
