@@ -35,8 +35,8 @@ from data_tools.machine import Machine
 from data_tools.request import Request
 from data_tools.sources import SourceOptions, open_source
 from vitscale.cli.embedding import opened_embedder
-from vitscale.data.shards.decisions import DECISIONS_NAME, read_decisions
 from vitscale.data.shards.images import StoredImage, store_image
+from vitscale.data.shards.provenance import DECISIONS, DECISIONS_NAME, read_table
 
 DRAWN = 48  # pairs of a sheet
 
@@ -81,7 +81,7 @@ def deduplicate(name: str, test: Path, train: Path, out: Path, embedder: Embedde
     build_index([source], index, workers=workers, embedder=embedder)
     named = name_indexes([str(index)], embedder=embedder)
     outcome = convert(Request(str(train), dedup=named), out / name, Machine(workers))
-    rows = read_decisions(out / name / DECISIONS_NAME).filter(pc.field("removed")).to_pylist()
+    rows = read_table(out / name / DECISIONS_NAME, DECISIONS).filter(pc.field("removed")).to_pylist()
     manifest = outcome.manifests[""]
     return Judged(
         images=manifest.num_samples + manifest.num_removed,

@@ -45,7 +45,7 @@ from data_tools.machine import Machine
 from data_tools.request import Request
 from data_tools.sources import SourceOptions
 from vitscale.data.augmentation import TrainTransform
-from vitscale.data.hashing import combine, mix
+from vitscale.data.draws import combine, mix
 from vitscale.data.loader import Loader
 from vitscale.data.order import TrainOrder
 from vitscale.data.settings import Reading

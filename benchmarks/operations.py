@@ -29,7 +29,7 @@ from paired import Interval, median_ratio
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from timm.data.auto_augment import rand_augment_transform
 
-from vitscale.data.hashing import hashes
+from vitscale.data.draws import hashes
 from vitscale.data.pixel_programs import PixelPrograms
 from vitscale.ground.images import INSTRUCTION, OK, Code, Interpolation, operate
 from vitscale.recipe import ImageOperation, RandAugment, ThreeAugment

@@ -15,7 +15,7 @@ from peers import transformers_vit
 from torch.nn import functional as F
 
 from vitscale.data.augmentation import EvalTransform, train_transform
-from vitscale.data.device import to_model_input
+from vitscale.data.image_operations import to_model_input
 from vitscale.data.loader import Loader
 from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.shards import Manifest

@@ -92,7 +92,7 @@ def recipe_of(who: str, model: str, folder: str, options: argparse.Namespace) ->
 
 def trainer_step(options: argparse.Namespace, folder: Path) -> Callable[[], float]:
     """The trainer of a recipe, and one of its batches again and again."""
-    from vitscale.data.device import on_device
+    from vitscale.data.loader import on_device
     from vitscale.data.shards.generated import write_generated_dataset
     from vitscale.ground.machine import free_port
     from vitscale.training.beginning.run_plan import open_loader, plan_run
@@ -164,7 +164,7 @@ def loop_step(options: argparse.Namespace) -> Callable[[], float]:
 
 def bare_step(options: argparse.Namespace) -> Callable[[], float]:
     """The trainer's arithmetic without DeepSpeed or a trainer: weights in bf16, fp32 masters, the same malloc."""
-    from vitscale.data.device import to_model_input
+    from vitscale.data.image_operations import to_model_input
     from vitscale.models import compile_blocks
     from vitscale.training.deepspeed import distributed
 

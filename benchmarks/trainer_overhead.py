@@ -29,7 +29,7 @@ LIMIT = 0.02
 
 def work(_: int, model: str, batch: int, rounds: int, folder: Path) -> None:
     """A process for one model; its result goes to a file."""
-    from vitscale.data.device import to_model_input
+    from vitscale.data.image_operations import to_model_input
     from vitscale.data.shards.generated import write_generated_dataset
     from vitscale.ground.machine import free_port
     from vitscale.models import weight_dtype

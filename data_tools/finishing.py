@@ -20,9 +20,16 @@ from data_tools.output import LOG_NAME, REPORT_FOLDER, Output
 from data_tools.report import Totals
 from data_tools.shard_task import ShardReport
 from vitscale.data.shards import MANIFEST_NAME, Manifest, field_names
-from vitscale.data.shards.decisions import DECISIONS_NAME, read_decisions, write_decisions
 from vitscale.data.shards.opening import local_copy
-from vitscale.data.shards.provenance import REJECTS_NAME, read_rejects, write_rejects
+from vitscale.data.shards.provenance import (
+    DECISIONS,
+    DECISIONS_NAME,
+    REJECTS,
+    REJECTS_NAME,
+    read_rejects,
+    read_table,
+    write_tables,
+)
 from vitscale.ground import storage
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.wording import counted, ranges
@@ -110,7 +117,7 @@ def finish(
         num_rejected, rejects = sum(report.rejected for report in of_split), output.place(split.name, REJECTS_NAME)
         if num_rejected:
             with output.staged(rejects) as (path,):
-                write_rejects(path, _rejects(output, of_split))
+                write_tables(path, _rejects(output, of_split), REJECTS)
         else:
             storage.remove(rejects)  # left by an attempt to finish before the images were repaired
         entries = tuple(report.entry for report in of_split if report.entry is not None)
@@ -145,7 +152,7 @@ def _refuse_all_removed(output: Output, by_split: dict[str, list[ShardReport]]) 
 def _write_findings(output: Output, split: str, reports: list[ShardReport], matcher: Matcher) -> Findings:
     """Write a split's decisions and the report on them; returns its findings."""
     with output.staged(output.place(split, DECISIONS_NAME)) as (path,):
-        write_decisions(path, _decisions(output, reports))
+        write_tables(path, _decisions(output, reports), DECISIONS)
     findings = Findings.none(matcher)
     for content in _read_all(output, (output.of_task(report.task, "dedup.json") for report in reports)):
         findings.add(Findings.from_json(json.loads(content)))
@@ -160,7 +167,7 @@ def _decisions(output: Output, reports: Iterable[ShardReport]) -> Iterator[pa.Ta
     for report in reports:
         if report.decisions:
             with local_copy(output.of_task(report.task, "dedup.parquet")) as path:
-                yield read_decisions(path)
+                yield read_table(path, DECISIONS)
 
 
 def _rejects(output: Output, reports: Iterable[ShardReport]) -> Iterator[pa.Table]:

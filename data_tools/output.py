@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vitscale.data.shards import MANIFEST_NAME
-from vitscale.data.shards.decisions import DECISIONS_NAME
-from vitscale.data.shards.provenance import REJECTS_NAME
+from vitscale.data.shards.provenance import DECISIONS_NAME, REJECTS_NAME
 from vitscale.ground import storage
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.files.durable import durable_file, make_folder, remove_leftovers, write_text

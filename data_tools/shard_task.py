@@ -21,10 +21,17 @@ from data_tools.engines.task import Progress
 from data_tools.listing import Spool
 from data_tools.output import Output
 from data_tools.sources.source import Source, without_surrogates
-from vitscale.data.shards import NO_LABEL, ShardEntry, StoredSample, write_shard
-from vitscale.data.shards.decisions import write_decisions
+from vitscale.data.shards import ShardEntry
+from vitscale.data.shards.beton import NO_LABEL, StoredSample, write_shard
 from vitscale.data.shards.images import ImageOptions, Reject, TooLarge, store_image
-from vitscale.data.shards.provenance import PROVENANCE, REJECTS, provenance_path, write_provenance, write_rejects
+from vitscale.data.shards.provenance import (
+    DECISIONS,
+    PROVENANCE,
+    REJECTS,
+    provenance_path,
+    write_provenance,
+    write_tables,
+)
 from vitscale.ground.errors import DataError
 
 # Errors that a second try would not cure: the file is missing, or we may not read it.
@@ -120,13 +127,13 @@ class ShardTask:
             report.seconds = round(time.monotonic() - started, 3)
             if report.rejected:
                 with output.staged(output.of_task(self.index, "rejects.parquet")) as (path,):
-                    write_rejects(path, [pa.table(rejects, REJECTS)])
+                    write_tables(path, [pa.table(rejects, REJECTS)], REJECTS)
             if comparison is not None:
                 decisions, findings = comparison.decisions(), comparison.findings
                 report.removed, report.decisions = findings.tally.removed, decisions.num_rows
                 if report.decisions:
                     with output.staged(output.of_task(self.index, "dedup.parquet")) as (path,):
-                        write_decisions(path, [decisions])
+                        write_tables(path, [decisions], DECISIONS)
                 output.write(output.of_task(self.index, "dedup.json"), json.dumps(findings.to_json()))
             output.write(output.of_task(self.index, "json"), report.to_json())
         except OSError as error:

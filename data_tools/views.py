@@ -20,16 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from vitscale.data.shards import (
-    MANIFEST_NAME,
-    Adopted,
-    ExcludedSlots,
-    Manifest,
-    SelectExclude,
-    SelectFirst,
-    ShardEntry,
-    schema_version_of,
-)
+from vitscale.data.shards import MANIFEST_NAME, ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
+from vitscale.data.shards.manifest import Adopted, schema_version_of
 from vitscale.data.shards.opening import local_copy, open_shard
 from vitscale.data.shards.provenance import provenance_path, read_provenance
 from vitscale.ground import storage

@@ -19,8 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitscale import recipe
 from vitscale.cli.recipe import recipe as print_recipe
 from vitscale.data import draws
-from vitscale.data.device import to_model_input
-from vitscale.data.image_operations import ImageOperation, TrainingInput
+from vitscale.data.image_operations import ImageOperation, TrainingInput, to_model_input
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.evaluation import build_evaluators
 from vitscale.flops import recipe_work

@@ -32,8 +32,7 @@ from vitscale.cli.flops import app as flops_app
 from vitscale.cli.main import LaterCommand
 from vitscale.cli.main import app as vitscale_app
 from vitscale.data.order import ORDER_VERSION
-from vitscale.data.shards.decisions import DECISIONS
-from vitscale.data.shards.provenance import PROVENANCE, REJECTS
+from vitscale.data.shards.provenance import DECISIONS, PROVENANCE, REJECTS
 from vitscale.ground import errors
 from vitscale.recipe.fields import blocks
 

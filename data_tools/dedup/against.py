@@ -23,8 +23,8 @@ from data_tools.dedup.matching import Matcher, Query
 from data_tools.dedup.pictures import small_picture
 from data_tools.dedup.settings import Settings
 from data_tools.dedup.tally import Tally
-from vitscale.data.shards.decisions import DECISIONS
 from vitscale.data.shards.images import StoredImage
+from vitscale.data.shards.provenance import DECISIONS
 from vitscale.ground import storage
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.images import decode

@@ -12,9 +12,8 @@ import pyarrow.compute as pc
 from data_tools import views
 from data_tools.dedup.finding import FOUND_NAME, VERSION
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.decisions import DECISIONS, DECISIONS_NAME, read_decisions, write_decisions
 from vitscale.data.shards.opening import local_copy
-from vitscale.data.shards.provenance import read_table
+from vitscale.data.shards.provenance import DECISIONS, DECISIONS_NAME, read_table, write_tables
 from vitscale.ground import storage
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.digests import file_digests
@@ -90,14 +89,14 @@ class Removal:
 
         Raises DataError for earlier ones that are damaged, and StorageError.
         """
-        tables = [read_decisions(self.decisions)]
+        tables = [read_table(self.decisions, DECISIONS)]
         earlier = self.manifest.location(DECISIONS_NAME)
         if storage.size_of(earlier) is not None:
             with local_copy(earlier) as path:
-                tables.insert(0, read_decisions(path))
+                tables.insert(0, read_table(path, DECISIONS))
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / DECISIONS_NAME
-            write_decisions(path, tables)
+            write_tables(path, tables, DECISIONS)
             return path.read_bytes()
 
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 from data_tools.dedup.match import Match
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.variants import variant_name
-from vitscale.data.shards.decisions import DECISIONS
+from vitscale.data.shards.provenance import DECISIONS
 
 
 def decisions(matcher: Matcher, images: Iterable[tuple[int, str]], matches: Sequence[Sequence[Match]]) -> pa.Table:

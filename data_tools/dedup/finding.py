@@ -29,8 +29,8 @@ from data_tools.dedup.stored import shard_queries
 from data_tools.dedup.tally import Tally
 from data_tools.engines.task import Progress, Run, Tick
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.decisions import DECISIONS_NAME, read_decisions, write_decisions
 from vitscale.data.shards.opening import known_manifest
+from vitscale.data.shards.provenance import DECISIONS, DECISIONS_NAME, read_table, write_tables
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.digests import file_digests
 from vitscale.ground.files.durable import new_folder
@@ -176,7 +176,7 @@ class _Task:
         if decided.num_rows:
             path = _piece(self.folder, self.shard)
             try:
-                write_decisions(path, [decided])
+                write_tables(path, [decided], DECISIONS)
             except OSError as error:
                 raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
         return comparison.findings, are_fresh
@@ -195,14 +195,14 @@ def _join(pieces: Path, shards: int, folder: Path, names: Sequence[str]) -> None
 
     def tables() -> Iterator[pa.Table]:
         for path in filter(Path.exists, (_piece(pieces, shard) for shard in range(shards))):
-            table = read_decisions(path)
+            table = read_table(path, DECISIONS)
             for row in table.filter(pc.field("removed")).to_pylist():
                 image = row["test_set"], row["test_key"]
                 if image not in best or _order(row) < _order(best[image]):
                     best[image] = row
             yield table
 
-    write_decisions(folder / DECISIONS_NAME, tables())
+    write_tables(folder / DECISIONS_NAME, tables(), DECISIONS)
     with (folder / CONTAMINATED_NAME).open("x", encoding="utf-8", newline="") as file:
         rows = csv.DictWriter(file, _COLUMNS, extrasaction="ignore", lineterminator="\n")
         rows.writeheader()

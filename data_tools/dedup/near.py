@@ -16,7 +16,7 @@ def copies_of(images: Sequence[Path], dataset: str) -> list[tuple[str, int, str]
     from data_tools.dedup.finding import find
     from data_tools.machine import Machine
     from data_tools.sources import SourceOptions, open_source
-    from vitscale.data.shards.decisions import DECISIONS_NAME, read_decisions
+    from vitscale.data.shards.provenance import DECISIONS, DECISIONS_NAME, read_table
 
     with tempfile.TemporaryDirectory(prefix="vitscale-") as temporary:
         listed, index, found = (Path(temporary, name) for name in ("images.jsonl", "index", "found"))
@@ -24,5 +24,5 @@ def copies_of(images: Sequence[Path], dataset: str) -> list[tuple[str, int, str]
         source = open_source(str(listed), "list", SourceOptions(unlabelled=True))
         build_index([TestSource("asked", str(listed), source)], index, workers=1)
         find(dataset, [str(index)], str(found), Machine(None).runner(dataset))
-        rows = read_decisions(found / DECISIONS_NAME).to_pylist()
+        rows = read_table(found / DECISIONS_NAME, DECISIONS).to_pylist()
     return [(row["test_key"], row["train_uid"], row["tier"]) for row in rows if row["removed"]]

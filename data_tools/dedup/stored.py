@@ -24,9 +24,7 @@ from vitscale.data.shards.provenance import (
     provenance_path,
     read_provenance,
 )
-from vitscale.data.shards.raw import raw_to_rgb
 from vitscale.ground.errors import DataError
-from vitscale.ground.images import decode
 from vitscale.ground.storage import size_of
 
 _AT_ONCE = 128  # queries: fast to compare, and few enough lumas
@@ -104,16 +102,7 @@ class ShardQueries:
     def rgb(self, slot: int) -> np.ndarray:
         """The picture of a slot, uint8 (height, width, 3). Raises DataError if it is damaged, or StorageError."""
         if self._last is None or self._last[0] != slot:
-            shard = self._open()
-            height, width = int(shard.file.height[slot]), int(shard.file.width[slot])
-            stored = shard.image(slot)
-            if shard.file.raw[slot]:
-                status, pixels = 0, raw_to_rgb(stored, height, width)
-            else:
-                status, pixels = decode(stored, height, width)
-            if status != 0:
-                raise DataError(f"{shard.file.path}: {shard.name(slot)} does not decode cleanly")
-            self._last = slot, pixels
+            self._last = slot, self._open().pixels(slot)
         return self._last[1]
 
     def _query(self, slot: int, row: dict[str, Any]) -> StoredQuery:

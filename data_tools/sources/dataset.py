@@ -8,8 +8,7 @@ from pathlib import Path
 
 from data_tools.sources.source import Item, SourceOptions, refuse_fields
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.opening import known_manifest, open_shard
-from vitscale.data.shards.raw import raw_to_png
+from vitscale.data.shards.opening import known_manifest, open_shard, raw_to_png
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.digests import file_digests
 from vitscale.ground.images import crc32c

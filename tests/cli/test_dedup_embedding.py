@@ -26,7 +26,7 @@ from data_tools.request import Request
 from data_tools.sources import SourceOptions
 from vitscale.cli.convert import app as convert_app
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.decisions import DECISIONS_NAME, read_decisions
+from vitscale.data.shards.provenance import DECISIONS, DECISIONS_NAME, read_table
 from vitscale.evaluation.embedding import Embedder
 from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.finished import FinishedModel, OfWeights
@@ -118,7 +118,9 @@ def test_one_worker_and_two_write_the_same(place, tmp_path):
         )
         assert code == 0 and json.loads(text)["removed"] == 1
     assert sha256_of(tmp_path / "found-here" / DECISIONS_NAME) == sha256_of(tmp_path / "found-two" / DECISIONS_NAME)
-    (row,) = [row for row in read_decisions(tmp_path / "found-two" / DECISIONS_NAME).to_pylist() if row["removed"]]
+    (row,) = [
+        row for row in read_table(tmp_path / "found-two" / DECISIONS_NAME, DECISIONS).to_pylist() if row["removed"]
+    ]
     assert (row["train_key"], row["test_key"], row["tier"]) == ("shaded.jpg", "a.jpg", "embedding")
     code, text = command(
         *("dedup", "find", f"{DATA}/train", tmp_path / "here", "--out", tmp_path / "strict"),

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitscale.data.augmentation import EvalTransform, TrainTransform, inception_crop, sample_keys
-from vitscale.data.device import to_model_input
+from vitscale.data.augmentation import EvalTransform, TrainTransform, sample_keys
+from vitscale.data.image_operations import to_model_input
 from vitscale.recipe import Normalise
 
 AREA, ASPECT = (0.05, 1.0), (3 / 4, 4 / 3)
@@ -17,7 +17,7 @@ AREA, ASPECT = (0.05, 1.0), (3 / 4, 4 / 3)
 
 def crops(height, width, count, area=AREA, aspect=ASPECT, seed=0):
     keys = sample_keys(seed, 0, np.arange(count))
-    return inception_crop(keys, np.full(count, height), np.full(count, width), area, aspect)
+    return TrainTransform(area, aspect).boxes(keys, np.full(count, height), np.full(count, width))
 
 
 def tensorflow_crop(rng, height, width, area, aspect):

@@ -8,8 +8,7 @@ from images.test_exact_decoding import noisy
 from pictures import encoded
 from PIL import Image
 
-from vitscale.data.augmentation import EvalTransform
-from vitscale.data.preview import view_of_pixels, views_of
+from vitscale.data.augmentation import EvalTransform, views_of
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.images import OK, REFUSED, Resize
 from vitscale.recipe import EvalCrop, load_recipe
@@ -104,7 +103,8 @@ def test_crops_of_recipes_resize_so(resize):
     pixels = whole_picture(jpeg, height, width)
     transform = EvalTransform.of(EvalCrop(kind="square", fraction=0.8, resize=resize.name.lower()))
     expected = REFERENCES[resize](pixels, (9, 7, 72, 56), 32)
-    for views in (view_of_pixels(pixels, transform, 32), views_of([(jpeg, height, width)], transform, 32)):
+    for stored, is_raw in ((pixels.tobytes(), True), (jpeg, False)):
+        views = views_of([(stored, height, width)], transform, 32, are_raw=is_raw)
         assert np.abs(views[0].numpy() - expected).max() <= 1.01
 
 

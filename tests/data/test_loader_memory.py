@@ -8,7 +8,7 @@ import torch
 from endless_loader import endless
 from leaks import resident_bytes
 
-from vitscale.data.buffers import Buffers
+from vitscale.data.batch_reader import Buffers
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
 

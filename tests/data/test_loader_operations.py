@@ -10,9 +10,8 @@ from PIL import Image, ImageOps
 
 from vitscale import recipe
 from vitscale.data.augmentation import TrainTransform
-from vitscale.data.device import to_model_input
 from vitscale.data.draws import operation_keys, uniform
-from vitscale.data.image_operations import TrainingInput
+from vitscale.data.image_operations import TrainingInput, to_model_input
 from vitscale.data.loader import Loader
 from vitscale.data.order import TrainOrder
 from vitscale.data.settings import Reading

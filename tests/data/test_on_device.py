@@ -11,8 +11,7 @@ import torch
 from picture_shards import write_pictures
 
 from vitscale.data.augmentation import TrainTransform
-from vitscale.data.device import on_device
-from vitscale.data.loader import Loader
+from vitscale.data.loader import Loader, on_device
 from vitscale.data.order import TrainOrder
 from vitscale.data.settings import Reading
 from vitscale.data.shards import Manifest

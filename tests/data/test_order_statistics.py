@@ -14,7 +14,7 @@ import pytest
 from orders import epoch_of
 
 from vitscale.data import order as order_module
-from vitscale.data.hashing import permutation
+from vitscale.data.draws import permutation
 from vitscale.data.order import TrainOrder
 
 ALARM = 1e-6

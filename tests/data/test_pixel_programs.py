@@ -13,8 +13,18 @@ from timm.data import auto_augment
 from timm.data.random_erasing import RandomErasing as TimmsErasing
 
 from vitscale import recipe
-from vitscale.data.draws import between_ratios, normal, normal_quantiles, operation_keys, strata, stratum, uniform
-from vitscale.data.hashing import combine, hashes, mix
+from vitscale.data.draws import (
+    between_ratios,
+    combine,
+    hashes,
+    mix,
+    normal,
+    normal_quantiles,
+    operation_keys,
+    strata,
+    stratum,
+    uniform,
+)
 from vitscale.data.pixel_programs import PixelPrograms
 from vitscale.data.randaugment import SETS, Drawn, rotation
 from vitscale.data.random_erasing import RandomErasing
@@ -316,11 +326,10 @@ def erasing(**keys):
 
 def test_erased_rectangles_are_distributed_as_timms():
     side, count = 64, 20_000
-    found = erasing(probability=0.5).rectangles(KEYS[:count], side)
-    is_erased = found.heights > 0
+    rectangles = erasing(probability=0.5).rectangles(KEYS[:count], side)
+    is_erased = rectangles[2] > 0
     assert_about(int(is_erased.sum()), 0.5, count)
-    assert ((found.tops >= 0) & (found.tops + found.heights <= side)).all()
-    assert ((found.lefts >= 0) & (found.lefts + found.widths <= side)).all()
+    assert ((rectangles[:2] >= 0) & (rectangles[:2] + rectangles[2:] <= side)).all()
 
     drawn = []
 
@@ -336,11 +345,11 @@ def test_erased_rectangles_are_distributed_as_timms():
         theirs._erase(Noting(), 3, side, side, None)
     (tops, bottoms), (lefts, rights) = np.array(drawn)[..., :2].transpose(1, 2, 0)
     for ours, expected in (
-        (found.tops, tops),
-        (found.lefts, lefts),
-        (found.heights, bottoms - tops),
-        (found.widths, rights - lefts),
-        (found.heights * found.widths, (bottoms - tops) * (rights - lefts)),
+        (rectangles[0], tops),
+        (rectangles[1], lefts),
+        (rectangles[2], bottoms - tops),
+        (rectangles[3], rights - lefts),
+        (rectangles[2] * rectangles[3], (bottoms - tops) * (rights - lefts)),
     ):
         # Kolmogorov and Smirnov: the largest distance between the distributions, at a level of 1e-6.
         points = np.unique(np.concatenate([ours[is_erased], expected]))
@@ -358,14 +367,14 @@ def test_erased_are_noise_or_the_mean_and_the_rest_is_intact():
         assert torch.equal(pixels, before)
         places = operation.rectangles(KEYS[:64], 32)
         outside = torch.ones(64, 32, 32, dtype=torch.bool)
-        for row, (top, left, height, width) in enumerate(zip(*places, strict=True)):
+        for row, (top, left, height, width) in enumerate(places.T.tolist()):
             outside[row, top : top + height, left : left + width] = False
         assert torch.equal(found[outside], pixels[outside])
         inside = found[~outside]
         if operation is noise:
-            # The generator is the one of hashing.py.
-            row = int(np.flatnonzero(places.heights)[0])
-            count = int(places.heights[row] * places.widths[row] * 3)
+            # The generator is the one of draws.py.
+            row = int(np.flatnonzero(places[2])[0])
+            count = int(places[2, row] * places[3, row] * 3)
             with np.errstate(over="ignore"):
                 bits = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
                 bits = mix(bits + (KEYS[row] ^ combine(5)))

@@ -6,8 +6,7 @@ import pytest
 from pictures import encoded, make_picture
 from views import whole_picture
 
-from vitscale.data.augmentation import EvalTransform
-from vitscale.data.preview import views_of
+from vitscale.data.augmentation import EvalTransform, views_of
 
 SMALL, CROP = 256, 224
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from orders import epoch_of, numbered
 
-from vitscale.data.hashing import combine, hashes, mix, permutation
+from vitscale.data.draws import combine, hashes, mix, permutation
 from vitscale.data.order import MAX_SEGMENTS, ORDER_VERSION, WHOLE_SAMPLES, WINDOW_SAMPLES, TrainOrder, num_segments
 from vitscale.ground.errors import RecipeError
 

@@ -31,7 +31,7 @@ from vitscale.about.studies.reading import load_study, studies_dir
 from vitscale.data.shards import Manifest, ShardFile
 from vitscale.data.shards.foreign import read_fields
 from vitscale.data.shards.generated import write_generated_dataset
-from vitscale.data.shards.provenance import REJECTS, read_rejects, write_rejects
+from vitscale.data.shards.provenance import REJECTS, read_rejects, write_tables
 from vitscale.data.shards.verify import verify
 from vitscale.evaluation.features import read_features
 from vitscale.ground.files.digests import file_digests
@@ -211,7 +211,7 @@ def hf_folder(folder: Path) -> Path:
 
 
 def rejects(folder: Path) -> Path:
-    write_rejects(folder / "rejects.parquet", [pa.table({"key": ["a", "b"], "reason": ["x", "x"]}, REJECTS)])
+    write_tables(folder / "rejects.parquet", [pa.table({"key": ["a", "b"], "reason": ["x", "x"]}, REJECTS)], REJECTS)
     return folder / "rejects.parquet"
 
 

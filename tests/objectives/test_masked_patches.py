@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitscale.data.device import to_model_input
+from vitscale.data.image_operations import to_model_input
 from vitscale.ground.errors import RecipeError
 from vitscale.models import initial_value
 from vitscale.objectives import build_objective

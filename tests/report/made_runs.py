@@ -13,8 +13,8 @@ from vitscale.about.studies.reading import load_study
 from vitscale.about.studies.results import About
 from vitscale.about.studies.running import StudyRun
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.decisions import DECISIONS, write_decisions
 from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.data.shards.provenance import DECISIONS, write_tables
 from vitscale.launch import Pretraining
 from vitscale.recipe import load_recipe
 from vitscale.runs.checkpoint_index import CheckpointIndex, index_text
@@ -56,7 +56,7 @@ def write_data(root: Path, name: str, *, against: Sequence[str] = (), splits: Se
                 }
                 for uid, key, out in ((1, "x", True), (1, "y", True), (2, "x", True), (5, "x", False))
             ]
-            write_decisions(folder / "dedup.parquet", [DECISIONS.empty_table().from_pylist(rows, DECISIONS)])
+            write_tables(folder / "dedup.parquet", [DECISIONS.empty_table().from_pylist(rows, DECISIONS)], DECISIONS)
 
 
 def write_run(

@@ -8,16 +8,8 @@ import numpy as np
 import pytest
 from messages import OF_PYDANTIC, assert_messages
 
-from vitscale.data.shards import (
-    Adopted,
-    ExcludedSlots,
-    Manifest,
-    SelectExclude,
-    SelectFirst,
-    ShardEntry,
-    StoredChecksums,
-)
-from vitscale.data.shards.manifest import schema_version_of
+from vitscale.data.shards import ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
+from vitscale.data.shards.manifest import Adopted, StoredChecksums, schema_version_of
 from vitscale.ground.errors import DataError
 
 

@@ -12,7 +12,7 @@ from stored_dataset import Photo, write_dataset
 from vitscale.data.shards import ShardFile
 from vitscale.data.shards.adopt import adopt
 from vitscale.data.shards.beton import StoredSample, write_shard
-from vitscale.data.shards.stock import StockReader
+from vitscale.data.shards.verify import StockReader
 
 # numba complains when FFCV's compiled pipelines are collected.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

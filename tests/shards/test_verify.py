@@ -26,7 +26,7 @@ from vitscale.data.shards.provenance import (
     provenance_path,
     read_provenance,
     write_provenance,
-    write_rejects,
+    write_tables,
 )
 from vitscale.data.shards.verify import Damage, verify
 from vitscale.ground.errors import DataError
@@ -251,7 +251,7 @@ def test_files_beside_the_manifest_are_read(dataset):
 
     edit(dataset, select)
     rows = pa.table({"key": ["x.jpg"], "reason": ["empty"]}, REJECTS)
-    write_rejects(dataset / "rejects.parquet", [rows])
+    write_tables(dataset / "rejects.parquet", [rows], REJECTS)
     assert [one.what for one in found(dataset).damage] == ["1 image; the manifest says that 0 were rejected"]
     edit(dataset, lambda data: data.update(num_rejected=1))
     assert not found(dataset).damage

@@ -12,7 +12,7 @@ from ranks import SHARDS, STEPS, launch, make_data, make_recipe
 
 from vitscale.cli.export import export
 from vitscale.data.augmentation import TrainTransform
-from vitscale.data.device import to_model_input
+from vitscale.data.image_operations import to_model_input
 from vitscale.data.loader import Loader
 from vitscale.data.order import TrainOrder
 from vitscale.data.shards import Manifest

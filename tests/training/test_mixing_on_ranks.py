@@ -12,7 +12,7 @@ from ranks import SHARDS, launch, make_data, make_recipe
 from torch.nn import functional as F
 
 from vitscale.data.augmentation import TrainTransform
-from vitscale.data.device import to_model_input
+from vitscale.data.image_operations import to_model_input
 from vitscale.data.loader import Loader
 from vitscale.data.order import TrainOrder
 from vitscale.data.shards import Manifest

@@ -24,7 +24,7 @@ from vitscale.cli.main import app
 from vitscale.data.shards import Manifest, SelectFirst
 from vitscale.data.shards.adopt import adopt
 from vitscale.data.shards.opening import open_shard
-from vitscale.data.shards.views import why_no_view
+from vitscale.data.shards.overlap import why_no_view
 from vitscale.ground.errors import CheckpointError, DataError, RecipeError
 from vitscale.recipe import read_recipe
 from vitscale.runs.checkpoint_index import read_index

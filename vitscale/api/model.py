@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vitscale.api.shown import Predictions
-from vitscale.data.device import to_model_input
+from vitscale.data.image_operations import to_model_input
 from vitscale.data.shards.images import Reject
 from vitscale.evaluation.finished import FinishedModel, OfWeights
 from vitscale.evaluation.prediction import (

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -53,7 +52,6 @@ def info(
             facts["mean_image_bytes"] = image_bytes
         print(json.dumps(facts, indent=1))
         return
-    console = Console()
     selecting = facts["selecting_shards"]
     rows = {
         "samples": f"{facts['samples']:,}",
@@ -74,13 +72,18 @@ def info(
         if shard := facts[f"{which}_shard"]:
             rows[f"{which} shard"] = f"{shard['path']}, {shard['bytes']:,} bytes"
     rows |= {f"option {name}": json.dumps(value) for name, value in sorted(facts["options"].items())}
-    say, width = partial(console.print, highlight=False, soft_wrap=True), max(map(len, rows))
-    say(plain(facts["manifest"]))
+    width = max(map(len, rows))
+    _say(plain(facts["manifest"]))
     for name, value in rows.items():
         if value is not None:
-            say(f"  {name:<{width}}  {hanging(plain(value), width + 4)}")
+            _say(f"  {name:<{width}}  {hanging(plain(value), width + 4)}")
     if found is not None:
-        _print_counts(console, found.classes, found.unlabelled)
+        table = _table("samples of each class", "label", "class", "samples")
+        for label, (name, count) in enumerate(found.classes.items()):
+            table.add_row(str(label), plain(name), f"{count:,}")
+        if found.unlabelled:
+            table.add_row("", "(no label)", f"{found.unlabelled:,}")
+        Console().print(table)
 
 
 @app.command()
@@ -96,8 +99,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Read every byte and list what is missing or damaged (exit code 3)."""
-    from vitscale.data.shards.stock import StockReader
-    from vitscale.data.shards.verify import verify
+    from vitscale.data.shards.verify import StockReader, verify
 
     ffcv = StockReader() if stock else None
     manifest = Manifest.load(dataset)
@@ -109,11 +111,9 @@ def verify(
     if as_json:
         print(json.dumps({"ok": not verdict.damage, **asdict(verdict)}, indent=1))
     else:
-        console = Console()
         if verdict.damage:
-            table = Table(title=counted(len(verdict.damage), "finding"), title_justify="left")
-            for heading in ("file", "sample", "what is wrong"):
-                table.add_column(heading, overflow="fold")
+            console = Console()
+            table = _table(counted(len(verdict.damage), "finding"), "file", "sample", "what is wrong")
             for damage in verdict.damage[:_SHOWN_DAMAGE]:
                 sample = "" if damage.uid is None else f"uid {damage.uid}"
                 table.add_row(*map(plain, (damage.path, f"{sample} {damage.key or ''}".strip(), damage.what)))
@@ -121,23 +121,19 @@ def verify(
             if len(verdict.damage) > _SHOWN_DAMAGE:
                 console.print(f"... and {len(verdict.damage) - _SHOWN_DAMAGE:,} more; --json lists all")
         for note in verdict.notes:
-            console.print(f"note: {plain(note)}", highlight=False, soft_wrap=True)
+            _say(f"note: {plain(note)}")
         rate = verdict.bytes / max(seconds, 1e-9) / 1e6
         by_stock = f", all read by FFCV {ffcv.version}" if ffcv is not None else ""
         result = f"DAMAGED: {counted(len(verdict.damage), 'finding')}; read" if verdict.damage else "whole:"
-        console.print(
+        _say(
             f"{result} {counted(verdict.shards, 'shard')}, "
             f"{counted(verdict.samples, 'sample')}{', all decoded' if decode else ''}{by_stock}, "
-            f"{verdict.bytes:,} bytes in {seconds:,.1f} s ({rate:,.1f} MB/s)",
-            highlight=False,
-            soft_wrap=True,
+            f"{verdict.bytes:,} bytes in {seconds:,.1f} s ({rate:,.1f} MB/s)"
         )
         if verdict.damage:
-            console.print(
+            _say(
                 "Copy these files again from where they are whole, or convert the dataset again. What a run does with "
-                "damaged samples: data.bad_samples",
-                highlight=False,
-                soft_wrap=True,
+                "damaged samples: data.bad_samples"
             )
     if verdict.damage:
         raise typer.Exit(DataError.exit_code)
@@ -156,18 +152,12 @@ def head(
         raise RecipeError(f"--out {out}: a contact sheet is a .png")
     manifest = Manifest.load(dataset)
     samples = list(first_samples(manifest, count))
-    table = Table(
-        title=plain(f"first {len(samples):,} of {counted(manifest.num_samples, 'sample')}"), title_justify="left"
-    )
-    for heading in ("uid", "height", "width", "bytes"):
-        table.add_column(heading, justify="right")
-    table.add_column("class", overflow="fold")
-    table.add_column("key", overflow="fold")
+    title = plain(f"first {len(samples):,} of {counted(manifest.num_samples, 'sample')}")
+    table = _table(title, "uid", "height", "width", "bytes", "class", "key")
     for sample in samples:
         numbers = (sample.uid, sample.height, sample.width, f"{sample.bytes:,}")
         table.add_row(*map(str, numbers), plain(", ".join(sample.class_names)), plain(sample.key or ""))
-    console = Console()
-    console.print(table)
+    Console().print(table)
     if out is not None:
         sheet = contact_sheet(samples)
         try:
@@ -175,7 +165,7 @@ def head(
                 sheet.save(file, "PNG")
         except OSError as error:
             raise RecipeError(f"--out {out}: cannot be written ({error.strerror})") from error
-        console.print(f"drawn: {plain(str(out))}", highlight=False, soft_wrap=True)
+        _say(f"drawn: {plain(str(out))}")
 
 
 @app.command()
@@ -235,28 +225,20 @@ def adopt(
     from vitscale.data.shards.adopt import adopt, default_out
 
     names = None if classes is None else read_classes(classes)
+    fields = {"image_field": image_field, "label_field": label_field}
     out, local = out or default_out(file), Path(without_file_scheme(file))
     size = local.stat().st_size if local.is_file() else 0
     with interruptible("nothing was written"), _progress("bytes", size) as progress:
-        adoption = adopt(
-            file,
-            out,
-            image_field=image_field,
-            label_field=label_field,
-            class_names=names,
-            decode=decode,
-            progress=progress,
-        )
+        adoption = adopt(file, out, **fields, class_names=names, decode=decode, progress=progress)
     manifest = adoption.manifest
     kinds = {"JPEG": manifest.num_samples - adoption.raw, "raw image": adoption.raw}
     stored = [counted(count, what) for what, count in kinds.items() if count]
     label = "no labels" if adoption.label_field is None else f"labels from {adoption.label_field!r}"
     unused = f"; not used: {', '.join(map(repr, adoption.unused_fields))}" if adoption.unused_fields else ""
-    say = partial(Console().print, highlight=False, soft_wrap=True)
-    say(plain(f"{out}: {' and '.join(stored)} of {file}, {counted(len(manifest.class_names), 'class')}"))
-    say(plain(f"images from {adoption.image_field!r}, {label}{unused}"))
+    _say(plain(f"{out}: {' and '.join(stored)} of {file}, {counted(len(manifest.class_names), 'class')}"))
+    _say(plain(f"images from {adoption.image_field!r}, {label}{unused}"))
     if names is None and manifest.class_names:
-        say(plain(f"classes are called 0 to {len(manifest.class_names) - 1:,}; --classes names them"))
+        _say(plain(f"classes are called 0 to {len(manifest.class_names) - 1:,}; --classes names them"))
 
 
 @contextmanager
@@ -282,13 +264,16 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     yield say
 
 
-def _print_counts(console: Console, counts: dict[str, int], unlabelled: int) -> None:
-    table = Table(title="samples of each class", title_justify="left")
-    table.add_column("label", justify="right")
-    table.add_column("class", overflow="fold")
-    table.add_column("samples", justify="right")
-    for label, (name, count) in enumerate(counts.items()):
-        table.add_row(str(label), plain(name), f"{count:,}")
-    if unlabelled:
-        table.add_row("", "(no label)", f"{unlabelled:,}")
-    console.print(table)
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        if heading in ("label", "samples", "uid", "height", "width", "bytes"):
+            table.add_column(heading, justify="right")
+        else:
+            table.add_column(heading, overflow="fold")
+    return table
+
+
+def _say(text: str) -> None:
+    """Print a line that no terminal's width cuts."""
+    Console().print(text, highlight=False, soft_wrap=True)

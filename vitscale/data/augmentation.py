@@ -3,28 +3,25 @@
 A box is (top, left, height, width) in pixels of the stored picture; the kernel resizes it to the model's input.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from vitscale.data.draws import uniform
-from vitscale.data.hashing import combine, mix
-from vitscale.data.purposes import Purpose
+from vitscale.data.draws import Purpose, combine, mix, uniform
 from vitscale.ground import native
-from vitscale.ground.images import Resize
+from vitscale.ground.images import OK, Resize, decode_slice
 from vitscale.recipe import Crop, EvalCrop
 
 
 def sample_keys(seed: int, epoch: int, uids: np.ndarray, views: np.ndarray | None = None) -> np.ndarray:
-    """The key of each sample's randomness in one epoch, uint64 (B,).
+    """The key of each sample's randomness in one epoch (from 0), uint64 (B,), by the samples' uids, int64 (B,).
 
-    Args:
-        seed: the recipe's seed.
-        epoch: the epoch, from 0.
-        uids: the samples' uids, int64 (B,).
-        views: which view of its sample each row is, int64 (B,), from 0; each view has a key of its own. None means
-            that all are view 0.
+    `views` tells which view of its sample each row is, int64 (B,), from 0; each view has a key of its own. None means
+    that all are view 0.
     """
     keys = mix(mix(uids.astype(np.uint64)) ^ combine(seed, Purpose.CROP, epoch))
     if views is None:
@@ -38,13 +35,24 @@ class TrainTransform:
 
     resize: ClassVar = Resize.AREA
 
-    area: tuple[float, float] = (0.05, 1.0)
-    aspect: tuple[float, float] = (3 / 4, 4 / 3)
+    area: tuple[float, ...] = (0.05, 1.0)
+    aspect: tuple[float, ...] = (3 / 4, 4 / 3)
     flip: float = 0.5
 
     def boxes(self, keys: np.ndarray, heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
-        """Crop boxes, int32 (B, 4)."""
-        return inception_crop(keys, heights, widths, self.area, self.aspect)
+        """Random boxes, int32 (B, 4), drawn as TensorFlow's `sample_distorted_bounding_box`, which the paper used.
+
+        The aspect ratio width / height is uniform in `aspect`. The height is uniform among the whole numbers that give
+        the box a share of the picture's area within `area`. The position is uniform (TensorFlow never draws the last
+        position of each axis; we do). After 100 draws that do not fit, the box is the whole picture.
+        """
+        boxes = np.empty((len(keys), 4), np.int32)
+        columns = [np.ascontiguousarray(keys, np.uint64)]
+        columns += [np.ascontiguousarray(sides, np.int64) for sides in (heights, widths)]
+        assert all(column.shape == (len(boxes),) for column in columns)
+        addresses = (column.ctypes.data for column in columns)
+        native.load().vitscale_inception_crop(len(boxes), *addresses, *self.area, *self.aspect, boxes.ctypes.data)
+        return boxes
 
     def flips(self, keys: np.ndarray) -> np.ndarray:
         """Which pictures are flipped, bool (B,)."""
@@ -123,31 +131,40 @@ def train_transform(crop: Crop, flip: float) -> TrainTransform | ResizeTransform
     """The training transform that a recipe's crop and flip probability describe."""
     if crop.kind == "resize":
         return ResizeTransform(crop.fraction, flip)
-    (area_low, area_high), (aspect_low, aspect_high) = crop.area, crop.aspect
-    return TrainTransform((area_low, area_high), (aspect_low, aspect_high), flip)
+    return TrainTransform(tuple(crop.area), tuple(crop.aspect), flip)
 
 
 def _part(sides: np.ndarray, fraction: float) -> np.ndarray:
     return np.maximum(1, np.rint(sides * fraction).astype(np.int64))
 
 
-def inception_crop(
-    keys: np.ndarray,
-    heights: np.ndarray,
-    widths: np.ndarray,
-    area: tuple[float, float],
-    aspect: tuple[float, float],
-) -> np.ndarray:
-    """Random boxes, int32 (B, 4), drawn as TensorFlow's `sample_distorted_bounding_box` does, which the paper used.
+def views_of(
+    pictures: Sequence[tuple[bytes, int, int]], transform: EvalTransform, image_size: int, *, are_raw: bool = False
+) -> Tensor:
+    """Pictures that are in no shard, as evaluation would see them from one, uint8 (B, S, S, 3) with S = `image_size`.
 
-    The aspect ratio width / height is uniform in `aspect`. The height is uniform among the whole numbers that give the
-    box a share of the picture's area within `area`. The position is uniform (TensorFlow never draws the last position
-    of each axis; we do). After 100 draws that do not fit, the box is the whole picture.
+    `pictures` are (bytes, height, width in pixels) of each JPEG, which the caller has found to decode, or, if they
+    `are_raw`, of its pixels, uint8 (height, width, 3).
     """
-    boxes = np.empty((len(keys), 4), np.int32)
-    keys = np.ascontiguousarray(keys, np.uint64)
-    heights, widths = np.ascontiguousarray(heights, np.int64), np.ascontiguousarray(widths, np.int64)
-    assert keys.shape == heights.shape == widths.shape == (len(boxes),)
-    addresses = (column.ctypes.data for column in (keys, heights, widths))
-    native.load().vitscale_inception_crop(len(boxes), *addresses, *area, *aspect, boxes.ctypes.data)
-    return boxes
+    count = len(pictures)
+    sizes, heights, widths = np.array([(len(content), *size) for content, *size in pictures], np.int64).T
+    out, status = np.empty((count, image_size, image_size, 3), np.uint8), np.full(count, OK, np.int32)
+    keys = np.zeros(count, np.uint64)
+    decode_slice(
+        np.frombuffer(b"".join(content for content, _, _ in pictures), np.uint8),
+        np.cumsum(sizes) - sizes,
+        sizes,
+        np.zeros(count, np.uint32),
+        np.zeros(count, bool),
+        np.full(count, are_raw),
+        heights,
+        widths,
+        transform.boxes(keys, heights, widths),
+        transform.flips(keys),
+        False,
+        out,
+        status,
+        resize=transform.resize,
+    )
+    assert (status == OK).all(), f"statuses {status.tolist()} of pictures that were found good"
+    return torch.from_numpy(out)

@@ -4,7 +4,9 @@ import errno
 import logging
 import os
 import threading
-from dataclasses import dataclass
+import weakref
+from collections import deque
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,12 +15,10 @@ from torch import Tensor
 
 from vitscale.data.augmentation import Transform, sample_keys
 from vitscale.data.batch import Batch
-from vitscale.data.buffers import Buffers
-from vitscale.data.draws import uniform
+from vitscale.data.draws import Purpose, uniform
 from vitscale.data.open_shards import OpenedShard, OpenShards
 from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.pixel_programs import PixelPrograms
-from vitscale.data.purposes import Purpose
 from vitscale.data.settings import Reading
 from vitscale.data.worker_threads import Activity
 from vitscale.ground.errors import DataError, StorageError
@@ -32,41 +32,56 @@ _MAY_PASS = {errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, er
 _log = logging.getLogger(__name__)
 
 
-@dataclass
-class Samples:
-    """Per-sample metadata of one batch, as its shards state it, and where each sample lies; arrays are (b,).
+class Buffers:
+    """A pool of uint8 tensors. A tensor's memory returns to it when the last tensor or array that views it is gone.
 
-    Attributes:
-        shards: the shards that the batch reads from.
-        shard_of: each sample's index into `shards`, int64.
-        slots: each sample's slot in its shard, int64.
-        sizes: bytes of the stored image, int64.
-        heights, widths: pixels of the stored image, int64.
-        uids, labels: int64.
-        crcs: crc32c of the stored image's bytes, uint32.
-        raw: whether the stored image is raw pixels instead of a JPEG, bool.
+    `pinned` memory is page-locked, so that a CUDA device can copy from it while the host does other work. Then torch
+    does the reuse, as it knows which copies are still under way.
     """
 
-    shards: list[OpenedShard]
-    shard_of: np.ndarray
-    slots: np.ndarray
-    sizes: np.ndarray
-    heights: np.ndarray
+    def __init__(self, shape: tuple[int, ...], pinned: bool) -> None:
+        self._shape, self._pinned = shape, pinned
+        self._free: deque[np.ndarray] = deque()  # its methods are safe wherever the garbage collector runs
+
+    def take(self) -> Tensor:
+        """A tensor with undefined content."""
+        if self._pinned:
+            return torch.empty(self._shape, dtype=torch.uint8, pin_memory=True)
+        try:
+            array = self._free.pop()
+        except IndexError:
+            array = np.empty(self._shape, np.uint8)
+        handed = array.view()
+        # A tensor made from this view keeps it alive, and so does every tensor or array made from that tensor. (An
+        # array made from the view itself would not: it would keep the underlying array alive instead.)
+        weakref.finalize(handed, self._free.append, array).atexit = False
+        return torch.from_numpy(handed)
+
+
+@dataclass
+class Samples:
+    """Per-sample metadata of one batch, as its shards state it, and where each sample lies; arrays are (b,)."""
+
+    shards: list[OpenedShard]  # that the batch reads from
+    shard_of: np.ndarray  # each sample's index into `shards`, int64
+    slots: np.ndarray  # its slot in its shard, int64
+    sizes: np.ndarray  # bytes of the stored image, int64
+    heights: np.ndarray  # pixels of the stored image, int64
     widths: np.ndarray
-    uids: np.ndarray
+    uids: np.ndarray  # int64
     labels: np.ndarray
-    crcs: np.ndarray
-    raw: np.ndarray
+    crcs: np.ndarray  # crc32c of the stored image's bytes, uint32
+    raw: np.ndarray  # whether the stored image is raw pixels instead of a JPEG, bool
 
     @classmethod
     def of(cls, shards: list[OpenedShard], shard_of: np.ndarray, positions: np.ndarray) -> "Samples":
         """The samples at `positions` among the selected samples of `shards[shard_of]`; both int64 (b,)."""
         columns = [np.empty(len(positions), kind) for kind in (*[np.int64] * 6, np.uint32, bool)]
-        found = cls(shards, shard_of, *columns)
-        for at, shard in enumerate(shards):
-            rows = np.flatnonzero(shard_of == at)
-            found.fill(rows, shard, positions[rows])
-        return found
+        samples = cls(shards, shard_of, *columns)
+        for number, shard in enumerate(shards):
+            rows = np.flatnonzero(shard_of == number)
+            samples.fill(rows, shard, positions[rows])
+        return samples
 
     def fill(self, rows: np.ndarray, shard: OpenedShard, positions: np.ndarray) -> None:
         """Fill in these rows from the shard's metadata of the samples at these positions."""
@@ -101,26 +116,13 @@ class Work:
     digests: np.ndarray
     slices: list[slice]
     remaining: int
-    lock: threading.Lock
-    done: threading.Event
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    done: threading.Event = field(default_factory=threading.Event)
     error: tuple[int, BaseException] | None = None
 
 
 class BatchReader:
-    """Plans and reads batches.
-
-    Args:
-        shards: the shards to read from.
-        order: the order of the samples: which sample is in which slot.
-        image_size: side S of the output in pixels.
-        transform: crop and flip of each picture.
-        programs: the operations on its pixels after that.
-        slots: this rank's range [first, last) of the slots of every global batch.
-        seed: the seed of the augmentation.
-        reading: threads, checks, and the policy for damaged samples.
-        digest: whether batches carry a checksum of their pixels.
-        activity: where each thread notes what it waits for.
-    """
+    """Plans and reads batches, as `Loader` says; `slots` is this rank's range [first, last) in every global batch."""
 
     def __init__(
         self,
@@ -172,8 +174,6 @@ class BatchReader:
             digests=np.zeros(len(slices), np.uint64),
             slices=slices,
             remaining=len(slices),
-            lock=threading.Lock(),
-            done=threading.Event(),
         )
 
     def finish(self, work: Work) -> Batch:
@@ -327,11 +327,9 @@ class BatchReader:
         shard = samples.shards[samples.shard_of[row]]
         file = shard.file
         assert file is not None
-        mend = (
-            "The shard is damaged: restore it, or convert it again"
-            if shard.pin is None
-            else "This copy of the shard is damaged: remove it, and it is fetched again"
-        )
+        mend = "The shard is damaged: restore it, or convert it again"
+        if shard.pin is not None:
+            mend = "This copy of the shard is damaged: remove it, and it is fetched again"
         return DataError(f"{file.path}: slot {int(samples.slots[row])}, uid {int(samples.uids[row])}: {what}. {mend}")
 
     def _digest_of(self, work: Work, rows: slice) -> int:

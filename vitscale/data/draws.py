@@ -1,25 +1,101 @@
-"""Random numbers as functions of the samples' keys and of nothing else: the same on every machine.
+"""Random numbers as functions of small integers or of samples' keys and of nothing else: equal on every machine.
 
 Keys are uint64 or int64 arrays of any shape, of which only the bits count. A purpose is one or more non-negative
 integers; draws for different purposes are independent. Purposes below 1,000 belong to the crop, the flip and the
 objectives that come with vitscale, so an objective of another package uses those from 1,000 on. Each operation on
 images has keys of its own and may use any purpose.
 
-They use additions, multiplications and square roots, which every processor rounds alike, and no library function whose
-rounding might change in the library's next version.
+All come from 64-bit hashes. NumPy's generators are not used: NumPy reserves the right to change what they draw from one
+version to the next, and sample order and augmentation must not change with it. Arithmetic is limited to additions,
+multiplications and square roots, which every processor rounds alike.
 """
 
 from collections.abc import Sequence
+from enum import IntEnum
 from functools import cache
 from statistics import NormalDist
 
 import numpy as np
 
-from vitscale.data.hashing import combine, mix
-from vitscale.data.purposes import Purpose
-
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
 _NORMAL_BITS = 16
 _NORMAL_UNIT = 2.0**-12
+
+
+class Purpose(IntEnum):
+    """What is drawn. A number that was used once means that for ever."""
+
+    SHARDS = 1  # their order in an epoch
+    WINDOW = 2  # the order of the samples in a window
+    CROP = 3  # its area and aspect; with the epoch, also the key of a sample
+    FLIP = 4
+    CHECK = 5  # which samples' checksums are looked at
+    TOP = 6
+    LEFT = 7
+    PATCH_ORDER = 8  # which patches are masked, and how
+    OPERATION = 9  # the keys of an operation on images
+    MIXED_BATCH = 20
+    MIXED = 21
+    CUT = 22
+    RADIUS = 23
+    ANGLE = 24
+    ROW = 25
+    COLUMN = 26
+    VIEW = 27
+    KEPT = 28  # which patches are kept
+
+
+# ---- Hashes ----------------------------------------------------------------------------------------------------------
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """SplitMix64's finaliser on uint64 values of any shape: a bijection of the 64-bit integers."""
+    z = values + _GOLDEN
+    z = (z ^ (z >> np.uint64(30))) * _FIRST
+    z = (z ^ (z >> np.uint64(27))) * _SECOND
+    return z ^ (z >> np.uint64(31))
+
+
+def combine(*parts: int) -> np.uint64:
+    """One 64-bit hash of several non-negative integers, in order."""
+    state = np.zeros(1, np.uint64)
+    for part in parts:
+        state = mix(state ^ np.array([part], np.uint64))
+    return state[0]
+
+
+def hashes(count: int, *parts: int) -> np.ndarray:
+    """The hashes of `parts` with each of 0 .. count - 1, uint64 (count,)."""
+    return mix(mix(np.arange(count, dtype=np.uint64)) ^ combine(*parts))
+
+
+def orders(keys: np.ndarray, count: int, *parts: int) -> np.ndarray:
+    """A random order of 0 .. count - 1 for each key (B,) uint64, for the purpose named by `parts`; int64 (B, count)."""
+    own = mix(keys ^ combine(*parts))
+    # `mix` is a bijection: no two numbers have the same hash.
+    return np.argsort(mix(own[:, None] ^ np.arange(count, dtype=np.uint64)), axis=1)
+
+
+def permutation(count: int, *parts: int) -> np.ndarray:
+    """A permutation of 0 .. count - 1 as a function of `parts`; int64 (count,)."""
+    # `mix` is a bijection, hence no two keys are equal and any sort gives this order; the default is the fastest.
+    return np.argsort(hashes(count, *parts))
+
+
+def places_in_permutation(indices: np.ndarray, count: int, *parts: int) -> np.ndarray:
+    """Where `permutation(count, *parts)` puts each of some indices, int64 (n,): its inverse, without sorting it."""
+    of_all = hashes(count, *parts)
+    by_hash = np.argsort(of_all[indices])
+    # For every hash, how many wanted ones are at most as large; from this, how many of all are below each wanted one.
+    above = np.searchsorted(of_all[indices][by_hash], of_all, side="right")
+    places = np.empty(len(indices), np.int64)
+    places[by_hash] = np.cumsum(np.bincount(above, minlength=len(indices) + 1))[:-1]
+    return places
+
+
+# ---- Draws -----------------------------------------------------------------------------------------------------------
 
 
 def operation_keys(keys: np.ndarray, index: int) -> np.ndarray:

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitscale.data.device import to_model_input
 from vitscale.data.draws import operation_keys
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.extensions import implementation
-from vitscale.recipe import LoaderOperation, Recipe
+from vitscale.recipe import LoaderOperation, Normalise, Recipe
+
+_PAPERS = Normalise()
 
 
 class ImageOperation:
@@ -37,15 +38,25 @@ class ImageOperation:
         raise NotImplementedError
 
 
+def to_model_input(images: Tensor, device: torch.device, dtype: torch.dtype, normalise: Normalise = _PAPERS) -> Tensor:
+    """Images, uint8 (B, H, W, 3), moved to the device and normalised there in fp32; the result is in `dtype`.
+
+    The default normalisation is x / 127.5 - 1, in [-1, 1].
+    """
+    pixels = images.to(device).to(torch.float32)
+    if (normalise.mean, normalise.std) == (_PAPERS.mean, _PAPERS.std):
+        return pixels.div_(127.5).sub_(1.0).to(dtype)
+    pixels.div_(255.0)
+    # Numbers on the host: a tensor of three would have to be copied to the device, and the host would wait for that.
+    for channel, mean, std in zip(pixels.unbind(dim=-1), normalise.mean, normalise.std, strict=True):
+        channel.sub_(mean).div_(std)
+    return pixels.to(dtype)
+
+
 class TrainingInput:
-    """Turns uint8 images into the model's input, as a recipe says.
+    """Turns uint8 images into the model's input, as a recipe says; `normalise` is equivalent to `to_model_input`.
 
-    Args:
-        recipe: the recipe, which names the operations and how pixels are normalised.
-        normalise: a function equivalent to `to_model_input`.
-
-    Raises:
-        RecipeError: an operation that is not available.
+    Raises RecipeError for an operation that is not available.
     """
 
     def __init__(self, recipe: Recipe, normalise: Callable[..., Tensor] = to_model_input) -> None:
@@ -59,13 +70,7 @@ class TrainingInput:
         self._normalise = partial(normalise, normalise=recipe.data.normalise)
 
     def __call__(self, images: Tensor, keys: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The model's input (B, S, S, 3) in `dtype`.
-
-        Args:
-            images: uint8 (B, S, S, 3), on any device.
-            keys: the batch's keys, int64 (B,) on the host.
-            device, dtype: the device and dtype of the result.
-        """
+        """The model's input (B, S, S, 3) in `dtype`, of uint8 images on any device and the batch's keys on the host."""
         images = _operated(self._before, images.to(device), keys)
         images = self._normalise(images, device, torch.float32 if self._after else dtype)
         return _operated(self._after, images, keys).to(dtype)

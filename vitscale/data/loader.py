@@ -13,8 +13,11 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from vitscale.data.augmentation import Transform
+import torch
+
+from vitscale.data.augmentation import Transform, train_transform
 from vitscale.data.batch import Batch
 from vitscale.data.batch_reader import BatchReader, Work
 from vitscale.data.open_shards import OpenShards
@@ -24,7 +27,7 @@ from vitscale.data.settings import Reading
 from vitscale.data.shards import Manifest
 from vitscale.data.worker_threads import THREADS, Activity, WorkerThreads
 from vitscale.ground.errors import StorageError
-from vitscale.recipe import ImageOperation
+from vitscale.recipe import ImageOperation, Recipe
 
 _POLL_SECONDS = 0.1
 _CLOSE_SECONDS = 10.0  # how long closing waits for a read to return; the planner waits longer, to close the files
@@ -47,10 +50,8 @@ class Loader:
             beyond the order's end is cut to it.
         digest: whether batches carry a checksum of their pixels.
 
-    Raises:
-        DataError: while iterating, a file or sample is missing or damaged.
-        StorageError: while iterating, a URL does not answer, or a read does not return.
-        RecipeError: the cache cannot be used.
+    Raises RecipeError if the cache cannot be used. While iterating, raises DataError if a file or sample is missing or
+    damaged, StorageError if a URL does not answer or a read does not return.
     """
 
     def __init__(
@@ -73,15 +74,15 @@ class Loader:
         assert order.global_batch % world == 0, f"{world} ranks do not divide a batch of {order.global_batch}"
         assert 0 <= rank < world and reading.threads >= 1 and reading.prefetch >= 1, (rank, world, reading)
         share = order.global_batch // world
-        stopping, activity = threading.Event(), Activity()
-        shards = OpenShards(manifest, reading, activity, stopping.is_set)
+        activity = Activity()
+        shards = OpenShards(manifest, reading, activity)
         slots = (rank * share, (rank + 1) * share)
         programs = PixelPrograms(operations, image_size)
         reader = BatchReader(shards, order, image_size, transform, programs, slots, seed, reading, digest, activity)
         stops = [stop for stop in (order.steps, stop_step) if stop is not None]
-        steps = (start_step, min(stops, default=None))
+        last = min(stops, default=None)
         # The threads must not hold the loader, or an abandoned loader would never be collected.
-        self._engine = _Engine(shards, reader, steps, reading, activity, stopping)
+        self._engine = _Engine(shards, reader, start_step, last, reading, activity)
         self._engine.start()
         self._finalizer = weakref.finalize(self, self._engine.stop)
         self._ended = False
@@ -119,6 +120,80 @@ class Loader:
             raise
 
 
+def training_order(recipe: Recipe, manifest: Manifest) -> TrainOrder:
+    """A recipe's order of a dataset. Raises `RecipeError` if it has fewer samples than one global batch."""
+    samples = [shard.num_selected for shard in manifest.shards]
+    return TrainOrder(samples, recipe.batch.global_size, recipe.seed, recipe.data.repeats)
+
+
+def training_loader(
+    recipe: Recipe,
+    manifest: Manifest,
+    order: TrainOrder,
+    *,
+    rank: int,
+    world: int,
+    start: int,
+    stop: int,
+    pinned: bool = False,
+    digest: bool,
+) -> Loader:
+    """A rank's batches of steps [start, stop) of a recipe's `training_order` of its training set.
+
+    `pinned` is as in `Reading`, the rest as in `Loader`. Raises as `Loader` and `Reading.of` do.
+    """
+    data = recipe.data
+    return Loader(
+        manifest,
+        order,
+        image_size=data.image_size,
+        transform=train_transform(data.crop, data.flip),
+        operations=data.operations,
+        rank=rank,
+        world=world,
+        seed=recipe.seed,
+        reading=Reading.of(data, pinned=pinned),
+        start_step=start,
+        stop_step=stop,
+        digest=digest,
+    )
+
+
+def on_device(loader: Loader, device: torch.device) -> Iterator[Batch]:
+    """The loader's batches with their images on the device; the rest stays in host memory.
+
+    On CUDA a separate stream copies the next batch, if it is ready, while the device works on this one; with the one
+    that the consumer still holds, up to three batches are on the device. Batches must be in pinned memory
+    (`Reading.pinned`).
+    """
+    if device.type != "cuda":
+        yield from loader
+        return
+    copying = torch.cuda.Stream(device)
+    ahead: tuple[Batch, torch.cuda.Event] | None = None
+    while True:
+        if ahead is None:
+            batch = next(loader, None)
+            if batch is None:
+                return
+            ahead = _copied(batch, device, copying)
+        moved, arrived = ahead
+        batch = loader.next_if_ready()
+        ahead = None if batch is None else _copied(batch, device, copying)
+        current = torch.cuda.current_stream(device)
+        current.wait_event(arrived)
+        moved.images.record_stream(current)  # the images were allocated on another stream
+        yield moved
+
+
+def _copied(batch: Batch, device: torch.device, stream: torch.cuda.Stream) -> tuple[Batch, torch.cuda.Event]:
+    with torch.cuda.stream(stream):
+        moved = replace(batch, images=batch.images.to(device, non_blocking=True))
+        arrived = torch.cuda.Event()
+        arrived.record(stream)
+    return moved, arrived
+
+
 class _Engine(threading.Thread):
     """Plans batches ahead of their use and has them made; this thread is the planner."""
 
@@ -126,14 +201,14 @@ class _Engine(threading.Thread):
         self,
         shards: OpenShards,
         reader: BatchReader,
-        steps: tuple[int, int | None],
+        first: int,
+        last: int | None,
         reading: Reading,
         activity: Activity,
-        stopping: threading.Event,
     ) -> None:
         super().__init__(name=THREADS, daemon=True)
-        self._shards, self._reader, self._activity, self._stopping = shards, reader, activity, stopping
-        self._first, self._last = steps
+        self._shards, self._reader, self._activity, self._stopping = shards, reader, activity, activity.stopping
+        self._first, self._last = first, last
         self._stall_s = reading.stall_s
         self._workers = WorkerThreads(reading.threads)
         # In step order; an exception takes the place of a batch that failed, StopIteration comes at the end.

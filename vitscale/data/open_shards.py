@@ -3,7 +3,7 @@
 import logging
 import resource
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,27 +28,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class OpenedShard:
-    """A shard in use.
-
-    Attributes:
-        index: the shard's index in the manifest.
-        file: the open file; None until `ready`.
-        selected: the slots that belong to the dataset, int64 (n,); None for all.
-        is_damaged: whether its digest is not the manifest's, although it is used.
-        ready: set when `file` or `error` is.
-        error: why it could not be opened; None if it could.
-        users: the number of batches in the making that use it.
-        pin: keeps the file in the cache; None for a dataset on this machine.
-    """
+    """The shard of this index in use: open once it is `ready`, unless it has an `error`."""
 
     index: int
     file: ShardFile | None = None
-    selected: np.ndarray | None = None
-    is_damaged: bool = False
+    selected: np.ndarray | None = None  # the slots that belong to the dataset, int64 (n,); None for all
+    is_damaged: bool = False  # its digest is not the manifest's, although it is used
     ready: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
-    users: int = 0
-    pin: PinnedFile | None = None
+    users: int = 0  # batches in the making that use it
+    pin: PinnedFile | None = None  # keeps the file in the cache; None for a dataset on this machine
 
     @property
     def num_selected(self) -> int:
@@ -65,17 +54,10 @@ class OpenedShard:
 
 
 class OpenShards:
-    """The open shards by index: background threads open them, and they are closed once no upcoming batch needs them.
+    """The open shards by index: background threads open them, and they are closed once no upcoming batch needs them."""
 
-    Args:
-        manifest: the dataset's manifest.
-        reading: the cache's folder and limit, and whether shards are compared with the manifest.
-        activity: where each thread notes what it waits for.
-        stopping: returns whether the loader is being closed.
-    """
-
-    def __init__(self, manifest: Manifest, reading: Reading, activity: Activity, stopping: Callable[[], bool]) -> None:
-        self._manifest, self._reading, self._activity, self._stopping = manifest, reading, activity, stopping
+    def __init__(self, manifest: Manifest, reading: Reading, activity: Activity) -> None:
+        self._manifest, self._reading, self._activity = manifest, reading, activity
         self._cache = ShardCache(reading.cache / "shards", reading.cache_bytes) if is_url(manifest.where) else None
         self._open: dict[int, OpenedShard] = {}
         self._sizes = np.array([shard.bytes for shard in manifest.shards], np.int64)
@@ -103,7 +85,7 @@ class OpenShards:
             shards[index] = shard
         for shard in shards.values():
             while not shard.ready.wait(timeout=0.1):
-                if self._stopping():
+                if self._activity.stopping.is_set():
                     raise CancelledError
             if shard.error is not None:
                 raise shard.error
@@ -179,7 +161,7 @@ class OpenShards:
 
         def is_cancelled() -> bool:  # called while data arrives, so a long transfer never counts as a stall
             self._activity.begin("opening" if self._cache is None else "fetching", where)
-            return self._stopping()
+            return self._activity.stopping.is_set()
 
         is_cancelled()
         if self._cache is not None:

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vitscale.data.hashing import permutation, places_in_permutation
-from vitscale.data.purposes import Purpose
+from vitscale.data.draws import Purpose, permutation, places_in_permutation
 from vitscale.ground.errors import RecipeError
 
 # Since 2 fewer than four shards are shuffled as a whole; 1 had windows of 65,536 samples there as well.
@@ -34,21 +33,13 @@ WHOLE_SAMPLES = 1 << 24
 
 
 class Slots(NamedTuple):
-    """The samples in consecutive slots of one global batch.
+    """The samples in consecutive slots of one global batch."""
 
-    Attributes:
-        epoch: the epoch, from 0.
-        shard: index of each sample's shard, int64 (slots,).
-        position: each sample's place among the selected samples of its shard, int64 (slots,).
-        mask: bool (slots,), False where the slot is a filler.
-        view: which view of its sample each slot is, from 0, int64 (slots,).
-    """
-
-    epoch: int
-    shard: np.ndarray
-    position: np.ndarray
-    mask: np.ndarray
-    view: np.ndarray
+    epoch: int  # from 0
+    shard: np.ndarray  # index of each sample's shard, int64 (slots,)
+    position: np.ndarray  # each sample's place among the selected samples of its shard, int64 (slots,)
+    mask: np.ndarray  # bool (slots,), False where the slot is a filler
+    view: np.ndarray  # which view of its sample each slot is, from 0, int64 (slots,)
 
 
 class TrainOrder:
@@ -67,8 +58,7 @@ class TrainOrder:
         seed: the seed of the shuffle.
         repeats: n, the number of views of each sample in a batch.
 
-    Raises:
-        RecipeError: fewer samples than one global batch.
+    Raises RecipeError if there are fewer samples than one global batch.
     """
 
     def __init__(self, shard_samples: Sequence[int], global_batch: int, seed: int, repeats: int = 1) -> None:
@@ -80,6 +70,7 @@ class TrainOrder:
                 f"the dataset has {self.num_samples} samples, fewer than one global batch of {global_batch}; "
                 f"use a smaller batch.global"
             )
+        self.steps = None  # it has no last step
         self._distinct = -(-global_batch // repeats)
         self.segments = num_segments(len(shard_samples), self._distinct)
         self._per_segment = self._distinct // self.segments
@@ -90,11 +81,6 @@ class TrainOrder:
         # For each segment the window in use and the next one. Loaders may share an order: lru_cache is thread-safe.
         self._shuffled = [lru_cache(2)(partial(_shuffled_window, seed, segment)) for segment in range(self.segments)]
         self._epoch = lru_cache(2)(partial(_shuffled_shards, seed, samples))
-
-    @property
-    def steps(self) -> None:
-        """None: the order has no last step."""
-        return None
 
     def epochs(self, step: int) -> float:
         """How often the batches before `step` have shown each sample on average; every view counts as one."""
@@ -127,11 +113,8 @@ class TrainOrder:
     def find(self, shard: np.ndarray, position: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The inverse of `batch`: each sample's step and first slot in an epoch, int64 (n,); -1 if it is left out.
 
-        Costs the hashes of the windows that the samples lie in, whatever the size of the dataset.
-
-        Args:
-            shard, position: the samples' shards and positions, as in `Slots`, int64 (n,).
-            epoch: the epoch, from 0.
+        `shard` and `position` are as in `Slots`, int64 (n,). Costs the hashes of the windows that the samples lie in,
+        whatever the size of the dataset.
         """
         shards, ends = self._epoch(epoch)
         at = np.argsort(shards)[shard]
@@ -215,9 +198,7 @@ def _shuffled_shards(seed: int, samples: np.ndarray, epoch: int) -> tuple[np.nda
 class EvalOrder:
     """Evaluation's order: every sample once, in the manifest's order; fillers complete the last batch and are masked.
 
-    Args:
-        shard_samples: the number of selected samples of each shard.
-        global_batch: the number of samples in a batch of all ranks together.
+    Its arguments are as those of `TrainOrder`.
     """
 
     def __init__(self, shard_samples: Sequence[int], global_batch: int) -> None:

@@ -1,24 +1,14 @@
 """The operations that the loader applies to decoded pixels: turns each sample's key into a program of instructions."""
 
 from collections.abc import Sequence
-from functools import singledispatch
 from itertools import permutations
 
 import numpy as np
 
+from vitscale import recipe
 from vitscale.data import randaugment
 from vitscale.data.draws import between, operation_keys, stratum, uniform
 from vitscale.ground.images import INSTRUCTION, Code
-from vitscale.recipe import (
-    ColorJitter,
-    GaussianBlur,
-    Gray,
-    ImageOperation,
-    LoaderOperation,
-    RandAugment,
-    Solarize,
-    ThreeAugment,
-)
 
 _DONE, _CHOICE, _ORDER, _RADIUS, *_FACTORS = range(7)  # purposes of draws
 _JITTERS = np.array([Code.BRIGHTNESS, Code.CONTRAST, Code.COLOR], np.int32)
@@ -31,14 +21,11 @@ class PixelPrograms:
     """Plans what the loader does to pixels, as `data.operations` says.
 
     A program depends on the sample's own key only, so pixels are the same for any number of ranks and after resuming.
-
-    Args:
-        operations: the recipe's operations; those that are not the loader's are left to the device.
-        side: side S of the images in pixels.
+    Operations that are not the loader's are left to the device. Images have `side` x `side` pixels.
     """
 
-    def __init__(self, operations: Sequence[ImageOperation], side: int) -> None:
-        self._operations = [(i, each) for i, each in enumerate(operations) if isinstance(each, LoaderOperation)]
+    def __init__(self, operations: Sequence[recipe.ImageOperation], side: int) -> None:
+        self._operations = [(i, each) for i, each in enumerate(operations) if isinstance(each, recipe.LoaderOperation)]
         self._side = side
 
     def __call__(self, keys: np.ndarray) -> np.ndarray:
@@ -47,52 +34,31 @@ class PixelPrograms:
         return np.concatenate([np.zeros((len(keys), 0), INSTRUCTION), *planned], axis=1)
 
 
-@singledispatch
-def plan(block: LoaderOperation, keys: np.ndarray, side: int) -> np.ndarray:
-    """The instructions of one operation, INSTRUCTION (B, instructions for one image).
-
-    Args:
-        block: the recipe's block of the operation.
-        keys: the bits of each sample's randomness for this operation, uint64 (B,).
-        side: side S of the images in pixels.
-    """
+def plan(block: recipe.LoaderOperation, keys: np.ndarray, side: int) -> np.ndarray:
+    """An operation's instructions for images of `side` pixels with these keys, uint64 (B,): INSTRUCTION (B, n)."""
+    match block:
+        case recipe.RandAugment():
+            return randaugment.plan(block, keys, side)
+        case recipe.Gray():
+            return _one(block.probability, keys, Code.COLOR, 0.0)
+        case recipe.Solarize():
+            return _one(block.probability, keys, Code.SOLARIZE, block.threshold)
+        case recipe.GaussianBlur():
+            return _one(block.probability, keys, Code.BLUR, between(block.radius, uniform(keys, _RADIUS)))
+        case recipe.ColorJitter():
+            return _jitter(keys, (block.brightness, block.contrast, block.saturation), block.probability)
+        case recipe.ThreeAugment():
+            return np.concatenate([_one_of_three(keys), _jitter(keys, (block.jitter,) * 3, 1.0)], axis=1)
     raise NotImplementedError(type(block).__name__)
 
 
-@plan.register
-def _(block: RandAugment, keys: np.ndarray, side: int) -> np.ndarray:
-    return randaugment.plan(block, keys, side)
-
-
-@plan.register
-def _(block: Gray, keys: np.ndarray, side: int) -> np.ndarray:
-    return _one(block.probability, keys, Code.COLOR, 0.0)
-
-
-@plan.register
-def _(block: Solarize, keys: np.ndarray, side: int) -> np.ndarray:
-    return _one(block.probability, keys, Code.SOLARIZE, block.threshold)
-
-
-@plan.register
-def _(block: GaussianBlur, keys: np.ndarray, side: int) -> np.ndarray:
-    return _one(block.probability, keys, Code.BLUR, between(block.radius, uniform(keys, _RADIUS)))
-
-
-@plan.register
-def _(block: ColorJitter, keys: np.ndarray, side: int) -> np.ndarray:
-    return _jitter(keys, (block.brightness, block.contrast, block.saturation), block.probability)
-
-
-@plan.register
-def _(block: ThreeAugment, keys: np.ndarray, side: int) -> np.ndarray:
-    chosen = np.zeros((len(keys), 1), INSTRUCTION)
+def _one_of_three(keys: np.ndarray) -> np.ndarray:
+    """Gray, solarization or blur, equally likely (3-Augment)."""
+    programs = np.zeros((len(keys), 1), INSTRUCTION)
     choice, radius = stratum(keys, len(_THREE), _CHOICE), between(_THREE_RADIUS, uniform(keys, _RADIUS))
-    chosen["code"][:, 0] = _THREE[choice]
-    chosen["values"][:, 0, 0] = np.choose(
-        choice, [np.zeros_like(radius), np.full_like(radius, _THREE_THRESHOLD), radius]
-    )
-    return np.concatenate([chosen, _jitter(keys, (block.jitter,) * 3, 1.0)], axis=1)
+    programs["code"][:, 0] = _THREE[choice]
+    programs["values"][:, 0, 0] = np.choose(choice, [0.0, float(_THREE_THRESHOLD), radius])
+    return programs
 
 
 def _one(probability: float, keys: np.ndarray, code: Code, value: np.ndarray | float) -> np.ndarray:

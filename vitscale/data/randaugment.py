@@ -26,18 +26,11 @@ _DEGREE = 0.017453292519943295
 
 @dataclass(frozen=True)
 class Drawn:
-    """The random draws for k images that one operation is applied to.
+    """The random draws for k images of `side` pixels that one operation is applied to."""
 
-    Attributes:
-        part: magnitude / 10, float64 (k,).
-        sign: -1 or 1, float64 (k,).
-        keys: keys for further draws, uint64 (k,).
-        side: side S of the images in pixels.
-    """
-
-    part: np.ndarray
-    sign: np.ndarray
-    keys: np.ndarray
+    part: np.ndarray  # magnitude / 10, float64 (k,)
+    sign: np.ndarray  # -1 or 1, float64 (k,)
+    keys: np.ndarray  # for further draws, uint64 (k,)
     side: int
 
 
@@ -51,10 +44,9 @@ class _Operation(NamedTuple):
 
 class _Set(NamedTuple):
     operations: Mapping[str, _Operation]
-    highest: float
-    """The highest possible magnitude."""
-    probability: float
-    interpolation: str
+    highest: float = 10  # possible magnitude
+    probability: float = 0.5
+    interpolation: str = "random"
 
 
 def plan(block: RandAugment, keys: np.ndarray, side: int) -> np.ndarray:
@@ -89,18 +81,6 @@ def plan(block: RandAugment, keys: np.ndarray, side: int) -> np.ndarray:
 # ---- What a magnitude means ------------------------------------------------------------------------------------------
 
 
-def _rotation(drawn: Drawn) -> _Values:
-    return rotation(drawn.sign * (drawn.part * 30), drawn.side)
-
-
-def _shear_x(drawn: Drawn) -> _Values:
-    return (1.0, drawn.sign * (drawn.part * 0.3), 0.0, 0.0, 1.0, 0.0)
-
-
-def _shear_y(drawn: Drawn) -> _Values:
-    return (1.0, 0.0, 0.0, drawn.sign * (drawn.part * 0.3), 1.0, 0.0)
-
-
 def _translation_x(pixels: np.ndarray) -> _Values:
     return (1.0, 0.0, pixels, 0.0, 1.0, 0.0)
 
@@ -113,21 +93,13 @@ def _factor(drawn: Drawn) -> _Values:
     return (drawn.part * 1.8 + 0.1,)
 
 
-def _contrast_of_big_vision(drawn: Drawn) -> _Values:
-    return (*_factor(drawn), min(255, drawn.side**2 // 256))
-
-
 def _factor_around_one(drawn: Drawn) -> _Values:
     return (np.maximum(0.1, 1 + drawn.sign * (drawn.part * 0.9)),)
 
 
-def _whole(values: np.ndarray) -> np.ndarray:
-    return np.floor(values)
-
-
 def _cutout(drawn: Drawn) -> _Values:
-    reach = _whole(drawn.part * 40)
-    row, column = (_whole(uniform(drawn.keys, purpose) * drawn.side) for purpose in (_ROW, _COLUMN))
+    reach = np.floor(drawn.part * 40)
+    row, column = (np.floor(uniform(drawn.keys, purpose) * drawn.side) for purpose in (_ROW, _COLUMN))
     low, high = 0, drawn.side
     return (
         *(np.maximum(low, row - reach), np.maximum(low, column - reach)),
@@ -139,56 +111,53 @@ _BOTH = {
     "AutoContrast": _Operation(Code.AUTOCONTRAST),
     "Equalize": _Operation(Code.EQUALIZE),
     "Invert": _Operation(Code.INVERT),
-    "Rotate": _Operation(Code.AFFINE, _rotation),
+    "Rotate": _Operation(Code.AFFINE, lambda d: rotation(d.sign * (d.part * 30), d.side)),
 }
 _FACTORS = {"Color": Code.COLOR, "Contrast": Code.CONTRAST, "Brightness": Code.BRIGHTNESS, "Sharpness": Code.SHARPNESS}
-_SHEARS = {"ShearX": _Operation(Code.AFFINE, _shear_x), "ShearY": _Operation(Code.AFFINE, _shear_y)}
+_SHEARS = {
+    "ShearX": _Operation(Code.AFFINE, lambda d: (1.0, d.sign * (d.part * 0.3), 0.0, 0.0, 1.0, 0.0)),
+    "ShearY": _Operation(Code.AFFINE, lambda d: (1.0, 0.0, 0.0, d.sign * (d.part * 0.3), 1.0, 0.0)),
+}
 _TIMM_MOVES = {
     **_SHEARS,
     "TranslateXRel": _Operation(Code.AFFINE, lambda d: _translation_x(d.sign * (d.part * 0.45) * d.side)),
     "TranslateYRel": _Operation(Code.AFFINE, lambda d: _translation_y(d.sign * (d.part * 0.45) * d.side)),
 }
-_TIMM_ADD = _Operation(Code.SOLARIZE_ADD, lambda d: (np.minimum(128, _whole(d.part * 110)),))
+_TIMM_ADD = _Operation(Code.SOLARIZE_ADD, lambda d: (np.minimum(128, np.floor(d.part * 110)),))
 
 SETS = {
     "timm": _Set(
         {
             **_BOTH,
-            "Posterize": _Operation(Code.POSTERIZE, lambda d: (_whole(d.part * 4),)),
-            "Solarize": _Operation(Code.SOLARIZE, lambda d: (np.minimum(256, _whole(d.part * 256)),)),
+            "Posterize": _Operation(Code.POSTERIZE, lambda d: (np.floor(d.part * 4),)),
+            "Solarize": _Operation(Code.SOLARIZE, lambda d: (np.minimum(256, np.floor(d.part * 256)),)),
             "SolarizeAdd": _TIMM_ADD,
             **{name: _Operation(code, _factor) for name, code in _FACTORS.items()},
             **_TIMM_MOVES,
         },
-        highest=10,
-        probability=0.5,
-        interpolation="random",
     ),
     "timm_increasing": _Set(
         {
             **_BOTH,
-            "PosterizeIncreasing": _Operation(Code.POSTERIZE, lambda d: (4 - _whole(d.part * 4),)),
-            "SolarizeIncreasing": _Operation(Code.SOLARIZE, lambda d: (256 - np.minimum(256, _whole(d.part * 256)),)),
+            "PosterizeIncreasing": _Operation(Code.POSTERIZE, lambda d: (4 - np.floor(d.part * 4),)),
+            "SolarizeIncreasing": _Operation(Code.SOLARIZE, lambda d: (256 - np.minimum(256, np.floor(d.part * 256)),)),
             "SolarizeAdd": _TIMM_ADD,
             **{f"{name}Increasing": _Operation(code, _factor_around_one) for name, code in _FACTORS.items()},
             **_TIMM_MOVES,
         },
-        highest=10,
-        probability=0.5,
-        interpolation="random",
     ),
     "big_vision": _Set(
         {
             **_BOTH,
-            "Posterize": _Operation(Code.POSTERIZE, lambda d: (np.maximum(1, _whole(d.part * 4)),)),
-            "Solarize": _Operation(Code.SOLARIZE, lambda d: (_whole(d.part * 256),)),
+            "Posterize": _Operation(Code.POSTERIZE, lambda d: (np.maximum(1, np.floor(d.part * 4)),)),
+            "Solarize": _Operation(Code.SOLARIZE, lambda d: (np.floor(d.part * 256),)),
             **{name: _Operation(code, _factor) for name, code in _FACTORS.items()},
-            "Contrast": _Operation(Code.BRIGHTNESS, _contrast_of_big_vision),
+            "Contrast": _Operation(Code.BRIGHTNESS, lambda d: (*_factor(d), min(255, d.side**2 // 256))),
             **_SHEARS,
             "TranslateX": _Operation(Code.AFFINE, lambda d: _translation_x(d.sign * (d.part * 100))),
             "TranslateY": _Operation(Code.AFFINE, lambda d: _translation_y(d.sign * (d.part * 100))),
             "Cutout": _Operation(Code.CUTOUT, _cutout),
-            "SolarizeAdd": _Operation(Code.SOLARIZE_ADD, lambda d: (_whole(d.part * 110),)),
+            "SolarizeAdd": _Operation(Code.SOLARIZE_ADD, lambda d: (np.floor(d.part * 110),)),
         },
         highest=30,
         probability=1.0,

@@ -1,14 +1,13 @@
 """Random erasing on the device: in some images a rectangle becomes noise or the mean colour."""
 
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vitscale import recipe
-from vitscale.data.draws import between, between_ratios, normal_quantiles, uniform
-from vitscale.data.hashing import combine
+from vitscale.data.draws import between, between_ratios, combine, normal_quantiles, uniform
 from vitscale.data.image_operations import ImageOperation
 
 _DONE, _AREA, _ASPECT, _TOP, _LEFT, _NOISE = range(6)  # purposes of draws
@@ -16,15 +15,6 @@ _ATTEMPTS = 10
 _GOLDEN, _FIRST, _SECOND = (
     int(np.uint64(each).astype(np.int64)) for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
-
-
-class Rectangles(NamedTuple):
-    """The erased rectangle of each image in pixels, int64 (B,); a height of 0 means that nothing is erased."""
-
-    tops: np.ndarray
-    lefts: np.ndarray
-    heights: np.ndarray
-    widths: np.ndarray
 
 
 class RandomErasing(ImageOperation):
@@ -45,11 +35,11 @@ class RandomErasing(ImageOperation):
     def __call__(self, images: Tensor, keys: np.ndarray) -> Tensor:
         """See `ImageOperation.__call__`."""
         side = images.shape[1]
-        found = self.rectangles(keys, side)
+        rectangles = self.rectangles(keys, side)
         erased = images.clone()
         noise_keys = (keys ^ combine(_NOISE)).view(np.int64)
-        for row in np.flatnonzero(found.heights):
-            top, left, height, width = (int(each[row]) for each in found)
+        for row in np.flatnonzero(rectangles[2]):
+            top, left, height, width = rectangles[:, row].tolist()
             part = erased[row, top : top + height, left : left + width]
             if self._block.mode == "pixel":
                 part.copy_(self._noise(int(noise_keys[row]), height, width, images.device))
@@ -57,10 +47,13 @@ class RandomErasing(ImageOperation):
                 part.zero_()
         return erased
 
-    def rectangles(self, keys: np.ndarray, side: int) -> Rectangles:
-        """The rectangles to erase in images of `side` pixels with these keys, uint64 (B,)."""
+    def rectangles(self, keys: np.ndarray, side: int) -> np.ndarray:
+        """What to erase in images of `side` pixels with these keys, uint64 (B,).
+
+        Tops, lefts, heights and widths in pixels, int64 (4, B); a height of 0 means that nothing is erased.
+        """
         block = self._block
-        found = Rectangles(*np.zeros((4, len(keys)), np.int64))
+        rectangles = np.zeros((4, len(keys)), np.int64)
         is_open = uniform(keys, _DONE) < block.probability
         for attempt in range(_ATTEMPTS):
             areas = between(block.area, uniform(keys, attempt, _AREA)) * side**2
@@ -69,10 +62,9 @@ class RandomErasing(ImageOperation):
             fits = is_open & (heights < side) & (widths < side) & (heights > 0) & (widths > 0)
             tops = np.floor(uniform(keys, attempt, _TOP) * (side - heights + 1))
             lefts = np.floor(uniform(keys, attempt, _LEFT) * (side - widths + 1))
-            for all_of_them, drawn in zip(found, (tops, lefts, heights, widths), strict=True):
-                all_of_them[fits] = drawn[fits]
+            rectangles[:, fits] = np.stack([tops, lefts, heights, widths])[:, fits]
             is_open &= ~fits
-        return found
+        return rectangles
 
     def _noise(self, key: int, height: int, width: int, device: torch.device) -> Tensor:
         assert self._quantiles is not None, "of mode pixel"
@@ -82,7 +74,7 @@ class RandomErasing(ImageOperation):
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """`hashing.mix` on int64 of the same bits. Products wrap around; shifts copy the sign bit, so it is masked out."""
+    """`draws.mix` on int64 of the same bits. Products wrap around; shifts copy the sign bit, so it is masked out."""
     z = values + _GOLDEN
     z = (z ^ (z >> 30 & 2**34 - 1)) * _FIRST
     z = (z ^ (z >> 27 & 2**37 - 1)) * _SECOND

@@ -12,32 +12,19 @@ _FEWEST_THREADS, _MOST_THREADS = 2, 16
 
 @dataclass(frozen=True)
 class Reading:
-    """A loader's settings. Only `dct_scaling` changes what an undamaged sample looks like.
+    """A loader's settings. Only `dct_scaling` changes what an undamaged sample looks like."""
 
-    Attributes:
-        threads: the number of threads that read and decode.
-        prefetch: the largest number of batches that wait; one more is being made.
-        verify_shards: compare each shard with its manifest's digest when this machine first opens it.
-        check_rate: the share of samples whose own checksum is compared whenever they are read.
-        bad_samples: the policy for a damaged sample: "error" raises, "substitute" puts the next sound sample of its
-            shard in its place, "mask" masks it.
-        dct_scaling: let the decoder halve pictures that are at least twice as large as needed.
-        stall_s: seconds after which a read that has not returned is an error.
-        cache: the folder for fetched shards and for the record of verified shards.
-        cache_bytes: the limit for the fetched shards, unless more are in use at a time.
-        pinned: put batches into page-locked memory, for CUDA.
-    """
-
-    threads: int = 2
-    prefetch: int = 2
-    verify_shards: bool = True
-    check_rate: float = 1.0
+    threads: int = 2  # that read and decode
+    prefetch: int = 2  # batches that wait at most; one more is being made
+    verify_shards: bool = True  # compare each shard with its manifest's digest when this machine first opens it
+    check_rate: float = 1.0  # the share of samples whose own checksum is compared whenever they are read
+    # For a damaged sample: raise, put the next sound sample of its shard in its place, or mask it.
     bad_samples: Literal["error", "substitute", "mask"] = "error"
-    dct_scaling: bool = False
-    stall_s: float = 300.0
-    cache: Path = field(default_factory=lambda: Cache().folder())
-    cache_bytes: int = 10**11
-    pinned: bool = False
+    dct_scaling: bool = False  # let the decoder halve pictures that are at least twice as large as needed
+    stall_s: float = 300.0  # after which a read that has not returned is an error
+    cache: Path = field(default_factory=lambda: Cache().folder())  # for fetched shards and the record of verified ones
+    cache_bytes: int = 10**11  # the limit for the fetched shards, unless more are in use at a time
+    pinned: bool = False  # put batches into page-locked memory, for CUDA
 
     @classmethod
     def of(cls, data: Data, *, pinned: bool = False) -> "Reading":

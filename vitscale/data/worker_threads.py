@@ -10,9 +10,13 @@ THREADS = "vitscale-data"
 
 
 class Activity:
-    """What each thread is waiting for, so that a read that never returns can be reported. Thread-safe."""
+    """What each thread is waiting for, so that a read that never returns can be reported. Thread-safe.
+
+    `stopping` is set once the loader is being closed.
+    """
 
     def __init__(self) -> None:
+        self.stopping = threading.Event()
         self._now: dict[int, tuple[float, tuple[object, ...]]] = {}
 
     def begin(self, *words: object) -> None:

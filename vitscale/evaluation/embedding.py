@@ -12,8 +12,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from vitscale.data.augmentation import EvalTransform
-from vitscale.data.preview import view_of_pixels
+from vitscale.data.augmentation import EvalTransform, views_of
 from vitscale.evaluation.finished import FinishedModel, OfWeights
 from vitscale.ground.errors import DataError, RecipeError
 
@@ -66,7 +65,9 @@ def _opened(embedder: Embedder) -> FinishedModel:
 
 @torch.inference_mode()
 def _representation(model: FinishedModel, rgb: np.ndarray) -> np.ndarray:
-    view = view_of_pixels(rgb, EvalTransform.of(model.eval_crop), model.image_size)
+    height, width, _ = rgb.shape
+    picture, transform = (rgb.tobytes(), height, width), EvalTransform.of(model.eval_crop)
+    view = views_of([picture], transform, model.image_size, are_raw=True)
     return model.predict(view).pooled[0].float().numpy()
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitscale.data.hashing import mix
+from vitscale.data.draws import mix
 from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict
 from vitscale.evaluation.features import Features, extract_features
 from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy

@@ -16,7 +16,7 @@ from accelerate.utils import align_module_device
 from torch import nn
 
 from vitscale.data.augmentation import EvalTransform
-from vitscale.data.device import to_model_input
+from vitscale.data.image_operations import to_model_input
 from vitscale.data.settings import Reading
 from vitscale.data.shards import MANIFEST_NAME, Manifest
 from vitscale.evaluation.build import build_evaluators, exact_pass

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 
-from vitscale.data.augmentation import EvalTransform
-from vitscale.data.preview import view_of_pixels, views_of
+from vitscale.data.augmentation import EvalTransform, views_of
 from vitscale.data.shards import MANIFEST_NAME
 from vitscale.data.shards.images import IMAGE_SUFFIXES, ImageOptions, Reject, pixels_of, store_image
 from vitscale.evaluation.finished import FinishedModel
@@ -118,7 +117,10 @@ def view_of(picture: Picture, crop: EvalCrop, image_size: int) -> Tensor | Rejec
         picture = Image.fromarray(picture)
     if isinstance(picture, Image.Image):
         pixels = pixels_of(picture)
-        return pixels if isinstance(pixels, Reject) else view_of_pixels(pixels, transform, image_size)[0]
+        if isinstance(pixels, Reject):
+            return pixels
+        height, width, _ = pixels.shape
+        return views_of([(pixels.tobytes(), height, width)], transform, image_size, are_raw=True)[0]
     if not isinstance(picture, bytes):
         try:
             with open(picture, "rb", opener=regular) as file:  # a FIFO of a stranger's would wait for ever

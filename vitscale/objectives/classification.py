@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitscale import recipe as recipes
-from vitscale.data.hashing import orders
-from vitscale.data.purposes import Purpose
+from vitscale.data.draws import Purpose, orders
 from vitscale.ground.errors import DataError
 from vitscale.models import Initialiser, Model, Outputs, build_model, constant
 from vitscale.objectives.mixing import Mixer, Partners, partners_of

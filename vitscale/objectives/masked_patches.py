@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitscale.data.hashing import orders
-from vitscale.data.purposes import Purpose
+from vitscale.data.draws import Purpose, orders
 from vitscale.models import Initialiser, Model, build_model, constant, normal
 from vitscale.models.layers import OutputLayer
 from vitscale.objectives.objective import Losses, Objective, Plan

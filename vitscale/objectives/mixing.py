@@ -12,9 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitscale.data.draws import uniform
-from vitscale.data.hashing import combine, mix
-from vitscale.data.purposes import Purpose
+from vitscale.data.draws import Purpose, combine, mix, uniform
 from vitscale.recipe import Mixing
 
 

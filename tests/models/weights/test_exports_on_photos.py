@@ -16,7 +16,7 @@ from models.weights.exported import TINY, described, finished_run, valued
 from vitscale.cli.convert import Machine, Request, convert
 from vitscale.cli.export import export
 from vitscale.data.augmentation import EvalTransform
-from vitscale.data.device import to_model_input
+from vitscale.data.image_operations import to_model_input
 from vitscale.data.loader import Loader
 from vitscale.data.order import EvalOrder
 from vitscale.data.shards import Manifest

@@ -10,10 +10,10 @@ import xxhash
 
 from vitscale.data.augmentation import sample_keys, train_transform
 from vitscale.data.batch import Batch
+from vitscale.data.loader import training_loader, training_order
 from vitscale.data.order import ORDER_VERSION, TrainOrder
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.opening import OpenShard, open_shard
-from vitscale.data.training import training_loader, training_order
 from vitscale.ground.errors import CheckpointError, DataError
 from vitscale.ground.images import crc32c
 from vitscale.recipe import validate_recipe

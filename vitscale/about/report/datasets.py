@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow.compute as pc
 
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.decisions import DECISIONS_NAME, read_decisions
 from vitscale.data.shards.opening import local_copy
+from vitscale.data.shards.provenance import DECISIONS, DECISIONS_NAME, read_table
 from vitscale.ground.errors import VitscaleError
 from vitscale.ground.storage import base_name, size_of
 from vitscale.runs.run import Run
@@ -134,7 +134,7 @@ def _left_out(manifest: Manifest, test_set: str) -> int | None:
         if size_of(where) is None:
             return None
         with local_copy(where) as path:
-            table = read_decisions(path, ["train_uid", "test_set", "removed"])
+            table = read_table(path, DECISIONS, ["train_uid", "test_set", "removed"])
     except (VitscaleError, OSError):
         return None
     chosen = table.filter(pc.and_(table["removed"], pc.equal(table["test_set"], test_set)))

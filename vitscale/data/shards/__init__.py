@@ -3,44 +3,8 @@
 Provenance tables are in `vitscale.data.shards.provenance`, which loads pyarrow; training does not need them.
 """
 
-from vitscale.data.shards.beton import (
-    DEFAULT_CAPACITY,
-    NO_LABEL,
-    ShardFile,
-    ShardStats,
-    StoredSample,
-    field_names,
-    write_shard,
-)
-from vitscale.data.shards.manifest import (
-    MANIFEST_NAME,
-    SCHEMA_VERSIONS,
-    Adopted,
-    ExcludedSlots,
-    Manifest,
-    SelectExclude,
-    SelectFirst,
-    ShardEntry,
-    StoredChecksums,
-    schema_version_of,
-)
+from vitscale.data.shards.beton import DEFAULT_CAPACITY, ShardFile, StoredSample, field_names, write_shard
+from vitscale.data.shards.manifest import MANIFEST_NAME, ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
 
-__all__ = [
-    "DEFAULT_CAPACITY",
-    "MANIFEST_NAME",
-    "NO_LABEL",
-    "SCHEMA_VERSIONS",
-    "Adopted",
-    "ExcludedSlots",
-    "Manifest",
-    "SelectExclude",
-    "SelectFirst",
-    "ShardEntry",
-    "ShardFile",
-    "ShardStats",
-    "StoredChecksums",
-    "StoredSample",
-    "field_names",
-    "schema_version_of",
-    "write_shard",
-]
+__all__ = ["DEFAULT_CAPACITY", "ShardFile", "StoredSample", "field_names", "write_shard"]
+__all__ += ["MANIFEST_NAME", "ExcludedSlots", "Manifest", "SelectExclude", "SelectFirst", "ShardEntry"]

@@ -7,6 +7,7 @@ OUT/train.crc.npy      the checksums of its images, which such a file lacks: tak
 import io
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -60,9 +61,8 @@ def adopt(
     Args:
         file: the `.beton` file, on this machine.
         out: the dataset's folder, new or empty, on this machine.
-        image_field: name of the image field to use; None means the only one, or the one called `image`.
-        label_field: name of the integer field to use as labels, or "none" for no labels; None means the only one, or
-            the one called `label`.
+        image_field, label_field: names of the fields of images and of integer labels to use; None means the only one,
+            or the one called `image` or `label`. A label field "none" means that there are no labels.
         class_names: the classes' names, by label; None means "0", "1", ...
         decode: decode every image, as training will. The size that a JPEG states is compared in any case.
         progress: called now and then with the number of bytes read.
@@ -78,7 +78,11 @@ def adopt(
         )
     if Path(file).exists() and not Path(file).is_file():
         raise RecipeError(f"FILE {file}: is not a file. Expected a .beton")
-    _refuse_ours(file)
+    with suppress(DataError), ShardFile(file):  # whatever else is wrong with it is reported later
+        raise RecipeError(
+            f"FILE {file}: is a shard that vitscale wrote, with uids and checksums of its own. It belongs to the "
+            f"dataset whose manifest.json lists it: use that"
+        )
     fields = read_fields(file)
     image_field = _choose(file, fields, IMAGE, image_field, "image", "--image-field NAME")
     if label_field == NO_LABELS and NO_LABELS not in fields:
@@ -89,12 +93,16 @@ def adopt(
     with ForeignShard(file, image_field=image_field, label_field=label_field) as shard, new_folder(out) as folder:
         names = _class_names(shard, label_field, class_names)
         scanned = _scan(shard, decode, progress)
-        checksums = _write_checksums(folder, f"{Path(file).stem}.crc.npy", scanned.crc)
+        crc = io.BytesIO()
+        np.save(crc, scanned.crc)
+        checksums = StoredChecksums(path=f"{Path(file).stem}.crc.npy", sha256=sha256(crc.getvalue()).hexdigest())
+        (folder / checksums.path).write_bytes(crc.getvalue())
+        used = {"image_field": image_field, "label_field": label_field}
         entry = ShardEntry(
             path=_relative(file, out),
             samples=shard.samples,
             first_uid=0,
-            adopted=Adopted(image_field=image_field, label_field=label_field, checksums=checksums),
+            adopted=Adopted(**used, checksums=checksums),
             **scanned.digests._asdict(),
         )
         Manifest(
@@ -103,22 +111,11 @@ def adopt(
             num_samples=shard.samples,
             class_names=names,
             shuffle_seed=0,
-            options={"adopted": {"image_field": image_field, "label_field": label_field}},
+            options={"adopted": used},
             shards=(entry,),
         ).save(folder)
     unused = tuple(name for name in fields if name not in (image_field, label_field))
     return Adoption(Manifest.load(out), image_field, label_field, unused, int(shard.raw.sum()))
-
-
-def _refuse_ours(file: str) -> None:
-    try:
-        ShardFile(file).close()
-    except DataError:  # whatever else is wrong with it is reported later
-        return
-    raise RecipeError(
-        f"FILE {file}: is a shard that vitscale wrote, with uids and checksums of its own. It belongs to the dataset "
-        f"whose manifest.json lists it: use that"
-    )
 
 
 def _choose(file: str, fields: dict[str, str], kind: str, wanted: str | None, usual: str, flags: str) -> str:
@@ -184,14 +181,6 @@ def _scan(shard: ShardFile, decode: bool, progress: Callable[[int], None] | None
 def _state(shard: ShardFile) -> tuple[int, int]:
     status = os.fstat(shard.fd)
     return status.st_size, status.st_mtime_ns
-
-
-def _write_checksums(folder: Path, name: str, crc: np.ndarray) -> StoredChecksums:
-    file = io.BytesIO()
-    np.save(file, crc)
-    content = file.getvalue()
-    (folder / name).write_bytes(content)
-    return StoredChecksums(path=name, sha256=sha256(content).hexdigest())
 
 
 def _relative(file: str, out: str) -> str:

@@ -79,22 +79,15 @@ def _round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class StoredSample:
-    """One sample as it goes to disk.
+    """One sample as it goes to disk."""
 
-    Attributes:
-        image: the JPEG file's bytes.
-        height, width: pixels, 1 to 65535, as the JPEG's own header says.
-        label: class index; -1 for none.
-        uid: the sample's slot in the conversion's shuffled plan.
-        labels: all labels (int32), the first of them equal to `label`; empty for none. None for every sample of a shard
-            whose samples have at most one label.
-    """
-
-    image: bytes
-    height: int
+    image: bytes  # of a JPEG file
+    height: int  # pixels, 1 to 65535, as the JPEG's own header says
     width: int
-    label: int
-    uid: int
+    label: int  # class index; -1 for none
+    uid: int  # the sample's slot in the conversion's shuffled plan
+    # All labels, int32, the first of them equal to `label`; empty for none. None for every sample of a shard whose
+    # samples have at most one label.
     labels: np.ndarray | None = None
 
 
@@ -156,10 +149,8 @@ def write_shard(path: str | Path, samples: Iterable[StoredSample], capacity: int
     Image bytes go to the disk as they come. `capacity` is the largest number of samples expected; it only saves moving
     the images of a large shard whose metadata take more than one page.
 
-    Raises:
-        DataError: a sample is larger than 2 GiB, or there is none.
-        ValueError: a sample contradicts `StoredSample`.
-        OSError: an error of the disk. Nothing is left behind in any of these cases.
+    Raises DataError if a sample is larger than 2 GiB or there is none, ValueError if one contradicts `StoredSample`,
+    and OSError. Nothing is left behind in any of these cases.
     """
     with durable_file(path) as file:
         return _write(file, samples, capacity, Path(path))
@@ -168,9 +159,7 @@ def write_shard(path: str | Path, samples: Iterable[StoredSample], capacity: int
 def _write(file: BinaryIO, samples: Iterable[StoredSample], capacity: int, path: Path) -> ShardStats:
     with_labels = False
     layout: _Layout | None = None
-    rows: list[tuple[int, int, int, int, int]] = []  # height, width, label, uid, crc
-    image_sizes: list[int] = []
-    label_sizes: list[int] = []
+    rows: list[tuple[int, ...]] = []  # height, width, label, uid, crc, bytes of the image, bytes of the labels
     positions: list[int] = []
     for sample in samples:
         if layout is None:
@@ -186,15 +175,14 @@ def _write(file: BinaryIO, samples: Iterable[StoredSample], capacity: int, path:
         file.seek(position)
         file.write(sample.image)
         file.write(labels)
-        rows.append((sample.height, sample.width, sample.label, sample.uid, crc32c(sample.image)))
-        image_sizes.append(len(sample.image))
-        label_sizes.append(len(labels))
+        stated = sample.height, sample.width, sample.label, sample.uid
+        rows.append((*stated, crc32c(sample.image), len(sample.image), len(labels)))
         positions.append(position)
     if not rows:
         raise DataError(f"{path}: a shard without samples cannot be written")
 
     # The layout above assumed the number and the sizes of the samples; the one below knows them.
-    images, extras = np.array(image_sizes, np.uint64), np.array(label_sizes, np.uint64)
+    height, width, label, uid, crc, images, extras = np.array(rows, np.int64).T
     sizes = (images + extras).tolist()
     page_bytes = DEFAULT_PAGE_BYTES
     while page_bytes < max(sizes):
@@ -204,9 +192,8 @@ def _write(file: BinaryIO, samples: Iterable[StoredSample], capacity: int, path:
     if final_positions != positions:
         _move(file, positions, final_positions, sizes)
 
-    where = np.array(final_positions, np.uint64)
+    where = np.array(final_positions, np.int64)
     metadata = np.zeros(len(rows), _metadata_type(with_labels))
-    height, width, label, uid, crc = np.array(rows, np.int64).T
     metadata["image"]["mode"] = MODE_JPEG
     metadata["image"]["height"], metadata["image"]["width"] = height, width
     metadata["image"]["position"] = where
@@ -329,8 +316,7 @@ class ShardFile:
     def __init__(self, path: str | Path, expected_bytes: int | None = None) -> None:
         """Open a shard and check its head. `expected_bytes` is the file's size according to the manifest.
 
-        Raises:
-            DataError: missing, truncated, unfinished, damaged, or not a shard of ours.
+        Raises DataError if it is missing, truncated, unfinished, damaged, or not a shard of ours.
         """
         self.path = Path(path)
         try:
@@ -436,8 +422,7 @@ class ShardFile:
             f"{pieces * ALLOCATION.itemsize:,} for {head.samples} samples",
         )
         table = self._read_allocations(head, pieces)
-        first_byte = head.metadata + metadata.nbytes
-        self._check_samples(metadata, table, with_labels, head.page, first_byte, head.alloc_table)
+        self._check_samples(metadata, table, with_labels, head)
 
         image = metadata["image"]
         self.samples = head.samples
@@ -450,10 +435,9 @@ class ShardFile:
         self.raw = np.zeros(head.samples, bool)
         self._labels: np.ndarray | None = metadata["labels"].copy() if with_labels else None
 
-    def _check_samples(
-        self, metadata: np.ndarray, table: np.ndarray, with_labels: bool, page: int, first_byte: int, end: int
-    ) -> None:
+    def _check_samples(self, metadata: np.ndarray, table: np.ndarray, with_labels: bool, head: Head) -> None:
         """Check that metadata and allocation table are possible and agree. Raises DataError if not."""
+        first_byte, end, page = head.metadata + metadata.nbytes, head.alloc_table, head.page
         image_sizes = table["size"][:: 2 if with_labels else 1]
         image = metadata["image"]
         position, size = table["position"], table["size"]

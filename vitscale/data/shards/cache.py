@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import xxhash
@@ -41,11 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class PinnedFile:
-    """A file of the cache that stays there until it is released or this process ends. A context manager.
-
-    Attributes:
-        path: the file's path. Nothing is written into the file.
-    """
+    """A file of the cache at `path` that stays there until it is released or this process ends. A context manager."""
 
     def __init__(self, path: Path, file: FileIO) -> None:
         self.path = path
@@ -61,13 +56,11 @@ class PinnedFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
-class _Found(NamedTuple):
+class _CachedFile(NamedTuple):
     """A file of the cache: the shard that it is or becomes, whether it is a `.part`, its bytes and time of last use."""
 
     path: Path
@@ -84,12 +77,8 @@ class ShardCache:
     exceed the limit, the cache grows beyond it, with one warning, since waiting could last forever. Files without a
     name of the cache's pattern are neither counted nor removed.
 
-    Args:
-        folder: the cache's folder, for its files alone; created if missing.
-        limit_bytes: the limit for all its files together, finished or not.
-
-    Raises:
-        RecipeError: the folder cannot be written, has no file locks, or is a dataset.
+    The folder is for its files alone and created if missing; `limit_bytes` is the limit for all of them together,
+    finished or not. Raises RecipeError if the folder cannot be written, has no file locks, or is a dataset.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
@@ -103,16 +92,11 @@ class ShardCache:
     def pin(self, url: str, entry: ShardEntry, cancelled: Callable[[], bool] = never) -> PinnedFile:
         """A shard's file, fetched if it is not here; waits if another process is already fetching it.
 
-        Args:
-            url: the shard's URL.
-            entry: the shard's entry in the manifest.
-            cancelled: polled ten times a second while this waits.
-
         Raises:
             DataError: the shard does not exist, may not be read, or is not what the manifest says.
             StorageError: the URL does not answer, or not within a minute in each of several attempts.
             RecipeError: the disk or the limit is too small.
-            CancelledError: `cancelled` returned True.
+            CancelledError: `cancelled`, which is polled ten times a second while this waits, returned True.
         """
         if entry.bytes > self._limit:
             raise RecipeError(
@@ -121,15 +105,13 @@ class ShardCache:
             )
         name = f"{entry.xxh3_128}-{entry.bytes}.beton"
         with self._problems_of_disk():
-            while True:
-                pinned = self._pin_present(name, entry, cancelled)
-                if pinned is not None:
-                    return pinned
+            while (pinned := self._pin_present(name, entry, cancelled)) is None:
                 begun = self._begin(name, entry.bytes)
                 if isinstance(begun, FileIO):
                     return self._fetch(url, entry, begun, self._folder / name, cancelled)
                 while begun is not None and is_locked(begun):
                     pause(_POLL_SECONDS, cancelled)
+            return pinned
 
     def _pin_present(self, name: str, entry: ShardEntry, cancelled: Callable[[], bool]) -> PinnedFile | None:
         path = self._folder / name
@@ -167,23 +149,23 @@ class ShardCache:
     def _begin(self, name: str, size: int) -> FileIO | Path | None:
         """A new `.part` for a shard, locked; the path of another process's; or None if the shard has just arrived."""
         with self._alone():
-            found = self._found()
-            if any(one.shard == name and not one.is_part for one in found):
+            files = self._files()
+            if any(file.shard == name and not file.is_part for file in files):
                 return None
-            for one in [one for one in found if one.is_part]:
-                if _remove_unused(one.path):
-                    found.remove(one)
-                elif one.shard == name:
-                    return one.path
-            self._make_room(found, size)
+            for file in [file for file in files if file.is_part]:
+                if _remove_unused(file.path):
+                    files.remove(file)
+                elif file.shard == name:
+                    return file.path
+            self._make_room(files, size)
             part = FileIO(self._folder / f"{name}.{secrets.token_hex(4)}.part", "x+")
             lock(part)
             os.truncate(part.fileno(), size)  # so that it counts with its full size while it is fetched
             return part
 
-    def _found(self) -> list[_Found]:
+    def _files(self) -> list[_CachedFile]:
         """The cache's files, the least recently used first."""
-        found = []
+        files = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 match = _OURS.fullmatch(entry.name)
@@ -191,30 +173,27 @@ class ShardCache:
                     with suppress(FileNotFoundError):
                         stat = entry.stat(follow_symlinks=False)
                         is_part = match["part"] is not None
-                        found.append(_Found(Path(entry), match["shard"], is_part, stat.st_size, stat.st_atime))
-        return sorted(found, key=lambda one: one.used)
+                        files.append(_CachedFile(Path(entry), match["shard"], is_part, stat.st_size, stat.st_atime))
+        return sorted(files, key=lambda file: file.used)
 
-    def _make_room(self, found: list[_Found], size: int) -> None:
-        used = sum(one.bytes for one in found)
-        for one in found:
+    def _make_room(self, files: list[_CachedFile], size: int) -> None:
+        used = sum(file.bytes for file in files)
+        for file in files:
             if used + size <= self._limit:
                 return
-            if not one.is_part and _remove_unused(one.path):
-                used -= one.bytes
+            if not file.is_part and _remove_unused(file.path):
+                used -= file.bytes
         if used + size > self._limit and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s: the shards in use at once take %.3g GB, more than data.cache.limit_gb allows (%g); the cache "
-                "grows beyond it while they are in use",
-                self._folder,
-                (used + size) / _GB,
-                self._limit / _GB,
+                f"{self._folder}: the shards in use at once take {(used + size) / _GB:.3g} GB, more than "
+                f"data.cache.limit_gb allows ({self._limit / _GB:g}); the cache grows beyond it while they are in use"
             )
 
     def _remove_one(self) -> bool:
         """Remove the least recently used file that is not in use; False if there is none."""
         with self._alone():
-            return any(_remove_unused(one.path) for one in self._found())
+            return any(_remove_unused(file.path) for file in self._files())
 
     def _fetch(
         self, url: str, entry: ShardEntry, part: FileIO, path: Path, cancelled: Callable[[], bool]
@@ -275,18 +254,19 @@ class ShardCache:
         try:
             yield
         except OSError as error:
-            where, why = f"data.cache.dir: {self._folder}", error.strerror or str(error)
+            why = error.strerror or str(error)
+            what = f"cannot be written ({why}); choose another folder"
             if error.errno in NO_LOCKS:
-                raise RecipeError(
-                    f"{where}: this file system has no locks ({why}), which keep processes apart; choose a folder on "
-                    f"a disk of this machine"
-                ) from error
+                what = (
+                    f"this file system has no locks ({why}), which keep processes apart; choose a folder on a disk of "
+                    f"this machine"
+                )
             if error.errno in _NO_SPACE:
-                raise RecipeError(
-                    f"{where}: the disk is full ({why}), and no shard there is unused. Make room, or choose another "
-                    f"folder; data.cache.limit_gb ({self._limit / _GB:g}) limits the size of the cache"
-                ) from error
-            raise RecipeError(f"{where}: cannot be written ({why}); choose another folder") from error
+                what = (
+                    f"the disk is full ({why}), and no shard there is unused. Make room, or choose another folder; "
+                    f"data.cache.limit_gb ({self._limit / _GB:g}) limits the size of the cache"
+                )
+            raise RecipeError(f"data.cache.dir: {self._folder}: {what}") from error
 
 
 def _is_at(file: FileIO, path: Path) -> bool:

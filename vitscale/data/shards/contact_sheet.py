@@ -7,10 +7,7 @@ from math import ceil, sqrt
 from PIL import Image, ImageDraw, ImageFont
 
 from vitscale.data.shards.manifest import Manifest
-from vitscale.data.shards.opening import OpenShard, open_shard
-from vitscale.data.shards.raw import raw_to_rgb
-from vitscale.ground.errors import DataError
-from vitscale.ground.images import OK, decode
+from vitscale.data.shards.opening import open_shard
 from vitscale.ground.safe_text import printable
 
 _SIDE = 160  # pixels of a picture at most
@@ -41,17 +38,16 @@ def first_samples(manifest: Manifest, count: int) -> Iterator[Sample]:
             return
         with open_shard(manifest, index) as shard:
             for slot in shard.slots[:count].tolist():
-                image = shard.image(slot)
+                pixels = shard.pixels(slot)
+                classes = [names[label] if label < len(names) else f"class {label}" for label in shard.labels(slot)]
                 yield Sample(
                     uid=int(shard.file.uid[slot]),
                     key=None if shard.keys is None else shard.keys[slot],
-                    class_names=tuple(
-                        names[label] if label < len(names) else f"class {label}" for label in shard.labels(slot)
-                    ),
-                    height=int(shard.file.height[slot]),
-                    width=int(shard.file.width[slot]),
-                    bytes=len(image),
-                    picture=_picture(shard, slot, image),
+                    class_names=tuple(classes),
+                    height=pixels.shape[0],
+                    width=pixels.shape[1],
+                    bytes=int(shard.file.size[slot]),
+                    picture=_small(Image.fromarray(pixels)),
                 )
                 count -= 1
 
@@ -79,14 +75,11 @@ def contact_sheet(samples: list[Sample], predicted: Mapping[int, str] | None = N
         if predicted is not None:
             name = predicted[sample.uid]
             second = (printable(f"predicted: {name}"), _FAINT if name in sample.class_names else _WRONG)
-        for line, (text, colour) in enumerate(((_class_text(sample), _TEXT), second)):
+        classes = printable(", ".join(sample.class_names) if sample.class_names else "no label")
+        for line, (text, colour) in enumerate(((classes, _TEXT), second)):
             at = (x + _SIDE / 2, y + _SIDE + line * _LINE + _LINE / 2 + 1)
             draw.text(at, _shortened(text, font), fill=colour, font=font, anchor="mm")
     return sheet
-
-
-def _class_text(sample: Sample) -> str:
-    return printable(", ".join(sample.class_names) if sample.class_names else "no label")
 
 
 def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
@@ -99,14 +92,7 @@ def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) ->
     return f"{text}…"
 
 
-def _picture(shard: OpenShard, slot: int, stored: bytes) -> Image.Image:
-    if shard.file.raw[slot]:
-        picture = Image.fromarray(raw_to_rgb(stored, int(shard.file.height[slot]), int(shard.file.width[slot])))
-    else:
-        status, pixels = decode(stored, int(shard.file.height[slot]), int(shard.file.width[slot]))
-        if status != OK:
-            raise DataError(f"{shard.file.path}: {shard.name(slot)} does not decode cleanly")
-        picture = Image.fromarray(pixels)
+def _small(picture: Image.Image) -> Image.Image:
     scale = _SIDE / max(picture.size)
     size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
     return picture.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST)

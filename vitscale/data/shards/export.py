@@ -8,6 +8,7 @@ OUT/labels.csv      path and all labels of every image: the file for --labels, i
 import csv
 import unicodedata
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from hashlib import sha256
 from itertools import chain, count
 from pathlib import Path
@@ -32,17 +33,11 @@ _REPLACED_CATEGORIES = frozenset(("Cc", "Cs", "Zl", "Zp"))  # controls, surrogat
 def export(manifest: Manifest, out: str, progress: Callable[[int], None] | None = None) -> int:
     """Write the selected samples of a dataset as files; returns their number.
 
-    The folder appears under its name only once it is complete and on the disk.
+    The folder `out`, new or empty and on this machine, appears under its name only once it is complete and on the disk.
+    `progress` is called now and then with the number of images written.
 
-    Args:
-        manifest: the dataset.
-        out: the folder for the files, new or empty, on this machine.
-        progress: called now and then with the number of images written.
-
-    Raises:
-        RecipeError: `out` cannot be used.
-        DataError: a sample or shard is damaged, or the disk is full. Nothing is left behind.
-        StorageError: a URL does not answer.
+    Raises RecipeError if `out` cannot be used, DataError if a sample or shard is damaged or the disk is full, and
+    StorageError if a URL does not answer. Nothing is left behind.
     """
     with new_folder(out) as folder:
         return _Writer(folder, manifest).write(progress or (lambda _: None))
@@ -103,13 +98,12 @@ class _Writer:
             inner = folder
         first = (f"{inner}/{stem}{ending}", f"{inner}/{stem}-{uid}{ending}", f"{folder}/{stem}-{uid}{ending}")
         for path in chain(first, _numbered(f"{folder}/{stem}-{uid}-", ending)):
-            try:
+            # FileExistsError: the name is taken; NotADirectoryError: a file is where a folder should be.
+            with suppress(FileExistsError, NotADirectoryError):
                 (self._folder / path).parent.mkdir(parents=True, exist_ok=True)
                 with (self._folder / path).open("xb") as file:
                     file.write(image)
                 return path
-            except (FileExistsError, NotADirectoryError):  # taken, or a file is where a folder should be
-                continue
         raise AssertionError
 
     def _new_folder(self, name: str, otherwise: str) -> str:
@@ -118,11 +112,9 @@ class _Writer:
         # -1 would read as no label; the other two names are those of files.
         first = otherwise if safe in ("", "-1", CLASSES_NAME, LABELS_NAME) else safe
         for attempt in chain((first,), _numbered(f"{first}-", "")):
-            try:
+            with suppress(FileExistsError):
                 (self._folder / attempt).mkdir()
                 return attempt
-            except FileExistsError:
-                continue
         raise AssertionError
 
 

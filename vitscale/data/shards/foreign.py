@@ -70,14 +70,12 @@ class ForeignShard(_FieldTable):
 
         Args:
             path: the file's path.
-            image_field: name of the image field to use.
-            label_field: name of the integer field to use as labels; None for no labels.
+            image_field, label_field: names of the image field and of the integer field to use; None for no labels.
             crc: crc32c of every stored image, uint32 (samples,); None while they are unknown: then `crc` is zero.
             expected_bytes: the file's size according to the manifest.
 
-        Raises:
-            DataError: the file is missing, truncated, unfinished or damaged; it lacks one of these fields, or has one
-                of a type that is not FFCV's own; a label is below -1; the number of samples is not that of `crc`.
+        Raises DataError if the file is missing, truncated, unfinished or damaged; lacks one of these fields, or has one
+        of a type that is not FFCV's own; has a label below -1, or other than as many samples as `crc`.
         """
         self._image_field, self._label_field, self._known_crc = image_field, label_field, crc
         super().__init__(path, expected_bytes)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from vitscale.data.shards.unreadable import explain_unreadable
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.files.unpacked import most_pixels
 from vitscale.ground.images import MAX_SIDE, OK, SUBSAMPLING, Header, decode, encode, read_header
@@ -44,6 +43,16 @@ _TURNS = {
 _ALPHA_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
 _JPEG_FORMATS = ("JPEG", "MPO")  # MPO: a JPEG followed by more pictures, as many cameras write it
 _DRAWINGS = ("EPS", "WMF", "EMF")  # Pillow needs other programs to render these
+_BRANDS_HEIF = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+_BEGINNINGS = (
+    (b"%PDF", "a PDF document: extract its images first"),
+    (b"version https://git-lfs", "a Git LFS pointer: fetch the file itself with `git lfs pull`"),
+    (b"\xff\x0a", "a JPEG XL image, which Pillow does not read: convert it first"),
+    (b"\x00\x00\x00\x0cJXL ", "a JPEG XL image, which Pillow does not read: convert it first"),
+    (b"PK\x03\x04", "a zip archive: unpack it first"),
+    (b"\x1f\x8b", "a gzip file: unpack it first"),
+    (b"\x1aE\xdf\xa3", "a video: extract its frames first"),
+)
 
 
 class TooLarge(OSError):
@@ -62,20 +71,13 @@ class ImageOptions:
 
     An image is shrunk until its shorter side has at most `short_side` pixels and its longer side at most `long_side`;
     no image is enlarged. The side that decides gets exactly its limit; the other keeps the aspect ratio, rounded to
-    the nearest pixel (halves up), at least 1.
-
-    Attributes:
-        short_side, long_side: limits in pixels; None for no limit.
-        quality: JPEG quality of new JPEGs, 1 to 100.
-        pass_through: whether a JPEG that can be stored unchanged keeps its bytes.
-
-    Raises RecipeError for values out of range.
+    the nearest pixel (halves up), at least 1. Raises RecipeError for values out of range.
     """
 
-    short_side: int | None = None
+    short_side: int | None = None  # in pixels; None for no limit
     long_side: int | None = None
-    quality: int = JPEG_QUALITY
-    pass_through: bool = True
+    quality: int = JPEG_QUALITY  # of new JPEGs, 1 to 100
+    pass_through: bool = True  # whether a JPEG that can be stored unchanged keeps its bytes
 
     def __post_init__(self) -> None:
         if not 1 <= self.quality <= 100:
@@ -113,19 +115,13 @@ _DEFAULTS = ImageOptions()
 
 @dataclass(frozen=True)
 class StoredImage:
-    """A stored JPEG.
-
-    Attributes:
-        jpeg: its bytes.
-        height, width: its size in pixels.
-        passed_through: whether the bytes are the source's own.
-        pixels: uint8 (height, width, 3), before encoding if the JPEG is new. Not compared: equal JPEGs show the same.
-    """
+    """A stored JPEG of this size in pixels."""
 
     jpeg: bytes
     height: int
     width: int
-    passed_through: bool
+    passed_through: bool  # whether the bytes are the source's own
+    # uint8 (height, width, 3), before encoding if the JPEG is new. Not compared: equal JPEGs show the same.
     pixels: np.ndarray = field(compare=False, repr=False)
 
 
@@ -163,7 +159,7 @@ def store_image(data: bytes, options: ImageOptions = _DEFAULTS) -> StoredImage |
     except TooLarge as error:
         return Reject(str(error))
     except UnidentifiedImageError:
-        return Reject(explain_unreadable(data))
+        return Reject(_explain(data))
     except Image.DecompressionBombError as error:
         return Reject(f"too large: {error}")
     except (MemoryError, RecipeError):  # not the image's fault
@@ -194,11 +190,8 @@ def pixels_of(image: Image.Image) -> np.ndarray | Reject:
 
 def _passed(data: bytes, height: int, width: int, options: ImageOptions) -> StoredImage | None:
     """An upright JPEG of this size, unchanged; None if it cannot be stored unchanged."""
-    if (
-        not options.pass_through
-        or _limits(data, height, width, options) is not None
-        or options.fitted(width, height) != (width, height)
-    ):
+    is_fitting = options.fitted(width, height) == (width, height)
+    if not options.pass_through or not is_fitting or _limits(data, height, width, options) is not None:
         return None
     status, pixels = decode(data, height, width)
     return StoredImage(data, height, width, passed_through=True, pixels=pixels) if status == OK else None
@@ -322,3 +315,26 @@ def _silence(active: bool) -> Iterator[None]:
         os.dup2(saved, 2)
         os.close(saved)
         os.close(null)
+
+
+def _explain(data: bytes) -> str:
+    """The likely reason why Pillow does not recognise a file."""
+    head = data[:1024]
+    for beginning, what in _BEGINNINGS:
+        if head.startswith(beginning):
+            return what
+    if head[4:8] == b"ftyp":
+        if head[8:12] in _BRANDS_HEIF:
+            return "a HEIC image, which Pillow does not read: convert it first, for example with heif-convert"
+        if not head[8:12].startswith(b"avi"):
+            return "a video: extract its frames first"
+    if not head.strip(b"\0"):
+        return "nothing but zero bytes: fetch or copy the file again"
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    if b"<svg" in text and text.startswith(b"<"):
+        return "an SVG drawing: render it first"
+    if text.startswith((b"<!doctype html", b"<html", b"<head", b"<body")):
+        return "a web page, probably an error that was saved in the image's place: fetch it again"
+    if text.startswith((b"<", b"{")):
+        return f"text, not an image; the file begins with {head[:32]!r}"
+    return f"not an image that Pillow knows; the file begins with {head[:8]!r}"

@@ -39,12 +39,9 @@ def describe(manifest: Manifest) -> dict[str, Any]:
 
 
 class Census(NamedTuple):
-    """Counts over the selected samples of a dataset.
+    """Counts over the selected samples of a dataset; `image_bytes` are those of all images, without their shards' rest.
 
-    Attributes:
-        classes: the number of samples of each class, in the classes' order; one with several labels counts in each.
-        unlabelled: the number of samples without a label.
-        image_bytes: the bytes of all stored images together, without the rest of the shards.
+    `classes` has the samples of each class, in the classes' order; one with several labels counts in each.
     """
 
     classes: dict[str, int]

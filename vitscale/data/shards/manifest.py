@@ -11,6 +11,7 @@ import hashlib
 import json
 import posixpath
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,6 +40,7 @@ from vitscale.ground.wording import describe_mistake
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSIONS = (1, 2)  # 2: with adopted shards
 
+_LISTED_MISTAKES = 5
 _NO_VERSION = "not a manifest: no schema_version"
 _EDITED = "damaged or edited: does not match its own checksum. Restore it; after an edit, remove the line `checksum`"
 
@@ -142,28 +144,16 @@ class ShardEntry(_Strict):
 
 
 class Manifest(_Strict):
-    """A dataset.
+    """A dataset: its shards, in order of uid, and which of their samples belong to it."""
 
-    Attributes:
-        schema_version: as `schema_version_of` gives it; a version 2 that would only need 1 is read as well.
-        fields: the names of the shards' fields, in order.
-        num_samples: the number of selected samples of all shards.
-        class_names: the classes' names, by label; empty for a dataset without labels.
-        shuffle_seed: the seed of the conversion's global shuffle.
-        options: the conversion's settings that change its content.
-        num_rejected: the number of images of the source that could not be decoded.
-        num_removed: the number of samples that were removed later (near-duplicates of a test set).
-        shards: the shards, in order of uid.
-    """
-
-    schema_version: Literal[1, 2] = 1
-    fields: tuple[str, ...]
-    num_samples: _Count
-    class_names: tuple[str, ...]
-    shuffle_seed: int
-    options: dict[str, Any] = Field(default_factory=dict)
-    num_rejected: _Count = 0
-    num_removed: _Count = 0
+    schema_version: Literal[1, 2] = 1  # as `schema_version_of`; a version 2 that would only need 1 is read as well
+    fields: tuple[str, ...]  # of the shards, in order
+    num_samples: _Count  # selected in all shards
+    class_names: tuple[str, ...]  # by label; empty for a dataset without labels
+    shuffle_seed: int  # of the conversion's global shuffle
+    options: dict[str, Any] = Field(default_factory=dict)  # the conversion's settings that change its content
+    num_rejected: _Count = 0  # images of the source that could not be decoded
+    num_removed: _Count = 0  # samples that were removed later (near-duplicates of a test set)
     shards: tuple[ShardEntry, ...]
 
     _where: str | None = PrivateAttr(default=None)
@@ -179,7 +169,7 @@ class Manifest(_Strict):
         if self.schema_version < schema_version_of(self.shards):
             raise ValueError(f"adopted shards in a manifest of version {self.schema_version}; they belong to version 2")
         for what, values in (("shard paths", [s.path for s in self.shards]), ("class names", list(self.class_names))):
-            repeated = sorted({value for value in values if values.count(value) > 1}) if _repeats(values) else []
+            repeated = sorted(value for value, times in Counter(values).items() if times > 1)
             if repeated:
                 raise ValueError(f"{what} appear twice: {', '.join(repeated[:5])}")
         return self
@@ -188,10 +178,8 @@ class Manifest(_Strict):
     def load(cls, path: str | Path) -> "Manifest":
         """Read a dataset's manifest, given its directory or the file itself, on this machine or at a URL.
 
-        Raises:
-            DataError: the manifest is missing, unreadable, not JSON, of another schema version, or contradicts itself.
-            RecipeError: a URL of an unknown kind.
-            StorageError: a URL does not answer.
+        Raises DataError if it is missing, unreadable, not JSON, of another schema version, or contradicts itself;
+        RecipeError for a URL of an unknown kind, StorageError for one that does not answer.
         """
         where = str(path)
         if is_url(where):
@@ -223,10 +211,7 @@ class Manifest(_Strict):
         return manifest
 
     def save(self, directory: str | Path) -> "Manifest":
-        """Write `manifest.json` into a directory, complete or not at all; returns the dataset as `load` would.
-
-        Raises OSError.
-        """
+        """Write `manifest.json` into a directory, complete or not at all, and load it. Raises OSError."""
         file = Path(directory) / MANIFEST_NAME
         content = self._content()
         checksum = hashlib.sha256(content).hexdigest()
@@ -278,8 +263,7 @@ class Manifest(_Strict):
     def selected_slots(self, index: int) -> np.ndarray | None:
         """Slots of shard `index` that belong to the dataset, sorted, int64 (num_selected,); None for all of them.
 
-        Raises:
-            DataError: the list of excluded slots is missing, damaged or impossible.
+        Raises DataError if the list of excluded slots is missing, damaged or impossible.
         """
         shard = self.shards[index]
         match shard.select:
@@ -297,9 +281,7 @@ class Manifest(_Strict):
     def checksums(self, index: int) -> np.ndarray | None:
         """CRC-32C of the stored images of an adopted shard, uint32 (samples,); None for a shard that has its own.
 
-        Raises:
-            DataError: the checksums are missing, damaged or impossible.
-            StorageError: a URL does not answer.
+        Raises DataError if they are missing, damaged or impossible, StorageError if a URL does not answer.
         """
         shard = self.shards[index]
         if shard.adopted is None:
@@ -346,10 +328,6 @@ def schema_version_of(shards: Iterable[ShardEntry]) -> Literal[1, 2]:
     return 2 if any(shard.adopted is not None for shard in shards) else 1
 
 
-def _repeats(values: list[str]) -> bool:
-    return len(set(values)) != len(values)
-
-
 def _what_is_wrong(content: bytes, error: ValidationError) -> str:
     """Why this is not a manifest that we can read. Parses it a second time, so only call it after an error."""
     try:
@@ -363,11 +341,6 @@ def _what_is_wrong(content: bytes, error: ValidationError) -> str:
         return f"schema_version {data['schema_version']!r}; this version of vitscale reads {known}"
     if "checksum" in data:
         return _EDITED
-    return f"not a valid manifest: {_readable(error)}"
-
-
-def _readable(error: ValidationError) -> str:
-    """pydantic's errors in one line: the first five, which are enough to see what is wrong."""
-    problems = [describe_mistake(problem) for problem in error.errors(include_url=False)[:5]]
+    problems = [describe_mistake(problem) for problem in error.errors(include_url=False)[:_LISTED_MISTAKES]]
     more = error.error_count() - len(problems)
-    return "; ".join(problems) + (f"; and {more} more" if more else "")
+    return f"not a valid manifest: {'; '.join(problems)}" + (f"; and {more} more" if more else "")

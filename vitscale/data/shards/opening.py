@@ -1,5 +1,6 @@
 """Reads a dataset shard by shard, wherever it is; from a URL, one shard at a time is copied to a temporary folder."""
 
+import io
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,26 +14,19 @@ from vitscale.data.shards.beton import NO_LABEL, ShardFile
 from vitscale.data.shards.foreign import ForeignShard
 from vitscale.data.shards.manifest import Manifest
 from vitscale.ground.errors import DataError
-from vitscale.ground.images import crc32c
+from vitscale.ground.images import OK, crc32c, decode
 from vitscale.ground.storage import base_name, get, is_url, size_of
 from vitscale.ground.wording import counted
 
 
 @dataclass(frozen=True)
 class OpenShard:
-    """One shard of a dataset, open.
+    """One shard of a dataset, open."""
 
-    Attributes:
-        index: the shard's index in the manifest.
-        file: the open file.
-        slots: the slots that belong to the dataset, sorted, int64 (n,).
-        keys: the source's names of the images of all slots; None if there is no provenance table.
-    """
-
-    index: int
+    index: int  # in the manifest
     file: ShardFile
-    slots: np.ndarray
-    keys: list[str] | None
+    slots: np.ndarray  # those that belong to the dataset, sorted, int64 (n,)
+    keys: list[str] | None  # the source's names of the images of all slots; None without a table of provenance
 
     def name(self, slot: int) -> str:
         """A sample's name in messages: its uid, and its key if known."""
@@ -48,21 +42,38 @@ class OpenShard:
             )
         return content
 
+    def pixels(self, slot: int) -> np.ndarray:
+        """The picture of a slot, uint8 (height, width, 3). Raises DataError if it is damaged."""
+        content, height, width = self.image(slot), int(self.file.height[slot]), int(self.file.width[slot])
+        if self.file.raw[slot]:
+            return np.frombuffer(content, np.uint8).reshape(height, width, 3)
+        status, pixels = decode(content, height, width)
+        if status != OK:
+            raise DataError(f"{self.file.path}: {self.name(slot)} does not decode cleanly")
+        return pixels
+
     def image_file(self, slot: int) -> tuple[bytes, str]:
         """The image of a slot as an image file, and its suffix: the stored JPEG, or a PNG of raw pixels.
 
         Raises DataError if it is damaged.
         """
         content = self.image(slot)
-        if not self.file.raw[slot]:
-            return content, ".jpg"
-        from vitscale.data.shards.raw import raw_to_png  # loads Pillow, which only files of FFCV's own writer need
-
-        return raw_to_png(content, int(self.file.height[slot]), int(self.file.width[slot])), ".png"
+        if self.file.raw[slot]:
+            return raw_to_png(content, int(self.file.height[slot]), int(self.file.width[slot])), ".png"
+        return content, ".jpg"
 
     def labels(self, slot: int) -> list[int]:
         """All labels of a slot, the main one first. Raises DataError if they are damaged."""
         return labels_of(self.file, slot)
+
+
+def raw_to_png(content: bytes, height: int, width: int) -> bytes:
+    """A PNG of raw pixels: height x width x 3 bytes, RGB."""
+    from PIL import Image  # only files of FFCV's own writer need it
+
+    png = io.BytesIO()
+    Image.fromarray(np.frombuffer(content, np.uint8).reshape(height, width, 3)).save(png, "PNG")
+    return png.getvalue()
 
 
 def labels_of(file: ShardFile, slot: int) -> list[int]:
@@ -87,28 +98,16 @@ def known_manifest(where: str, sha256: str) -> Manifest:
 
 
 def shard_file(manifest: Manifest, index: int, path: Path, expected_bytes: int | None = None) -> ShardFile:
-    """Open a shard of a dataset: one of ours, or an adopted one, whose checksums are beside the manifest.
+    """Open shard `index` of a dataset, whose file is at `path`; it must have `expected_bytes`, or any size if None.
 
-    Args:
-        manifest: the dataset's manifest.
-        index: the shard's index in the manifest.
-        path: the shard's file on this machine.
-        expected_bytes: the size that the file must have; None for any.
-
-    Raises:
-        DataError: the file or its checksums are missing or damaged.
-        StorageError: a URL does not answer.
+    An adopted shard's checksums are beside the manifest. Raises DataError if the file or they are missing or damaged,
+    StorageError if a URL does not answer.
     """
     adopted = manifest.shards[index].adopted
     if adopted is None:
         return ShardFile(path, expected_bytes)
-    return ForeignShard(
-        path,
-        image_field=adopted.image_field,
-        label_field=adopted.label_field,
-        crc=manifest.checksums(index),
-        expected_bytes=expected_bytes,
-    )
+    fields = {"image_field": adopted.image_field, "label_field": adopted.label_field}
+    return ForeignShard(path, **fields, crc=manifest.checksums(index), expected_bytes=expected_bytes)
 
 
 def open_shard_file(manifest: Manifest, index: int, path: Path) -> ShardFile:
@@ -129,9 +128,8 @@ def open_shard_file(manifest: Manifest, index: int, path: Path) -> ShardFile:
 def open_shard(manifest: Manifest, index: int, with_keys: bool = True) -> Iterator[OpenShard]:
     """Open one shard of a dataset, with its samples' keys if these are wanted and known. A context manager.
 
-    Raises:
-        DataError: anything of it is missing, damaged, or not what the manifest says.
-        StorageError: a URL does not answer.
+    Raises DataError if anything of it is missing, damaged, or not what the manifest says, StorageError if a URL does
+    not answer.
     """
     keys = keys_of(manifest, index) if with_keys else None
     where, slots = manifest.location(manifest.shards[index].path), manifest.slots(index)
@@ -162,18 +160,14 @@ def sample_names(manifest: Manifest) -> Iterator[tuple[int, str]]:
         with open_shard(manifest, index) as shard:
             if shard.keys is None:
                 raise DataError(f"{shard.file.path}: no table of provenance beside it, so images have no names")
-            yield from zip(
-                shard.file.uid[shard.slots].tolist(), [shard.keys[slot] for slot in shard.slots], strict=True
-            )
+            yield from ((int(shard.file.uid[slot]), shard.keys[slot]) for slot in shard.slots.tolist())
 
 
 @contextmanager
 def local_copy(where: str) -> Iterator[Path]:
     """The path itself if it is on this machine; for a URL, the path of a temporary copy. A context manager.
 
-    Raises:
-        DataError: there is nothing at the URL, or it may not be read.
-        StorageError: the URL does not answer.
+    Raises DataError if there is nothing at the URL or it may not be read, StorageError if it does not answer.
     """
     if not is_url(where):
         yield Path(where)

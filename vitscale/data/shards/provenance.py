@@ -1,4 +1,10 @@
-"""Where samples came from: `shard-NNNNN.idx.parquet` beside every shard, and `rejects.parquet` beside the manifest.
+"""Tables beside a dataset: where its samples came from, which images were rejected, and which removed as copies.
+
+shard-NNNNN.idx.parquet    beside every shard: where each of its samples came from
+rejects.parquet            beside the manifest: the images that could not be stored
+dedup.parquet              beside the manifest of a dataset that was compared with test sets, and in the folder of
+                           `vitscale dedup find`: every pair of a training and a test image of which the former was
+                           removed, or nearly was
 
 Training never reads these tables, so only their readers import this module, which loads pyarrow. The fingerprints by
 which copies are found are kept only here; each table says which algorithm made them.
@@ -18,6 +24,7 @@ from vitscale.ground.files.durable import durable_file
 from vitscale.ground.files.unpacked import CHECKS, read_batches
 
 REJECTS_NAME = "rejects.parquet"
+DECISIONS_NAME = "dedup.parquet"
 
 PROVENANCE = pa.schema(
     [
@@ -38,14 +45,26 @@ PROVENANCE = pa.schema(
 )
 FINGERPRINT_COLUMNS = ("pixels", "pdq", "pdq_quality", "pdq_trimmed")
 REJECTS = pa.schema([pa.field("key", pa.string(), nullable=False), pa.field("reason", pa.string(), nullable=False)])
+DECISIONS = pa.schema(
+    [
+        pa.field("train_uid", pa.int64(), nullable=False),
+        pa.field("train_key", pa.string(), nullable=False),
+        pa.field("test_set", pa.string(), nullable=False),
+        pa.field("test_key", pa.string(), nullable=False),
+        pa.field("tier", pa.string(), nullable=False),  # what decided or would have: `match.TIERS` of data_tools.dedup
+        pa.field("distance", pa.int16()),  # bits; null if the hashes are not near, or were not compared
+        pa.field("correlation", pa.float64()),
+        pa.field("cosine", pa.float64()),  # null without a user's model
+        pa.field("variant", pa.string()),  # the test image's variant: `variant_name` of data_tools.dedup.variants
+        pa.field("removed", pa.bool_(), nullable=False),
+    ]
+)
 
 _VERSION = 2
 _VERSION_KEY, _ALGORITHM_KEY = b"vitscale.provenance_version", b"vitscale.fingerprint_algorithm"
 _OLDER = [pa.schema([field for field in PROVENANCE if field.name not in FINGERPRINT_COLUMNS])]  # version 1
 
-_SHARD_SUFFIX = ".beton"
 _GROUP_ROWS = 1 << 17
-_TABLE_SUFFIX = ".idx.parquet"
 _PathOrUrl = TypeVar("_PathOrUrl", str, Path)
 
 
@@ -53,7 +72,7 @@ def provenance_path(shard: _PathOrUrl) -> _PathOrUrl:
     """Path or URL of a shard's table: `a/shard-00000.beton` -> `a/shard-00000.idx.parquet`."""
     if isinstance(shard, Path):
         return shard.with_name(provenance_path(shard.name))
-    return shard.removesuffix(_SHARD_SUFFIX) + _TABLE_SUFFIX
+    return f"{shard.removesuffix('.beton')}.idx.parquet"
 
 
 def write_provenance(path: str | Path, table: pa.Table, algorithm: str) -> None:
@@ -80,14 +99,6 @@ def fingerprint_algorithm(table: pa.Table) -> str | None:
     return None if algorithm is None else algorithm.decode("utf-8", "replace")
 
 
-def write_rejects(path: str | Path, tables: Iterable[pa.Table]) -> None:
-    """Write the list of images that could not be stored: tables of schema REJECTS, complete or not at all.
-
-    Raises OSError, or ValueError for another schema.
-    """
-    write_tables(path, tables, REJECTS)
-
-
 def read_rejects(path: str | Path) -> pa.Table:
     """Read the images that could not be stored; `path` may be a URL. Raises as `read_provenance`, and StorageError."""
     if not storage.is_url(str(path)):
@@ -106,16 +117,16 @@ def write_tables(path: str | Path, tables: Iterable[pa.Table], schema: pa.Schema
         durable_file(path) as file,
         pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer,
     ):
-        held: list[pa.Table] = []
+        pending: list[pa.Table] = []
         for table in tables:
             if table.schema != schema:
                 raise ValueError(f"{path}: a table of {table.schema.to_string()}, expected {schema.to_string()}")
-            held.append(table)
-            if sum(one.num_rows for one in held) >= _GROUP_ROWS:  # each row group costs a kilobyte
-                writer.write_table(pa.concat_tables(held))
-                held = []
-        if held:
-            writer.write_table(pa.concat_tables(held))
+            pending.append(table)
+            if sum(one.num_rows for one in pending) >= _GROUP_ROWS:  # each row group costs a kilobyte
+                writer.write_table(pa.concat_tables(pending))
+                pending = []
+        if pending:
+            writer.write_table(pa.concat_tables(pending))
 
 
 def read_table(

@@ -18,20 +18,13 @@ _BLOCK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Scan:
-    """What a shard's bytes actually are, to be compared with what is stated about them.
-
-    Attributes:
-        digests: the file's digests.
-        crc: crc32c of the bytes found for each image, uint32 (samples,).
-        is_sized: whether the image is a JPEG whose own header has the height and width that the shard states, bool
-            (samples,); always True for raw pixels.
-        status: the decoder's status for each image, 0 for a clean one, int32 (samples,); None if not decoded.
-    """
+    """What a shard's bytes actually are, to be compared with what is stated about them."""
 
     digests: FileDigests
-    crc: np.ndarray
+    crc: np.ndarray  # crc32c of the bytes found for each image, uint32 (samples,)
+    # Whether an image is raw pixels, or a JPEG whose own header has the height and width that the shard states; bool.
     is_sized: np.ndarray
-    status: np.ndarray | None
+    status: np.ndarray | None  # the decoder's status for each image, 0 for a clean one, int32; None if not decoded
 
 
 def scan(shard: ShardFile, decode: bool = False, progress: Callable[[int], None] | None = None) -> Scan:
@@ -39,12 +32,8 @@ def scan(shard: ShardFile, decode: bool = False, progress: Callable[[int], None]
 
     An image that the file no longer holds in full gets a checksum of 0, `is_sized` False and a status that is not 0.
 
-    Args:
-        shard: the open shard.
-        decode: decode every image as well.
-        progress: called now and then with the number of bytes read.
-
-    Raises OSError, and RecipeError as `vitscale.ground.images` does.
+    `progress` is called now and then with the number of bytes read. Raises OSError, and RecipeError as
+    `vitscale.ground.images` does.
     """
     order = np.argsort(shard.offset, kind="stable")
     ends = (shard.offset + shard.size)[order]

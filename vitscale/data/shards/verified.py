@@ -40,15 +40,13 @@ def verify_once(path: Path, entry: ShardEntry, markers: Path, cancelled: Callabl
     If several processes want this, one reads and the others wait for it.
 
     Args:
-        path: the shard's path.
-        entry: the shard's entry in the manifest.
+        path, entry: the shard's path, and its entry in the manifest.
         markers: this user's folder for the remembered answers, created if missing: at most 256 files, which also are
             the locks, with 66 bytes for each shard. If it cannot be written, every process reads, and warns once.
         cancelled: polled for every block that is read, and while another process reads.
 
-    Raises:
-        DataError: the shard is missing, cannot be read, or is not what the manifest says.
-        CancelledError: `cancelled` returned True.
+    Raises DataError if the shard is missing, cannot be read, or is not what the manifest says, CancelledError if
+    `cancelled` returned True.
     """
     try:
         with FileIO(path, opener=regular) as file:
@@ -147,8 +145,6 @@ def _warn(markers: Path, error: OSError) -> None:
     if markers not in _warned:
         _warned.add(markers)
         _log.warning(
-            "%s: cannot be written (%s), so shards are compared with their manifest again each time they are opened; "
-            "data.cache.dir sets another folder",
-            markers,
-            error.strerror or error,
+            f"{markers}: cannot be written ({error.strerror or error}), so shards are compared with their manifest "
+            f"again each time they are opened; data.cache.dir sets another folder"
         )

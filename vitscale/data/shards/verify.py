@@ -8,19 +8,20 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from vitscale.data.shards.beton import ShardFile
+from vitscale.data.shards.beton import MODE_JPEG, ShardFile
 from vitscale.data.shards.manifest import Manifest, ShardEntry
 from vitscale.data.shards.opening import labels_of, local_copy, shard_file
 from vitscale.data.shards.provenance import REJECTS_NAME, provenance_path, read_provenance, read_rejects
 from vitscale.data.shards.scan import scan
-from vitscale.data.shards.stock import StockReader
-from vitscale.ground.errors import DataError
+from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.digests import FileDigests, file_digests
+from vitscale.ground.images import decode as decode_image
 from vitscale.ground.storage import base_name, names_in, size_of
 from vitscale.ground.wording import counted
 
@@ -40,23 +41,15 @@ class Damage:
 
 @dataclass
 class Verdict:
-    """The result of a verification.
+    """The result of a verification: the numbers of shards, samples and bytes that were checked, and what was found."""
 
-    Attributes:
-        shards, samples, bytes: the numbers of shards, samples and bytes that were checked.
-        decoded: whether images were decoded as well.
-        stock: the version of FFCV by which every image was read as well; None if it was not asked.
-        damage: everything that is wrong; of a shard's samples with the same damage, only the first 20 are named.
-        notes: what is odd but harmless.
-    """
-
-    decoded: bool
+    decoded: bool  # whether images were decoded as well
     shards: int = 0
     samples: int = 0
     bytes: int = 0
-    damage: list[Damage] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    stock: str | None = None
+    damage: list[Damage] = field(default_factory=list)  # of a shard's samples with the same damage, the first 20
+    notes: list[str] = field(default_factory=list)  # what is odd but harmless
+    stock: str | None = None  # the version of FFCV by which every image was read as well
 
 
 @dataclass
@@ -76,10 +69,10 @@ class _Finding:
     def add_beside(self, what: str) -> None:
         self.damage.append(Damage(provenance_path(self.entry.path), what))
 
-    def add_samples(self, bad: np.ndarray, what: str, shard: ShardFile, keys: list[str] | None) -> None:
-        """Report the slots where `bad`, bool (samples,), holds."""
+    def add_samples(self, bad: np.ndarray, what: str, shard: ShardFile, table: pa.Table | None) -> None:
+        """Report the slots where `bad`, bool (samples,), holds; `table` is the shard's table of provenance."""
         for slot in np.flatnonzero(bad)[:_LISTED_SAMPLES].tolist():
-            key = None if keys is None else keys[slot]
+            key = None if table is None else table["key"][slot].as_py()
             self.damage.append(Damage(self.entry.path, what, int(shard.uid[slot]), key))
         if (more := int(bad.sum()) - _LISTED_SAMPLES) > 0:
             self.add(f"{counted(more, 'more sample')}: {what}")
@@ -98,7 +91,7 @@ def verify(
     *,
     workers: int = 1,
     decode: bool = False,
-    stock: StockReader | None = None,
+    stock: "StockReader | None" = None,
     progress: Callable[[int], None] | None = None,
 ) -> Verdict:
     """Check everything that a dataset consists of; damage never stops it.
@@ -111,9 +104,8 @@ def verify(
         stock: stock FFCV, to read every image of shards that are sound and compare its pixels with ours.
         progress: called after each shard with the number of shards done.
 
-    Raises:
-        StorageError: a URL does not answer, which says nothing about what is there.
-        RecipeError: as `vitscale.ground.images` does.
+    Raises StorageError if a URL does not answer, which says nothing about what is there, and RecipeError as
+    `vitscale.ground.images` does.
     """
     verdict = Verdict(decode, stock=None if stock is None else stock.version)
     last_uid = -1
@@ -141,23 +133,22 @@ def verify(
     return verdict
 
 
-def _in_order(manifest: Manifest, workers: int, decode: bool, stock: StockReader | None) -> Iterator[_Finding]:
+def _in_order(manifest: Manifest, workers: int, decode: bool, stock: "StockReader | None") -> Iterator[_Finding]:
     # Threads suffice: reading, digests and checksums release Python's lock.
     pending: deque[Future[_Finding]] = deque()
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            for index in range(len(manifest.shards)):
-                pending.append(pool.submit(_verify_shard, manifest, index, decode, stock))
-                if len(pending) > 2 * workers:
-                    yield pending.popleft().result()
-            while pending:
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for index in range(len(manifest.shards)):
+            pending.append(pool.submit(_verify_shard, manifest, index, decode, stock))
+            if len(pending) > 2 * workers:
                 yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _verify_shard(manifest: Manifest, index: int, decode: bool, stock: StockReader | None) -> _Finding:
+def _verify_shard(manifest: Manifest, index: int, decode: bool, stock: "StockReader | None") -> _Finding:
     finding = _Finding(manifest.shards[index])
     try:
         manifest.selected_slots(index)
@@ -197,7 +188,7 @@ def _verify_file(
     path: Path,
     table: pa.Table | None,
     decode: bool,
-    stock: StockReader | None,
+    stock: "StockReader | None",
     finding: _Finding,
 ) -> None:
     """Check a shard's file, on this machine, against manifest and table. Raises OSError if it cannot be read."""
@@ -221,56 +212,48 @@ def _verify_file(
         if table is not None and table.num_rows != shard.samples:
             finding.add_beside(f"{table.num_rows:,} rows; the shard has {shard.samples:,} samples")
             table = None
-        keys = None if table is None else table["key"].to_pylist()
 
         scanned = scan(shard, decode)
         damaged = scanned.crc != shard.crc
         finding.compare(scanned.digests, "" if damaged.any() else ": damaged outside of the images")
-        finding.add_samples(damaged, "the image's bytes do not have their checksum", shard, keys)
+        finding.add_samples(damaged, "the image's bytes do not have their checksum", shard, table)
         other = ~scanned.is_sized & ~damaged
-        finding.add_samples(other, "the image is no JPEG of the height and width that the shard states", shard, keys)
+        finding.add_samples(other, "the image is no JPEG of the height and width that the shard states", shard, table)
         if scanned.status is not None:
             unclean = (scanned.status != 0) & ~damaged & ~other
-            finding.add_samples(unclean, "the image does not decode cleanly", shard, keys)
+            finding.add_samples(unclean, "the image does not decode cleanly", shard, table)
         if table is not None:
-            beside = {"uid": shard.uid, "height": shard.height, "width": shard.width}
-            beside |= {"size": shard.size, "crc32c": shard.crc}
-            for name, values in beside.items():
-                differs = table[name].to_numpy() != values
-                finding.add_samples(differs, f"{name} differs from the table of provenance", shard, keys)
-        _check_labels(shard, num_classes, table, keys, finding)
+            for name in ("uid", "height", "width", "size", "crc32c"):
+                differs = table[name].to_numpy() != getattr(shard, name.removesuffix("32c"))
+                finding.add_samples(differs, f"{name} differs from the table of provenance", shard, table)
+        _check_labels(shard, num_classes, table, finding)
         if stock is not None and not finding.damage:
             image_field = "image" if entry.adopted is None else entry.adopted.image_field
             differs = stock.differing(path, shard, image_field)
-            finding.add_samples(differs, f"FFCV {stock.version} does not decode it to the same pixels", shard, keys)
+            finding.add_samples(differs, f"FFCV {stock.version} does not decode it to the same pixels", shard, table)
 
 
-def _check_labels(
-    shard: ShardFile, num_classes: int, table: pa.Table | None, keys: list[str] | None, finding: _Finding
-) -> None:
+def _check_labels(shard: ShardFile, num_classes: int, table: pa.Table | None, finding: _Finding) -> None:
     beyond = f"a label beyond the manifest's {num_classes:,} classes"
     if table is None and not shard.has_several_labels:  # an adopted file may have millions of samples
-        finding.add_samples(shard.label >= num_classes, beyond, shard, keys)
+        finding.add_samples(shard.label >= num_classes, beyond, shard, table)
         return
-    labels = _all_labels(shard)
+    labels = [_labels_of(shard, slot) for slot in range(shard.samples)]
     readable = np.array([of_one is not None for of_one in labels])
-    finding.add_samples(~readable, "its labels contradict each other", shard, keys)
-    finding.add_samples(np.array([max(of_one or [-1]) >= num_classes for of_one in labels]), beyond, shard, keys)
+    finding.add_samples(~readable, "its labels contradict each other", shard, table)
+    finding.add_samples(np.array([max(of_one or [-1]) >= num_classes for of_one in labels]), beyond, shard, table)
     if table is not None:
         pairs = zip(labels, table["labels"].to_pylist(), strict=True)
         differs = np.array([ours != theirs for ours, theirs in pairs]) & readable
-        finding.add_samples(differs, "labels differ from the table of provenance", shard, keys)
+        finding.add_samples(differs, "labels differ from the table of provenance", shard, table)
 
 
-def _all_labels(shard: ShardFile) -> list[list[int] | None]:
-    """The labels of every slot; None where they are damaged."""
-    labels: list[list[int] | None] = []
-    for slot in range(shard.samples):
-        try:
-            labels.append(labels_of(shard, slot))
-        except DataError:
-            labels.append(None)
-    return labels
+def _labels_of(shard: ShardFile, slot: int) -> list[int] | None:
+    """The labels of a slot; None if they are damaged."""
+    try:
+        return labels_of(shard, slot)
+    except DataError:
+        return None
 
 
 def _check_rejects(manifest: Manifest, verdict: Verdict) -> None:
@@ -296,3 +279,46 @@ def _note_unlisted(manifest: Manifest, verdict: Verdict) -> None:
         more = len(unlisted) - _LISTED_NAMES
         shown = ", ".join(unlisted[:_LISTED_NAMES]) + (f" and {more:,} more" if more > 0 else "")
         verdict.notes.append(f"in the folder, but not in the manifest: {shown}")
+
+
+class StockReader:
+    """Stock FFCV, the extra `[ffcv]`: its reader of files and pages, and its decoder.
+
+    It believes whatever a damaged file says, so that only shards which were verified before are given to it. Raises
+    RecipeError if it cannot be imported.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from ffcv.libffcv import imdecode
+            from ffcv.memory_managers import OSCacheManager
+            from ffcv.reader import Reader
+        except (ImportError, OSError) as error:  # OSError: a library that it was built with is gone
+            raise RecipeError(
+                f"stock FFCV is not installed here ({error}): pip install 'vitscale[ffcv]', which compiles it and "
+                "needs g++ pkg-config libopencv-dev libturbojpeg0-dev (Debian's names) and the header files of Python"
+            ) from None
+        self.version = version("ffcv")
+        self._reader, self._pages, self._imdecode = Reader, OSCacheManager, imdecode
+
+    def differing(self, path: Path, shard: ShardFile, image_field: str) -> np.ndarray:
+        """The slots, bool (samples,), whose image FFCV decodes to other pixels than we do, or not at all.
+
+        `shard` is the sound shard at `path`, open; `image_field` its field of images.
+        """
+        reader = self._reader(str(path))
+        rows = reader.metadata[f"f{reader.field_names.index(image_field)}"]
+        pages = self._pages(reader)
+        read, differs = pages.compile_reader(), np.ones(shard.samples, bool)
+        with pages.schedule_epoch([]) as context:
+            for slot, row in enumerate(rows):
+                height, width = int(row["height"]), int(row["width"])
+                theirs, ours = np.zeros((height, width, 3), np.uint8), shard.read(slot)
+                stored = read(row["data_ptr"], context.state)
+                if row["mode"] == MODE_JPEG:
+                    failed = self._imdecode(stored, theirs, height, width, height, width)
+                    status, pixels = decode_image(ours, height, width)
+                    differs[slot] = bool(failed or status) or not np.array_equal(theirs, pixels)
+                else:
+                    differs[slot] = not np.array_equal(stored, np.frombuffer(ours, np.uint8))
+        return differs

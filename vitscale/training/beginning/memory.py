@@ -26,7 +26,7 @@ from vitscale.training.deepspeed.config import MOST_UNDER_WAY, elements_in_fligh
 
 _CPU_RUNTIME = 160 << 20  # threads, kernels and buffers of libraries, measured from the imports to the third step
 _BATCHES_BESIDE_PREFETCH = 3  # one in the planner's hands, one awaited, one in use
-_BATCHES_ON_CUDA = 3  # see data/device.py
+_BATCHES_ON_CUDA = 3  # see `on_device` of data/loader.py
 USABLE = 0.95
 """The share of a device's memory that is planned for: CUDA and NCCL take the rest, or it is lost to fragmentation."""
 

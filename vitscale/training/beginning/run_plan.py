@@ -12,10 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vitscale.data.loader import Loader
+from vitscale.data.loader import Loader, training_loader, training_order
 from vitscale.data.order import TrainOrder
 from vitscale.data.shards import Manifest
-from vitscale.data.training import training_loader, training_order
 from vitscale.evaluation import Evaluator, build_evaluators
 from vitscale.evaluation.build import evaluation_loader
 from vitscale.ground.errors import RecipeError

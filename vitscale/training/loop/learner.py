@@ -15,8 +15,7 @@ import xxhash
 from torch import Tensor
 
 from vitscale.data.batch import Batch
-from vitscale.data.device import to_model_input
-from vitscale.data.image_operations import TrainingInput
+from vitscale.data.image_operations import TrainingInput, to_model_input
 from vitscale.ground.errors import DataError
 from vitscale.ground.ranks import gather, gather_numbers, sum_integers
 from vitscale.models import Outputs, compile_blocks, initial_value, weight_dtype

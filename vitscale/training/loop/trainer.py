@@ -17,7 +17,7 @@ from typing import NoReturn
 import torch
 
 from vitscale.data.batch import Batch
-from vitscale.data.device import on_device
+from vitscale.data.loader import on_device
 from vitscale.evaluation import evaluate
 from vitscale.ground.errors import CheckpointError, PeerLostError, PreemptedError, StorageError, VitscaleError
 from vitscale.ground.interruption import Interruption
