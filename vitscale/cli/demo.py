@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.table import Table
+from typer import Option
 
 from vitscale.data.shards import Manifest
 from vitscale.ground.errors import RecipeError, VitscaleError
@@ -31,7 +31,7 @@ and a recipe of a few lines: README.md, "Your own images"."""
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Where the demo puts its images, shards and run.")] = Path("runs/demo"),
+    out: Annotated[Path, Option(help="Where the demo puts its images, shards and run.")] = Path("runs/demo"),
 ) -> None:
     """Go from images to accuracy on scanned digits, in minutes."""
     import torch  # which takes seconds

@@ -1,24 +1,25 @@
 """`vitscale prove`: the command line of vitscale.about.checks.proving."""
 
 import json
+from functools import partial
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from vitscale.cli.looking import Settings
+from vitscale.cli.options import Settings
 from vitscale.ground.errors import ProofError
 
 _SHOWN = 10
+_ASPECTS = ("gradient", "update", "moments", "average")
 
 
 def prove(
-    recipe: Annotated[str, typer.Argument(help="A file, or the stem of a recipe that comes with vitscale.")],
+    recipe: Annotated[str, Argument(help="A file, or the stem of a recipe that comes with vitscale.")],
     ranks: Annotated[
-        int | None,
-        typer.Option("--world", min=1, max=1024, help="Ranks.", show_default="one per CUDA device, or 2 on CPUs"),
+        int | None, Option("--world", min=1, max=1024, help="Ranks.", show_default="one per CUDA device, or 2 on CPUs")
     ] = None,
     settings: Settings = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print all that was found as JSON.")] = False,
 ) -> None:
     """Compare ten updates of a recipe's engine, around a small model of its family, with plain torch.
 
@@ -27,13 +28,8 @@ def prove(
     from vitscale.about.checks.proving import prove_recipe
     from vitscale.ground.table import Console
 
-    console = Console(stderr=True)
-    found = prove_recipe(
-        recipe,
-        settings or [],
-        ranks,
-        say=lambda line: console.print(line, style="dim", markup=False, highlight=False),
-    )
+    note = partial(Console(stderr=True).print, style="dim", markup=False, highlight=False)
+    found = prove_recipe(recipe, settings or [], ranks, say=note)
     if as_json:
         print(json.dumps(found, indent=1))
     else:
@@ -50,11 +46,11 @@ def _print_table(found: dict[str, Any]) -> None:
 
     rows = [
         {"group": group["group"], "parameters": group["parameters"], "elements": group["elements"]}
-        | {aspect: group.get(aspect) for aspect in ("gradient", "update", "moments", "average")}
+        | {aspect: group.get(aspect) for aspect in _ASPECTS}
         | {"weights": "as masters" if not group["weights"]["error"] else "OTHERS"}
         for group in found["groups"]
     ]
-    aspects = [Column(aspect, aspect, _cell, style=_colour) for aspect in ("gradient", "update", "moments", "average")]
+    aspects = [Column(aspect, aspect, _cell, style=_colour) for aspect in _ASPECTS]
     columns = [
         Column("group", "trained with", is_text=True, folds=True),
         Column("parameters", "tensors", spare=1),

@@ -6,17 +6,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.table import Table
+from typer import Argument, Exit, Option, Typer
 
-from vitscale.cli.console import interruptible, plain
+from vitscale.cli.console import interruptible, plain, say
+from vitscale.cli.options import Json
 from vitscale.data.shards import MANIFEST_NAME, Manifest
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.durable import durable_file
+from vitscale.ground.safe_text import printable
 from vitscale.ground.storage import without_file_scheme
 from vitscale.ground.table import Console, hanging
 from vitscale.ground.wording import counted
@@ -24,19 +25,18 @@ from vitscale.ground.wording import counted
 _LINE_SECONDS = 10.0
 _SHOWN_DAMAGE = 100
 
-app = typer.Typer(
+app = Typer(
     help="Look at, check, export, adopt datasets.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
 
-Dataset = Annotated[str, typer.Argument(help="A dataset's folder or manifest.json, here or at a URL (s3://, gs://).")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Dataset = Annotated[str, Argument(help="A dataset's folder or manifest.json, here or at a URL (s3://, gs://).")]
 
 
 @app.command()
 def info(
     dataset: Dataset,
     classes: Annotated[
-        bool, typer.Option("--classes", help="Open the shards: samples of each class, size of images.")
+        bool, Option("--classes", help="Open the shards: samples of each class, size of images.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -45,15 +45,14 @@ def info(
 
     manifest = Manifest.load(dataset)
     facts = describe(manifest)
-    found = census(manifest) if classes else None
-    image_bytes = None if found is None else round(found.image_bytes / max(1, manifest.num_samples))
+    counts = census(manifest) if classes else None
+    image_bytes = None if counts is None else round(counts.image_bytes / max(1, manifest.num_samples))
     if as_json:
-        if found is not None:
-            facts |= {"class_counts": found.classes, "unlabelled": found.unlabelled}
+        if counts is not None:
+            facts |= {"class_counts": counts.classes, "unlabelled": counts.unlabelled}
             facts["mean_image_bytes"] = image_bytes
         print(json.dumps(facts, indent=1))
         return
-    console = Console()
     selecting = facts["selecting_shards"]
     rows = {
         "samples": f"{facts['samples']:,}",
@@ -74,24 +73,32 @@ def info(
         if shard := facts[f"{which}_shard"]:
             rows[f"{which} shard"] = f"{shard['path']}, {shard['bytes']:,} bytes"
     rows |= {f"option {name}": json.dumps(value) for name, value in sorted(facts["options"].items())}
-    say, width = partial(console.print, highlight=False, soft_wrap=True), max(map(len, rows))
-    say(plain(facts["manifest"]))
+    width = max(map(len, rows))
+    say(printable(facts["manifest"]))
     for name, value in rows.items():
         if value is not None:
-            say(f"  {name:<{width}}  {hanging(plain(value), width + 4)}")
-    if found is not None:
-        _print_counts(console, found.classes, found.unlabelled)
+            say(f"  {name:<{width}}  {hanging(printable(value), width + 4)}")
+    if counts is not None:
+        table = Table(title="samples of each class", title_justify="left")
+        table.add_column("label", justify="right")
+        table.add_column("class", overflow="fold")
+        table.add_column("samples", justify="right")
+        for label, (name, count) in enumerate(counts.classes.items()):
+            table.add_row(str(label), plain(name), f"{count:,}")
+        if counts.unlabelled:
+            table.add_row("", "(no label)", f"{counts.unlabelled:,}")
+        Console().print(table)
 
 
 @app.command()
 def verify(
     dataset: Dataset,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of shards read at a time.", show_default="one per core")
+        int | None, Option(min=1, help="Number of shards read at a time.", show_default="one per core")
     ] = None,
-    decode: Annotated[bool, typer.Option("--decode", help="Decode every image, too, as training will.")] = False,
+    decode: Annotated[bool, Option("--decode", help="Decode every image, too, as training will.")] = False,
     stock: Annotated[
-        bool, typer.Option("--stock", help="Read every image by stock FFCV, too, and compare its pixels with ours.")
+        bool, Option("--stock", help="Read every image by stock FFCV, too, and compare its pixels with ours.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -109,7 +116,6 @@ def verify(
     if as_json:
         print(json.dumps({"ok": not verdict.damage, **asdict(verdict)}, indent=1))
     else:
-        console = Console()
         if verdict.damage:
             table = Table(title=counted(len(verdict.damage), "finding"), title_justify="left")
             for heading in ("file", "sample", "what is wrong"):
@@ -117,37 +123,34 @@ def verify(
             for damage in verdict.damage[:_SHOWN_DAMAGE]:
                 sample = "" if damage.uid is None else f"uid {damage.uid}"
                 table.add_row(*map(plain, (damage.path, f"{sample} {damage.key or ''}".strip(), damage.what)))
+            console = Console()
             console.print(table)
             if len(verdict.damage) > _SHOWN_DAMAGE:
                 console.print(f"... and {len(verdict.damage) - _SHOWN_DAMAGE:,} more; --json lists all")
         for note in verdict.notes:
-            console.print(f"note: {plain(note)}", highlight=False, soft_wrap=True)
+            say(f"note: {printable(note)}")
         rate = verdict.bytes / max(seconds, 1e-9) / 1e6
         by_stock = f", all read by FFCV {ffcv.version}" if ffcv is not None else ""
         result = f"DAMAGED: {counted(len(verdict.damage), 'finding')}; read" if verdict.damage else "whole:"
-        console.print(
+        say(
             f"{result} {counted(verdict.shards, 'shard')}, "
             f"{counted(verdict.samples, 'sample')}{', all decoded' if decode else ''}{by_stock}, "
-            f"{verdict.bytes:,} bytes in {seconds:,.1f} s ({rate:,.1f} MB/s)",
-            highlight=False,
-            soft_wrap=True,
+            f"{verdict.bytes:,} bytes in {seconds:,.1f} s ({rate:,.1f} MB/s)"
         )
         if verdict.damage:
-            console.print(
+            say(
                 "Copy these files again from where they are whole, or convert the dataset again. What a run does with "
-                "damaged samples: data.bad_samples",
-                highlight=False,
-                soft_wrap=True,
+                "damaged samples: data.bad_samples"
             )
     if verdict.damage:
-        raise typer.Exit(DataError.exit_code)
+        raise Exit(DataError.exit_code)
 
 
 @app.command()
 def head(
     dataset: Dataset,
-    count: Annotated[int, typer.Option("-n", min=1, max=400, help="Samples.")] = 16,
-    out: Annotated[Path | None, typer.Option(help="A .png to draw their pictures into.")] = None,
+    count: Annotated[int, Option("-n", min=1, max=400, help="Samples.")] = 16,
+    out: Annotated[Path | None, Option(help="A .png to draw their pictures into.")] = None,
 ) -> None:
     """List the first samples, and draw a contact sheet of them."""
     from vitscale.data.shards.contact_sheet import contact_sheet, first_samples
@@ -166,8 +169,7 @@ def head(
     for sample in samples:
         numbers = (sample.uid, sample.height, sample.width, f"{sample.bytes:,}")
         table.add_row(*map(str, numbers), plain(", ".join(sample.class_names)), plain(sample.key or ""))
-    console = Console()
-    console.print(table)
+    Console().print(table)
     if out is not None:
         sheet = contact_sheet(samples)
         try:
@@ -175,20 +177,17 @@ def head(
                 sheet.save(file, "PNG")
         except OSError as error:
             raise RecipeError(f"--out {out}: cannot be written ({error.strerror})") from error
-        console.print(f"drawn: {plain(str(out))}", highlight=False, soft_wrap=True)
+        say(f"drawn: {printable(str(out))}")
 
 
 @app.command()
 def split(
     dataset: Dataset,
     parts: Annotated[
-        str,
-        typer.Option(help="Shares of the samples, such as 98,2, or with names train98=98,dev=2.", metavar="SHARES"),
+        str, Option(help="Shares of the samples, such as 98,2, or with names train98=98,dev=2.", metavar="SHARES")
     ],
-    out: Annotated[
-        str | None, typer.Option(help="The folder of the parts' folders.", show_default="that of DATASET")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the division.")] = 0,
+    out: Annotated[str | None, Option(help="The folder of the parts' folders.", show_default="that of DATASET")] = None,
+    seed: Annotated[int, Option(min=0, help="Seed of the division.")] = 0,
 ) -> None:
     """Divide a dataset at random into parts; nothing is copied."""
     from data_tools.views import parse_parts, place_of_parts, write_parts
@@ -204,7 +203,7 @@ def split(
 @app.command()
 def export(
     dataset: Dataset,
-    out: Annotated[str, typer.Argument(help="A new or empty folder.")],
+    out: Annotated[str, Argument(help="A new or empty folder.")],
 ) -> None:
     """Write the images back as files in class folders, unchanged."""
     from vitscale.data.shards.export import export
@@ -217,18 +216,16 @@ def export(
 
 @app.command()
 def adopt(
-    file: Annotated[str, typer.Argument(help="A .beton that FFCV wrote; it stays where and as it is.")],
-    out: Annotated[
-        str | None, typer.Argument(help="A new or empty folder.", show_default="FILE without its suffix")
-    ] = None,
+    file: Annotated[str, Argument(help="A .beton that FFCV wrote; it stays where and as it is.")],
+    out: Annotated[str | None, Argument(help="A new or empty folder.", show_default="FILE without its suffix")] = None,
     classes: Annotated[
-        Path | None, typer.Option(help="Class names by label: a text file, one per line, or a dataset.")
+        Path | None, Option(help="Class names by label: a text file, one per line, or a dataset.")
     ] = None,
-    image_field: Annotated[str | None, typer.Option(help="Which field has the images, if there are several.")] = None,
+    image_field: Annotated[str | None, Option(help="Which field has the images, if there are several.")] = None,
     label_field: Annotated[
-        str | None, typer.Option(help="Which integer field has the labels, if there are several; none for no labels.")
+        str | None, Option(help="Which integer field has the labels, if there are several; none for no labels.")
     ] = None,
-    decode: Annotated[bool, typer.Option("--decode", help="Decode every image, too, as training will.")] = False,
+    decode: Annotated[bool, Option("--decode", help="Decode every image, too, as training will.")] = False,
 ) -> None:
     """Make a dataset of a single .beton, without a copy of it."""
     from data_tools.classes import read_classes
@@ -238,25 +235,17 @@ def adopt(
     out, local = out or default_out(file), Path(without_file_scheme(file))
     size = local.stat().st_size if local.is_file() else 0
     with interruptible("nothing was written"), _progress("bytes", size) as progress:
-        adoption = adopt(
-            file,
-            out,
-            image_field=image_field,
-            label_field=label_field,
-            class_names=names,
-            decode=decode,
-            progress=progress,
-        )
+        fields = {"image_field": image_field, "label_field": label_field}
+        adoption = adopt(file, out, **fields, class_names=names, decode=decode, progress=progress)
     manifest = adoption.manifest
     kinds = {"JPEG": manifest.num_samples - adoption.raw, "raw image": adoption.raw}
     stored = [counted(count, what) for what, count in kinds.items() if count]
     label = "no labels" if adoption.label_field is None else f"labels from {adoption.label_field!r}"
     unused = f"; not used: {', '.join(map(repr, adoption.unused_fields))}" if adoption.unused_fields else ""
-    say = partial(Console().print, highlight=False, soft_wrap=True)
-    say(plain(f"{out}: {' and '.join(stored)} of {file}, {counted(len(manifest.class_names), 'class')}"))
-    say(plain(f"images from {adoption.image_field!r}, {label}{unused}"))
+    say(printable(f"{out}: {' and '.join(stored)} of {file}, {counted(len(manifest.class_names), 'class')}"))
+    say(printable(f"images from {adoption.image_field!r}, {label}{unused}"))
     if names is None and manifest.class_names:
-        say(plain(f"classes are called 0 to {len(manifest.class_names) - 1:,}; --classes names them"))
+        say(f"classes are called 0 to {len(manifest.class_names) - 1:,}; --classes names them")
 
 
 @contextmanager
@@ -273,22 +262,10 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         return
     said = time.monotonic()
 
-    def say(done: int) -> None:
+    def advance(done: int) -> None:
         nonlocal said
         if time.monotonic() - said >= _LINE_SECONDS:
             said = time.monotonic()
             console.print(f"{done:,} of {total:,} {what}", highlight=False)
 
-    yield say
-
-
-def _print_counts(console: Console, counts: dict[str, int], unlabelled: int) -> None:
-    table = Table(title="samples of each class", title_justify="left")
-    table.add_column("label", justify="right")
-    table.add_column("class", overflow="fold")
-    table.add_column("samples", justify="right")
-    for label, (name, count) in enumerate(counts.items()):
-        table.add_row(str(label), plain(name), f"{count:,}")
-    if unlabelled:
-        table.add_row("", "(no label)", f"{unlabelled:,}")
-    console.print(table)
+    yield advance

@@ -9,14 +9,14 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
+from typer import Argument, Exit, Option
 
 from vitscale.about.status import NoRunYetError, RunReader, RunStatus
 from vitscale.about.status.liveness import duration
+from vitscale.about.status.summary import Anomalies, Evaluation, Restarts, Saved, SlowestRank
 from vitscale.cli.command_line import reader_is_gone
 from vitscale.flops.hardware import find_device
 from vitscale.ground.errors import EXIT_INTERRUPTED, RecipeError, VitscaleError
@@ -35,20 +35,20 @@ Outcome = RunStatus | VitscaleError
 
 
 def status(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Directories of runs.")],
+    runs: Annotated[list[str], Argument(metavar="RUN...", help="Directories of runs.")],
     watch: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--watch",
             help="Look again every 2 s, from before a run begins until all are done. On a terminal the figures stay in "
             "place; elsewhere a line (with --json an object) is printed when a run has got on.",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each run.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object a line for each run.")] = False,
     hardware: Annotated[
-        str | None, typer.Option(metavar="NAME", help="h200, a100, ...: for energy, and MFU where it was not logged.")
+        str | None, Option(metavar="NAME", help="h200, a100, ...: for energy, and MFU where it was not logged.")
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0, max=_MOST, help="Price of one device for one hour.")] = None,
+    price: Annotated[float | None, Option(min=0, max=_MOST, help="Price of one device for one hour.")] = None,
 ) -> None:
     """Say how runs are doing: step, loss, speed, time left, cost.
 
@@ -59,29 +59,25 @@ def status(
     device = None if hardware is None else find_device(hardware)
     readers = {run: RunReader(run, device, price) for run in runs}
     if watch:
-        _watch(readers, as_json)
+        outcomes = _watch(readers, as_json)
     else:
-        _show(readers, as_json)
+        outcomes = _read(readers)
+        if as_json:
+            for known in _known(outcomes):
+                print(_json(known))
+        elif _known(outcomes):
+            console = _console()
+            console.print(_picture(console, _known(outcomes)), soft_wrap=True)
+        for error in _errors(outcomes):
+            _complain(error)
+    if errors := _errors(outcomes):
+        raise Exit(errors[0].exit_code)
 
 
-def _show(readers: Mapping[str, RunReader], as_json: bool) -> None:
-    """Print how runs are doing. Raises typer.Exit with the code of the first one that has no answer."""
-    outcomes = _read(readers)
-    if as_json:
-        for status in _known(outcomes):
-            print(_json(status))
-    elif known := _known(outcomes):
-        console = _console()
-        console.print(_picture(console, known), soft_wrap=True)
-    for error in _errors(outcomes):
-        _complain(error)
-    _end(outcomes)
-
-
-def _watch(readers: Mapping[str, RunReader], as_json: bool) -> None:
+def _watch(readers: Mapping[str, RunReader], as_json: bool) -> dict[str, Outcome]:
     """Show how runs are doing until each is done or has no answer any more; one that has not begun is waited for.
 
-    Raises typer.Exit with the code of the first of the latter, or with 130 when a person has seen enough.
+    Raises Exit(130) when a person has seen enough.
     """
     console = _console()
     can_redraw = console.is_terminal and not console.is_dumb_terminal
@@ -99,11 +95,10 @@ def _watch(readers: Mapping[str, RunReader], as_json: bool) -> None:
                     news.say(outcomes)
                 is_over = begun.issuperset(outcomes) and all(status.is_done for status in _known(outcomes))
                 if is_over or reader_is_gone():
-                    break
+                    return outcomes
                 time.sleep(_EVERY_S)
     except KeyboardInterrupt:
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    _end(outcomes)
+        raise Exit(EXIT_INTERRUPTED) from None
 
 
 class _News:
@@ -116,9 +111,8 @@ class _News:
     def say(self, outcomes: Mapping[str, Outcome]) -> None:
         """Print each run whose status has changed."""
         for run, outcome in outcomes.items():
-            if isinstance(outcome, VitscaleError):
-                new: object = str(outcome)
-            else:
+            new: object = str(outcome)
+            if isinstance(outcome, RunStatus):
                 new = (outcome.state, outcome.step, outcome.evaluation, outcome.checkpoints.step, outcome.restarts)
             if self._said.get(run) == new:
                 continue
@@ -153,12 +147,6 @@ def _complain(error: VitscaleError) -> None:
     print(f"error: {indented(str(error))}", file=sys.stderr)
 
 
-def _end(outcomes: Mapping[str, Outcome]) -> None:
-    codes = [error.exit_code for error in _errors(outcomes)]
-    if codes:
-        raise typer.Exit(codes[0])
-
-
 def _console() -> Console:
     console = Console(highlight=False)
     # Piped output has no terminal whose width would matter.
@@ -174,7 +162,10 @@ def _json(status: RunStatus) -> str:
 
 def _picture(console: Console, known: Sequence[RunStatus], errors: Sequence[VitscaleError] = ()) -> RenderableType:
     """The status as a block of lines for one run, or a table for several."""
-    shown = [_table(console, known), *_remarks(known)] if len(known) > 1 else map(_block, known)
+    shown: list[RenderableType] = [*map(_block, known)]
+    if len(known) > 1:
+        table, _ = fitted(console, ResultTable(_COLUMNS, [_row(status) for status in known]), console.width)
+        shown = [table, *_remarks(known)]
     return Group(*shown, *(Text(f"error: {printable(str(error))}") for error in errors))
 
 
@@ -209,27 +200,13 @@ _COLUMNS = (
 )
 
 
-def _table(console: Console, known: Sequence[RunStatus]) -> Table:
-    table, _ = fitted(console, ResultTable(_COLUMNS, [_row(status) for status in known]), console.width)
-    return table
-
-
 def _row(status: RunStatus) -> Row:
     values = status.evaluation.values if status.evaluation is not None else {}
-    return {
-        "run": status.run,
+    return vars(status) | {
         "state": status,
-        "step": status.step,
-        "total_steps": status.total_steps,
-        "loss": status.loss,
         "trend": status.trend.direction if status.trend is not None else None,
         "top1": values.get("validation/top1"),
-        "precision": status.precision,
-        "images_per_s": status.images_per_s,
-        "mfu": status.mfu,
         "left": status.left_s,
-        "exaflops": status.exaflops,
-        "cost": status.cost,
     }
 
 
@@ -246,7 +223,7 @@ def _remarks(known: Sequence[RunStatus]) -> list[Text]:
     for status in known:
         said = [] if status.state in _QUIET else [f"{status.state}: {status.why}"]
         if status.slowest_rank is not None and status.slowest_rank.is_straggler:
-            said.append(_facts(status)["slowest rank"])
+            said.append(_slowest_rank(status.slowest_rank))
         remarks += [Text(printable(f"{status.run}: {remark}")) for remark in (*said, *status.notes)]
     return remarks
 
@@ -270,17 +247,17 @@ def _facts(status: RunStatus) -> dict[str, str]:
         "state": f"{status.state} ({status.why})" if status.why else status.state,
         "step": _step(status),
         "loss": _loss(status),
-        "speed": _joined(speed),
+        "speed": ", ".join(filter(None, speed)),
         "data wait": _shown(status.data_wait, percent(1), " of the time"),
         "memory": _shown(status.peak_memory_bytes, _size, " at most on a rank"),
-        "so far": _joined(cost),
-        "evaluation": f"step {status.evaluation.step:,}: {_values(status)}" if status.evaluation is not None else "",
+        "so far": ", ".join(filter(None, cost)),
+        "evaluation": _shown(status.evaluation, _evaluation),
         "best": _best(status),
-        "checkpoints": _checkpoints(status),
+        "checkpoints": _checkpoints(status.checkpoints),
         "verified": status.verified or "",
-        "restarts": _restarts(status),
-        "anomalies": _anomalies(status),
-        "slowest rank": _slowest_rank(status),
+        "restarts": _shown(status.restarts, _restarts),
+        "anomalies": _shown(status.anomalies, _anomalies),
+        "slowest rank": _shown(status.slowest_rank, _slowest_rank),
     }
     return {name: value for name, value in facts.items() if value}
 
@@ -304,11 +281,10 @@ def _loss(status: RunStatus) -> str:
     return f"{status.loss:.4f}, {trend.direction}{by} over the last {trend.steps:,} steps"
 
 
-def _values(status: RunStatus) -> str:
-    values = {} if status.evaluation is None else status.evaluation.values
-    shown = [f"{name} {_shown(value, '{:.4f}'.format) or 'not finite'}" for name, value in values.items()]
+def _evaluation(last: Evaluation) -> str:
+    shown = [f"{name} {_shown(value, '{:.4f}'.format) or 'not finite'}" for name, value in last.values.items()]
     more = f"  and {len(shown) - _SHOWN_METRICS} more (--json)" if len(shown) > _SHOWN_METRICS else ""
-    return "  ".join(shown[:_SHOWN_METRICS]) + more
+    return f"step {last.step:,}: {'  '.join(shown[:_SHOWN_METRICS])}{more}"
 
 
 def _best(status: RunStatus) -> str:
@@ -321,8 +297,7 @@ def _best(status: RunStatus) -> str:
     return text
 
 
-def _checkpoints(status: RunStatus) -> str:
-    saved = status.checkpoints
+def _checkpoints(saved: Saved) -> str:
     if saved.count is None:
         return f"at {saved.where}, which is not asked"
     if saved.step is None or saved.age_s is None:
@@ -338,24 +313,15 @@ def _devices(status: RunStatus) -> str:
     return counted(status.world_size, "device") + (f" ({', '.join(others)} for other steps)" if others else "")
 
 
-def _restarts(status: RunStatus) -> str:
-    restarts = status.restarts
-    if restarts is None:
-        return ""
+def _restarts(restarts: Restarts) -> str:
     text = f"{restarts.count:,} in {counted(restarts.launches, 'launch')}"
     for event in restarts.last[-1:]:
-        text += f"; the last {_when(event.time)} on {event.host}: {event.cause}"
+        when = f"{datetime.fromtimestamp(event.time, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        text += f"; the last {when} on {event.host}: {event.cause}"
     return text
 
 
-def _when(seconds: float) -> str:
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
-
-
-def _anomalies(status: RunStatus) -> str:
-    anomalies = status.anomalies
-    if anomalies is None:
-        return ""
+def _anomalies(anomalies: Anomalies) -> str:
     limit = f" of at most {anomalies.limit:,}" if anomalies.limit is not None else ""
     text = f"{anomalies.left_out:,}{limit} left out, {counted(anomalies.reports, 'report')}"
     if anomalies.last is not None:
@@ -363,10 +329,7 @@ def _anomalies(status: RunStatus) -> str:
     return text
 
 
-def _slowest_rank(status: RunStatus) -> str:
-    slow = status.slowest_rank
-    if slow is None:
-        return ""
+def _slowest_rank(slow: SlowestRank) -> str:
     times = slow.seconds / slow.median_seconds if slow.median_seconds else 0.0
     straggler = f"STRAGGLER, {times:.2f} x the median; " if slow.is_straggler else ""
     return (
@@ -386,7 +349,3 @@ def _size(size: float) -> str:
             return f"{short(size)} {unit}"
         size /= 1000
     return f"{short(size)} TB"
-
-
-def _joined(parts: Sequence[str]) -> str:
-    return ", ".join(part for part in parts if part)

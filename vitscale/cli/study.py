@@ -5,14 +5,15 @@ import shlex
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Exit, Option, Typer
 from typer.core import TyperGroup
 
 from vitscale.about.status import RunReader, RunStatus
@@ -25,6 +26,7 @@ from vitscale.about.studies.reading import find_study, list_studies, load_study,
 from vitscale.about.studies.results import RESULTS_FILE, About
 from vitscale.about.studies.running import Progress, StudyRun
 from vitscale.about.studies.slurm import SlurmEngine
+from vitscale.cli.options import Json
 from vitscale.flops.hardware import find_device
 from vitscale.ground.errors import RecipeError, VitscaleError
 from vitscale.ground.table import Column, Console, ResultTable, Row, hanging, hours, number, render, short
@@ -45,9 +47,9 @@ _ON_PAPER = (
 )
 
 EngineName = Literal["local", "slurm", "ray"]
-Study = Annotated[str, typer.Argument(metavar="STUDY", help="A file, or the stem of one that comes with vitscale.")]
+Study = Annotated[str, Argument(metavar="STUDY", help="A file, or the stem of one that comes with vitscale.")]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of every entry's recipe.")
+    list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a field of every entry's recipe.")
 ]
 
 
@@ -62,12 +64,8 @@ class _RunByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(
-    help="Run a study: many runs from one file.",
-    cls=_RunByDefault,
-    add_completion=False,
-    rich_markup_mode=None,
-)
+_HELP = "Run a study: many runs from one file."
+app = Typer(help=_HELP, cls=_RunByDefault, add_completion=False, rich_markup_mode=None)
 
 
 @app.command("list")
@@ -88,30 +86,30 @@ def run(
     study: Study,
     folder: Annotated[
         Path | None,
-        typer.Option("--dir", help="Folder for the run directories, one per entry.", show_default="runs/<study stem>"),
+        Option("--dir", help="Folder for the run directories, one per entry.", show_default="runs/<study stem>"),
     ] = None,
     engine: Annotated[
         EngineName,
-        typer.Option(help="What runs the entries: this machine; array jobs of Slurm, each on a node; a Ray cluster."),
+        Option(help="What runs the entries: this machine; array jobs of Slurm, each on a node; a Ray cluster."),
     ] = "local",
     slots: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=1, max=65536, help="Entries at a time.", show_default="one per CUDA device; one on CPUs; Slurm: all"
         ),
     ] = None,
     engine_options: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--engine-option",
             metavar="KEY=VALUE",
             help="For slurm: an option of sbatch; for ray: gpus or cpus of each entry.",
         ),
     ] = None,
     settings: Settings = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the entries and start nothing.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="List the entries and start nothing.")] = False,
     no_check: Annotated[
-        bool, typer.Option("--no-check", help="Start without looking at data and weights that only entries can see.")
+        bool, Option("--no-check", help="Start without looking at data and weights that only entries can see.")
     ] = False,
 ) -> None:
     """Run what is not finished; `vitscale study STUDY` is short for it.
@@ -130,35 +128,34 @@ def run(
 
         check_entries(expansion, folder)
     about = About(file.stem, str(file), engine, settings or [])
-    with _Watch() as watch:
+    watch = _Watch()
+    with watch.live or nullcontext():
         made = _engine(engine, folder, slots, engine_options or [])
         running = StudyRun(expansion, folder, made, about, watch.look)
         code = running.run()
     _show_results(running)
     if code == EXIT_PREEMPTED:
-        print(f"{_done(running)} are done; repeat the command to continue", file=sys.stderr)
-    raise typer.Exit(code)
+        entries = [one.state == "done" for one in running.progress.values()]
+        done = f"{sum(entries):,} of {len(entries):,} entries are done"
+        print(f"{done}; repeat the command to continue", file=sys.stderr)
+    raise Exit(code)
 
 
 @app.command()
 def plan(
     study: Study,
-    devices: Annotated[int, typer.Option(min=1, max=2**20, help="Number of devices for all entries.")],
-    hardware: Annotated[str, typer.Option(metavar="NAME", help="h100, h200, a100-pcie, ...")],
-    slots: Annotated[
-        int, typer.Option(min=1, max=2**20, help="Entries at a time; they share the devices equally.")
-    ] = 1,
+    devices: Annotated[int, Option(min=1, max=2**20, help="Number of devices for all entries.")],
+    hardware: Annotated[str, Option(metavar="NAME", help="h100, h200, a100-pcie, ...")],
+    slots: Annotated[int, Option(min=1, max=2**20, help="Entries at a time; they share the devices equally.")] = 1,
     samples: Annotated[
-        int | None,
-        typer.Option(min=1, max=2**53, help="Training samples, if neither a dataset nor the study says."),
+        int | None, Option(min=1, max=2**53, help="Training samples, if neither a dataset nor the study says.")
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0, max=1e9, help="Price of one device for one hour.")] = None,
+    price: Annotated[float | None, Option(min=0, max=1e9, help="Price of one device for one hour.")] = None,
     mfu: Annotated[
-        float | None,
-        typer.Option(metavar="FRACTION", help="Share of their peak that devices reach while computing."),
+        float | None, Option(metavar="FRACTION", help="Share of their peak that devices reach while computing.")
     ] = None,
     settings: Settings = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Say what a study costs before it starts: exaFLOPs, hours, money."""
     if devices % slots:
@@ -192,10 +189,8 @@ def plan(
         rows.append({"part": part, "entries": len(of_part), **sums})
     render(ResultTable(_COST_COLUMNS, rows), "table")
     parts = [f"{short(cost.exaflops)} exaFLOPs", f"{hours(cost.hours)} hours", f"{cost.device_hours:,.0f} device-hours"]
-    if cost.energy_kwh is not None:
-        parts.append(f"at most {cost.energy_kwh:,.0f} kWh")
-    if cost.cost is not None:
-        parts.append(f"price {cost.cost:,.0f}")
+    parts += [] if cost.energy_kwh is None else [f"at most {cost.energy_kwh:,.0f} kWh"]
+    parts += [] if cost.cost is None else [f"price {cost.cost:,.0f}"]
     at_least = "at least " if cost.unknown else ""
     print(f"whole study     {at_least}{', '.join(parts)}")
     if cost.branches:
@@ -224,11 +219,6 @@ def _engine(name: str, folder: Path, slots: int | None, options: list[str]) -> E
     return LocalEngine(slots)
 
 
-def _done(run: StudyRun) -> str:
-    count = sum(one.state == "done" for one in run.progress.values())
-    return f"{count:,} of {len(run.progress):,} entries"
-
-
 def _list_entries(expansion: Expansion, folder: Path) -> None:
     """Print the command of each entry; an entry that waits for a choice has none yet."""
     for entry in expansion.entries.values():
@@ -247,25 +237,15 @@ class _Watch:
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
-        self._live = (
-            Live(console=self._console, auto_refresh=False, transient=True) if self._console.is_terminal else None
-        )
+        live = Live(console=self._console, auto_refresh=False, transient=True)
+        self.live = live if self._console.is_terminal else None
         self._readers: dict[str, RunReader] = {}
         self._shown: dict[str, str] = {}
         self._looked_at = 0.0
 
-    def __enter__(self) -> "_Watch":
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
     def look(self, run: StudyRun) -> None:
         """Show what has changed."""
-        if self._live is None:
+        if self.live is None:
             for name, progress in run.progress.items():
                 if self._shown.get(name, "waiting") != progress.state:
                     self._shown[name] = progress.state
@@ -276,7 +256,7 @@ class _Watch:
                     self._say(f"{name}: {_winner(winner)}")
         elif time.monotonic() - self._looked_at > _LOOK_EVERY_SECONDS:
             self._looked_at = time.monotonic()
-            self._live.update(self._table(run), refresh=True)
+            self.live.update(self._table(run), refresh=True)
 
     def _say(self, line: str) -> None:
         self._console.print(Text(f"study: {line}"), soft_wrap=True)
@@ -368,14 +348,8 @@ def _show_results(run: StudyRun) -> None:
     for name, progress in run.progress.items():
         metrics = progress.outcome.metrics if progress.outcome is not None else {}
         key = _SHOWN if _SHOWN in metrics else next(iter(metrics), None)
-        rows.append(
-            {
-                "entry": name,
-                "state": progress.state if progress.code is None else f"{progress.state} ({progress.code})",
-                "dataset": run.expansion.entries[name].evaluated_on,
-                "metric": key,
-                "value": None if key is None else metrics[key],
-            }
-        )
+        state = progress.state if progress.code is None else f"{progress.state} ({progress.code})"
+        row = {"entry": name, "state": state, "dataset": run.expansion.entries[name].evaluated_on}
+        rows.append(row | {"metric": key, "value": None if key is None else metrics[key]})
     notes = [f"{name}: {_winner(winner)}" for name, winner in run.winners.items()]
     render(ResultTable(_COLUMNS, rows, notes=[*notes, f"Every metric: {run.folder / RESULTS_FILE}"]), "table")

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
+from vitscale.cli.options import DataRoot, Json
 from vitscale.ground.storage import is_url
 from vitscale.ground.wording import counted
 
@@ -14,22 +15,19 @@ from vitscale.ground.wording import counted
 def without(
     samples: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="LIST|UID|IMAGE...", help="What to leave out: lists of uids, uids, images, folders; - for a list."
         ),
     ],
-    run: Annotated[Path, typer.Option(metavar="RUN", help="A run's directory.")],
+    run: Annotated[Path, Option(metavar="RUN", help="A run's directory.")],
     out: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="New: for the dataset without them (a view) and the branch's recipe."),
+        str | None, Option(metavar="FOLDER", help="New: for the dataset without them (a view) and the branch's recipe.")
     ] = None,
     near: Annotated[
-        bool, typer.Option("--near", help="Copies of the images, too, as `vitscale dedup` finds them: reads all data.")
+        bool, Option("--near", help="Copies of the images, too, as `vitscale dedup` finds them: reads all data.")
     ] = False,
-    root: Annotated[
-        str | None, typer.Option("--data-root", metavar="DIR", help="Where the run's data are, if they were moved.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    root: DataRoot = None,
+    as_json: Json = False,
 ) -> None:
     """Go on without some images: from which step a run has to branch off that has not seen them, and what it costs.
 
@@ -40,14 +38,10 @@ def without(
     from vitscale.about.checks.without import leave_out  # which loads torch
 
     found = leave_out(samples, run, out, root, write_without, copies_of if near else None)
-    if as_json:
-        print(json.dumps(found))
-    else:
-        for line in _told(found):
-            print(line)
+    print(json.dumps(found) if as_json else "\n".join(_lines(found)))
 
 
-def _told(found: dict[str, Any]) -> Iterator[str]:
+def _lines(found: dict[str, Any]) -> Iterator[str]:
     run, uids = found["run"], found["uids"]
     others = [f"{counted(len(found['not_in_data']), 'image')} not stored in the data"] if found["not_in_data"] else []
     already = found["left_out_already"]
@@ -61,7 +55,7 @@ def _told(found: dict[str, Any]) -> Iterator[str]:
             f"{counted(found['updates'], 'time')}; first at step {found['first_step']:,} (uid {found['first_uid']})"
         )
     yield from (f"note: {note}" for note in found["notes"])
-    yield from _branch_told(found)
+    yield _branch(found)
     view = found["view"]
     if view is not None:
         yield (
@@ -75,19 +69,17 @@ def _told(found: dict[str, Any]) -> Iterator[str]:
         yield f"--out FOLDER writes the dataset without them{' and the recipe of the branch' if found['start'] else ''}"
 
 
-def _branch_told(found: dict[str, Any]) -> Iterator[str]:
+def _branch(found: dict[str, Any]) -> str:
     start, again = found["start"], found["again"]
     if start is None:
-        yield "no branch is needed"
-        return
+        return "no branch is needed"
     beginning = "the beginning: no checkpoint is old enough"
     where = f"step {start['step']:,} of {start['init']['from']}" if start["step"] else beginning
     if not again["steps"]:
-        yield f"continue from {where}: no step is repeated"
-        return
+        return f"continue from {where}: no step is repeated"
     cost = "what they cost is not known: there are no metrics"
     if again["exaflops"] is not None:
         devices = f" on {counted(again['world_size'], 'device')}" if again["world_size"] else ""
         pace = f"{again['images_per_s']:,.4g} images/s{devices}"
         cost = f"{again['exaflops']:.3g} exaFLOPs, {again['hours']:.3g} hours at the run's {pace}"
-    yield f"a branch starts from {where}; {counted(again['steps'], 'step')} are taken again: {cost}"
+    return f"a branch starts from {where}; {counted(again['steps'], 'step')} are taken again: {cost}"

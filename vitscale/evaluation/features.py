@@ -37,10 +37,7 @@ Rows = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Features:
-    """Representations of a whole split, sorted by uid.
-
-    `features` (N, D) fp32, `labels` (N,) int64, `uids` (N,) int64, all in host memory.
-    """
+    """Representations of a whole split, sorted by uid: fp32 (N, D), with labels and uids int64 (N,), in host memory."""
 
     features: Tensor
     labels: Tensor
@@ -82,13 +79,8 @@ def write_features(
 
     Rank 0 holds the features of at most 65,536 samples, and of a batch, in memory.
 
-    Args:
-        make_loader, predict: this process's loader and model.
-        out: a folder that does not exist or is empty.
-        about: further content of meta.json.
-        num_samples: the number of samples of the dataset; None if damaged samples may be masked.
-
-    Raises `RecipeError` if the folder is not free, and `DataError` if the disk is full or samples are lost.
+    `about` is further content of meta.json; `num_samples` as in `extract_features`. Raises `RecipeError` if the folder
+    is not free, and `DataError` if the disk is full or samples are lost.
     """
     with ExitStack() as stack:
         folder = Path(on_rank_zero(lambda: str(stack.enter_context(new_folder(out, "--out")))))
@@ -156,35 +148,32 @@ class _Writer:
     def __init__(self, folder: Path) -> None:
         self.samples = 0
         self._folder = folder
-        self._held: list[Tensor] = []  # features not yet written
+        self._unwritten: list[Tensor] = []  # features
         self._labels: list[Tensor] = []
         self._uids: list[Tensor] = []
         self._files: list[str] = []
-        self._width = 0
 
     def add(self, rows: Rows) -> None:
-        features, labels, uids = rows
-        self._held.append(features)
-        self._labels.append(labels)
-        self._uids.append(uids)
-        self.samples += len(labels)
-        self._width = features.shape[1]
-        while sum(map(len, self._held)) >= _ROWS:
+        for values, batch in zip((self._unwritten, self._labels, self._uids), rows, strict=True):
+            values.append(batch)
+        self.samples += len(rows[0])
+        while sum(map(len, self._unwritten)) >= _ROWS:
             self._write()
 
     def finish(self, about: dict[str, Any]) -> None:
-        if sum(map(len, self._held)):
+        if sum(map(len, self._unwritten)):
             self._write()
         self._save("labels.npy", torch.cat(self._labels))
         self._save("uids.npy", torch.cat(self._uids))
         digests = {name: file_digests(self._folder / name).sha256 for name in self._files}
-        content = {"version": _VERSION, "samples": self.samples, "width": self._width, **about, "sha256": digests}
+        width = self._unwritten[-1].shape[1]
+        content = {"version": _VERSION, "samples": self.samples, "width": width, **about, "sha256": digests}
         (self._folder / META).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def _write(self) -> None:
-        features = torch.cat(self._held)
+        features = torch.cat(self._unwritten)
         self._save(f"features-{len(self._files):05d}.npy", features[:_ROWS])
-        self._held = [features[_ROWS:].clone()]
+        self._unwritten = [features[_ROWS:].clone()]
 
     def _save(self, name: str, values: Tensor) -> None:
         np.save(self._folder / name, values.numpy())
