@@ -3,7 +3,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
@@ -58,20 +58,16 @@ def export(
     given = {name for name, value in options.items() if value is not None}
     try:
         kind = kind_of(source)
-        _only(kind, source, given)
+        if useless := sorted(given - _OPTIONS[kind]):
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in useless)
+            this = "this has" if len(useless) == 1 else "these have"
+            raise RecipeError(f"{flags}: {source} is {kind}, where {this} no effect")
         is_fresh = kind == "a model's name"
         if is_fresh and num_classes is None and not drop_head:
             raise RecipeError(f"{source}: fresh weights need --num-classes")
         block = model_block(model, settings or [])
-        weights = open_model(
-            source,
-            step,
-            use_average=not no_ema,
-            image_size=image_size,
-            num_classes=num_classes,
-            head=head or "linear",
-            seed=seed or 0,
-        )
+        fresh: Any = {"image_size": image_size, "num_classes": num_classes, "head": head or "linear", "seed": seed or 0}
+        weights = open_model(source, step, use_average=not no_ema, **fresh)
         report = (lambda note: None) if is_fresh else print  # a fresh head of zeros is no news
         description, _, values = weights.fit(block, image_size, drop_head=drop_head, report=report)
         drop_head = values.keys().isdisjoint(HEAD)
@@ -103,11 +99,3 @@ def _written(out: Path) -> list[Path]:
     if out.is_dir():
         return [*out.iterdir()]
     return [out] if out.is_file() else []
-
-
-def _only(kind: str, source: str, given: set[str]) -> None:
-    if foreign := sorted(given - _OPTIONS[kind]):
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
-        raise RecipeError(
-            f"{flags}: {source} is {kind}, where {'this has' if len(foreign) == 1 else 'these have'} no effect"
-        )

@@ -9,7 +9,7 @@ Shape legend: B samples of a batch, N samples of a dataset, D width of the repre
 import json
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,14 @@ def extract_features(
     return Features(features[order], labels[order], uids[order])
 
 
+@contextmanager
+def shared_folder(out: Path) -> Iterator[Path]:
+    """A new folder for rank 0, complete or not at all; all ranks raise if it is not free. Collective."""
+    with ExitStack() as stack:
+        yield Path(on_rank_zero(lambda: str(stack.enter_context(new_folder(out, "--out")))))
+        on_rank_zero(stack.close)
+
+
 def write_features(
     make_loader: MakeLoader, predict: Predict, out: Path, about: dict[str, Any], num_samples: int | None = None
 ) -> int:
@@ -82,15 +90,13 @@ def write_features(
     `about` is further content of meta.json; `num_samples` as in `extract_features`. Raises `RecipeError` if the folder
     is not free, and `DataError` if the disk is full or samples are lost.
     """
-    with ExitStack() as stack:
-        folder = Path(on_rank_zero(lambda: str(stack.enter_context(new_folder(out, "--out")))))
+    with shared_folder(out) as folder:
         writer = _Writer(folder)
         for rows in gathered(make_loader, predict):
             if rows is not None:
                 writer.add(rows)
         on_rank_zero(lambda: check_count("features", writer.samples, num_samples))
         on_rank_zero(lambda: writer.finish(about))
-        on_rank_zero(stack.close)
     return on_rank_zero(lambda: writer.samples)
 
 

@@ -93,7 +93,12 @@ def _spread(
     model: nn.Module, values: Mapping[str, ReadTensor], dtype: torch.dtype, limits: dict[int | str, int]
 ) -> nn.Module:
     first = next(iter(limits))
-    whole = {type(module).__name__ for module in model.modules() if _computes_with_its_own(module)}
+    # Modules with both parameters of their own and submodules must not be split.
+    whole = {
+        type(module).__name__
+        for module in model.modules()
+        if [*module.parameters(recurse=False)] and [*module.children()]
+    }
     try:
         places = infer_auto_device_map(model, {**limits}, no_split_module_classes=sorted(whole), dtype=dtype)
     except (ValueError, RuntimeError) as error:
@@ -127,11 +132,6 @@ def _spread(
     log.setLevel(level)
     object.__setattr__(model, "offload_folder", folder)  # so that the folder lives as long as the model
     return model
-
-
-def _computes_with_its_own(module: nn.Module) -> bool:
-    """Whether a module has both parameters of its own and submodules, and so must not be split."""
-    return any(True for _ in module.parameters(recurse=False)) and any(True for _ in module.children())
 
 
 def _put(model: nn.Module, name: str, value: Tensor, requires_grad: bool) -> None:

@@ -4,7 +4,7 @@ import csv
 import json
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from vitscale.data.shards import Manifest
 from vitscale.data.shards.opening import sample_names
 from vitscale.evaluation import metrics as m
 from vitscale.evaluation.build import samples_expected
+from vitscale.evaluation.features import shared_folder
 from vitscale.evaluation.finished import FinishedModel, tell_common_samples
 from vitscale.ground.errors import DataError, RecipeError
-from vitscale.ground.files.durable import new_folder
 from vitscale.ground.ranks import gather_rows, on_rank_zero
 from vitscale.ground.safe_text import csv_cell
 from vitscale.runs.intervals import accuracy_intervals, wilson_interval
@@ -67,26 +67,20 @@ def scores(
         ready |= {"mean_per_class": m.MeanPerClass(num_classes), "calibration": m.Calibration()}
         chosen += [ready[name] for name in asked if name != "top5" or num_classes > 5]
         if real is not None:
-            chosen.append(_real_labels(real, manifest, finished, columns is None))
+            if finished.num_classes != 1000 or columns is not None:
+                raise RecipeError("--real: the labels are for the 1,000 classes of ImageNet in their order")
+            chosen.append(m.ReaL.of(m.real_labels_of_timm() if real == "timm" else Path(real), manifest))
     expected = samples_expected(finished.recipe, manifest)
     found = m.Scores("data", loader, chosen, len(manifest.class_names), expected, columns)
     about = {"dataset": manifest.sha256, "classes": classes, "border": border}
     if out is None:
         return dict(found.run(finished.predict)), about
-    with ExitStack() as stack:
-        folder = Path(on_rank_zero(lambda: str(stack.enter_context(new_folder(out, "--out")))))
+    with shared_folder(out) as folder:
         answers = Answers(finished.loss)
         values = dict(replace(found, metrics=[*chosen, answers]).run(finished.predict))
         content = {**values, "intervals": accuracy_intervals(values), "policy": finished.policy() | about}
         on_rank_zero(lambda: _write(folder, answers, manifest, content))
-        on_rank_zero(stack.close)
     return values, about
-
-
-def _real_labels(real: str, manifest: Manifest, finished: FinishedModel, is_whole: bool) -> m.ReaL:
-    if finished.num_classes != 1000 or not is_whole:
-        raise RecipeError("--real: the labels are for the 1,000 classes of ImageNet in their order")
-    return m.ReaL.of(m.real_labels_of_timm() if real == "timm" else Path(real), manifest)
 
 
 @dataclass(frozen=True)

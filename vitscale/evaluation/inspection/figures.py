@@ -71,7 +71,11 @@ def _filters(findings: dict[str, Findings]) -> InspectionFigure | None:
 
     def put(figure: Figure) -> None:
         for (name, components), axes in zip(found.items(), _panels(figure, len(found)), strict=True):
-            tiles = [_stretched(component) for component in components.filters.numpy()]
+            tiles = []
+            for component in components.filters.numpy():
+                low, high = component.min(), component.max()
+                stretched = (component - low) / max(high - low, 1e-30) * 255
+                tiles.append(picture_tile(stretched.round().astype(np.uint8), 64))
             _show(axes, mosaic([tiles[start : start + 7] for start in range(0, len(tiles), 7)]), name, findings)
 
     sizes = {components.filters.shape[1:] for components in found.values()}
@@ -89,11 +93,6 @@ def _filters(findings: dict[str, Findings]) -> InspectionFigure | None:
     return InspectionFigure(
         "filters", "Filters of the embedding", caption, put, _PANEL * len(found), 230, columns, rows
     )
-
-
-def _stretched(component: np.ndarray) -> np.ndarray:
-    low, high = component.min(), component.max()
-    return picture_tile(((component - low) / max(high - low, 1e-30) * 255).round().astype(np.uint8), 64)
 
 
 def _positions(findings: dict[str, Findings]) -> InspectionFigure | None:
