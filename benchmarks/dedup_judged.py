@@ -34,7 +34,7 @@ from data_tools.dedup.variants import window_of
 from data_tools.machine import Machine
 from data_tools.request import Request
 from data_tools.sources import SourceOptions, open_source
-from vitscale.cli.embedding import opened_embedder
+from vitscale.cli.options import opened_embedder
 from vitscale.data.shards.images import StoredImage, store_image
 from vitscale.data.shards.provenance import DECISIONS, DECISIONS_NAME, read_table
 

@@ -10,7 +10,7 @@ from models.weights.exported import TINY, described, finished_run, valued, write
 from torch import nn
 from torch.nn import functional as F
 
-from vitscale.cli.fewshot_output import table_of
+from vitscale.cli.fewshot import table_of
 from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
 from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.finished import FinishedModel, OfWeights

@@ -13,8 +13,7 @@ from models.weights.exported import TINY, described, valued, write
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.evaluation.finished import FinishedModel, OfWeights
-from vitscale.evaluation.imagenet import imagenet_synsets
-from vitscale.evaluation.metrics import columns_of
+from vitscale.evaluation.metrics import columns_of, imagenet_synsets
 from vitscale.ground.errors import DataError
 
 # The thousand have two cranes, and two swimsuits, which torchvision tells apart by words of its own.

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vitscale.evaluation.logistic import logistic_probe, solve, whitened
-from vitscale.evaluation.neighbours import TEMPERATURE, neighbour_accuracies
+from vitscale.evaluation.probes import TEMPERATURE, logistic_probe, neighbour_accuracies, solve, whitened
 
 K = 4
 

@@ -9,9 +9,8 @@ from inspection.numpy_attention import attention_distance, attention_of_blocks, 
 from models.weights.exported import TINY, described, valued, write
 from torch.nn import functional as F
 
-from vitscale.evaluation.inspection import capture
-from vitscale.evaluation.inspection.attention import AttentionMeter, distances
-from vitscale.evaluation.inspection.capture import Attending, chunks, watching
+from vitscale.evaluation.inspection import attention
+from vitscale.evaluation.inspection.attention import Attending, AttentionMeter, chunks, distances, watching
 from vitscale.evaluation.inspection.looking import look, parts_of
 from vitscale.models.anatomy import Anatomy, AttentionLayer
 
@@ -170,7 +169,7 @@ def test_axial_attention_is_that_of_a_grid_which_sees_lines_alone():
 
 def test_figures_do_not_depend_on_chunks_and_batches(monkeypatch):
     _, expected = inside(VARIANTS["relative"], batch=7)
-    monkeypatch.setattr(capture, "_CHUNK", 999)  # a part of one image's queries
+    monkeypatch.setattr(attention, "_CHUNK", 999)  # a part of one image's queries
     _, found = inside(VARIANTS["relative"], batch=2)
     torch.testing.assert_close(found.rollout, expected.rollout)
     for layer, reach in found.reach.items():

@@ -8,8 +8,15 @@ import torch
 from sklearn.decomposition import PCA
 from sklearn.neighbors import NearestNeighbors
 
-from vitscale.evaluation.inspection.embedding import filter_components, principal_components, similarity
-from vitscale.evaluation.inspection.representation import alignment, colours, gram, nearest
+from vitscale.evaluation.inspection.representation import (
+    alignment,
+    colours,
+    filter_components,
+    gram,
+    nearest,
+    principal_components,
+    similarity,
+)
 
 DRAWN = torch.Generator().manual_seed(0)
 

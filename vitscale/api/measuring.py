@@ -15,7 +15,7 @@ from vitscale.evaluation.finished import evaluate_finished
 from vitscale.evaluation.inspection.figures import inspection_figures
 from vitscale.evaluation.inspection.finished import first_of, inspect_model, pictures_from, without_dataset
 from vitscale.evaluation.inspection.looking import Findings, Part
-from vitscale.evaluation.representation import PAPERS_L2, Method, default_counts, measure
+from vitscale.evaluation.representation import PAPERS_L2, Measuring, Method, default_counts, measure
 from vitscale.evaluation.scoring import scores
 from vitscale.evaluation.splits import Overlap
 from vitscale.ground.errors import RecipeError
@@ -87,7 +87,8 @@ def fewshot(
     if seeds < 1 or not l2 > 0 or not counts or any(count is not None and count < 1 for count in counts):
         raise RecipeError(f"shots={shots}, seeds={seeds}, l2={l2}: expected numbers above 0")
     with opened(model).evaluating() as finished:
-        found = measure(finished, [(_place(train), _place(test))], method, counts, seeds, l2, overlap)
+        how = Measuring(method, counts, seeds, l2, overlap)
+        found = measure(finished, [(_place(train), _place(test))], how)
     (task,) = found["tasks"].values()
     return Results(task)
 

@@ -25,6 +25,11 @@ def interruptible(state: str) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def say(line: str) -> None:
+    """Print a line literally to standard output, whatever the terminal's width."""
+    Console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
 def plain(text: str) -> str:
     """Text to be printed literally: rich's markup and unprintable characters are escaped."""
     return escape(printable(text))

@@ -24,7 +24,7 @@ from data_tools.sources import Kind, SourceOptions
 from data_tools.splits import parse_splits
 from data_tools.views import write_subset
 from vitscale.cli.command_line import HELP, Version, run
-from vitscale.cli.embedding import Embedding, EmbeddingModel, EmbeddingSize, opened_embedder
+from vitscale.cli.options import Embedding, ImageSize, ModelName, opened_embedder
 from vitscale.data.shards import DEFAULT_CAPACITY
 from vitscale.data.shards.beton import expected_bytes
 from vitscale.data.shards.images import JPEG_QUALITY, ImageOptions
@@ -101,8 +101,8 @@ def command(
         ),
     ] = None,
     embedding: Embedding = None,
-    embedding_model: EmbeddingModel = None,
-    embedding_size: EmbeddingSize = None,
+    embedding_model: ModelName = None,
+    embedding_size: ImageSize = None,
     is_dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be written: counts, bytes, time.")
     ] = False,

@@ -17,7 +17,7 @@ from data_tools.machine import Machine
 from data_tools.report import ProgressDisplay
 from data_tools.sources.source import Source
 from vitscale.cli.console import interruptible, plain
-from vitscale.cli.embedding import Embedding, EmbeddingModel, EmbeddingSize, opened_embedder
+from vitscale.cli.options import Embedding, ImageSize, ModelName, opened_embedder
 from vitscale.data.shards import MANIFEST_NAME, Manifest
 from vitscale.ground import storage
 from vitscale.ground.errors import DataError, RecipeError
@@ -64,8 +64,8 @@ def index(
         int | None, typer.Option(help="Least quality of a hash, 0 (flat) to 100; below, only equal pixels count.")
     ] = None,
     embedding: Embedding = None,
-    embedding_model: EmbeddingModel = None,
-    embedding_size: EmbeddingSize = None,
+    embedding_model: ModelName = None,
+    embedding_size: ImageSize = None,
     cosine: Cosine = None,
     kind: Annotated[str | None, typer.Option("--format", help="Format of TESTSET.", show_default="detected")] = None,
     image_field: Annotated[
@@ -129,8 +129,8 @@ def find(
     candidates: Candidates = None,
     correlation: Correlation = None,
     embedding: Embedding = None,
-    embedding_model: EmbeddingModel = None,
-    embedding_size: EmbeddingSize = None,
+    embedding_model: ModelName = None,
+    embedding_size: ImageSize = None,
     cosine: Cosine = None,
     workers: Workers = None,
     as_json: Json = False,

@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.table import Table
+from typer import Option
 
+from vitscale.cli.console import say
 from vitscale.data.shards import Manifest
 from vitscale.ground.errors import RecipeError, VitscaleError
 from vitscale.ground.table import Console
@@ -31,7 +32,7 @@ and a recipe of a few lines: README.md, "Your own images"."""
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Where the demo puts its images, shards and run.")] = Path("runs/demo"),
+    out: Annotated[Path, Option(help="Where the demo puts its images, shards and run.")] = Path("runs/demo"),
 ) -> None:
     """Go from images to accuracy on scanned digits, in minutes."""
     import torch  # which takes seconds
@@ -64,7 +65,7 @@ def demo(
         console.rule("stock FFCV reads it")
         _command(console, "vitscale", "shards", "verify", train, "--stock")
     console.print(_closing_table(model, run, sheet, values, manifest.num_samples, time.monotonic() - began))
-    console.print(_NEXT, highlight=False, markup=False, soft_wrap=True)
+    say(_NEXT)
 
 
 def _draw_predictions(model: "FinishedModel", manifest: Manifest, sheet: Path) -> None:
@@ -105,18 +106,12 @@ def _write_digits(images: Path) -> int:
     return len(digits.target)
 
 
-def _program(name: str) -> str:
-    """The path of a command of this Python environment, whether or not the environment is activated."""
-    beside = Path(sys.executable).with_name(name)
-    return str(beside) if beside.exists() else name
-
-
 def _command(console: Console, name: str, *arguments: str | int | Path) -> None:
     """Run a command of this environment, and print it as a person would type it."""
     texts = [str(argument) for argument in arguments]
     console.print(f"$ {shlex.join([name, *texts])}", style="bold", highlight=False, soft_wrap=True)
-    code = subprocess.run([_program(name), *texts], check=False).returncode
-    if code:
+    program = Path(sys.executable).with_name(name)  # whether or not the environment is activated
+    if code := subprocess.run([str(program) if program.exists() else name, *texts], check=False).returncode:
         raise DemoError(f"the command above ended with code {code}; its own message says why", code)
 
 

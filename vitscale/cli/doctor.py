@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Exit, Option
 
 
 def doctor(
-    folder: Annotated[Path, typer.Option(help="Folder that runs will be written to.")] = Path("runs"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
+    folder: Annotated[Path, Option(help="Folder that runs will be written to.")] = Path("runs"),
+    as_json: Annotated[bool, Option("--json", help="Print one JSON array.")] = False,
 ) -> None:
     """Say what this machine has, what would stop or slow a run, and how to mend it.
 
@@ -30,4 +30,4 @@ def doctor(
     rows = [{**vars(finding), "mend": finding.mend or None} for finding in findings]
     render(ResultTable(columns, rows), "json" if as_json else "table")
     if any(finding.state == "stops" for finding in findings):
-        raise typer.Exit(RecipeError.exit_code)
+        raise Exit(RecipeError.exit_code)

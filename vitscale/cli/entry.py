@@ -2,35 +2,28 @@
 
 import os
 import signal
+from importlib import import_module
 
 from vitscale.ground.errors import EXIT_INTERRUPTED
 
 
 def vitscale() -> None:
     """`vitscale`."""
-    _end_at_once_on_ctrl_c()
-    from vitscale.cli.main import main
-
-    main()
+    _run("main")
 
 
 def convert() -> None:
     """`vitscale-convert`."""
-    _end_at_once_on_ctrl_c()
-    from vitscale.cli.convert import main
-
-    main()
+    _run("convert")
 
 
 def flops() -> None:
     """`vitscale-flops`."""
-    _end_at_once_on_ctrl_c()
-    from vitscale.cli.flops import main
-
-    main()
+    _run("flops")
 
 
-def _end_at_once_on_ctrl_c() -> None:
-    """End on Ctrl-C until `command_line.run` takes over: nothing has begun, and a trace of imports helps nobody."""
+def _run(module: str) -> None:
+    """End at once on Ctrl-C until `command_line.run` takes over: nothing has begun, and a trace of imports is noise."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless a shell has made it ignored
         signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+    import_module(f"vitscale.cli.{module}").main()

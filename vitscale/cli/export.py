@@ -3,11 +3,11 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
-from vitscale.cli.looking import NoEma
+from vitscale.cli.options import ModelName, NoEma, Step, model_block
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.weight_formats import Format
 
@@ -20,35 +20,27 @@ _OPTIONS = {
 
 
 def export(
-    source: Annotated[str, typer.Argument(help="A run's directory, a model's name, or weights of any format.")],
-    form: Annotated[Format, typer.Option("--format", help="What to write.")],
-    out: Annotated[Path, typer.Option(help="The file, or for hf and timm the folder; nothing is overwritten.")],
-    step: Annotated[int | None, typer.Option(help="Step of a run's checkpoint; default: the newest.")] = None,
+    source: Annotated[str, Argument(help="A run's directory, a model's name, or weights of any format.")],
+    form: Annotated[Format, Option("--format", help="What to write.")],
+    out: Annotated[Path, Option(help="The file, or for hf and timm the folder; nothing is overwritten.")],
+    step: Step = None,
     no_ema: NoEma = False,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Model of weights in another format: ViT-B/16, or a recipe."),
-    ] = None,
+    model: ModelName = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Field of --model, e.g. model.depth=8.")
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Field of --model, e.g. model.depth=8.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, max=2**63 - 1, help="Seed of a named model's fresh weights; default 0.")
+        int | None, Option(min=0, max=2**63 - 1, help="Seed of a named model's fresh weights; default 0.")
     ] = None,
-    num_classes: Annotated[int | None, typer.Option(min=1, max=10**9, help="Classes of a named model.")] = None,
+    num_classes: Annotated[int | None, Option(min=1, max=10**9, help="Classes of a named model.")] = None,
     image_size: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=8192, help="Size in pixels: of a named model (default 224), or to resample positions to."
-        ),
+        Option(min=1, max=8192, help="Size in pixels: of a named model (default 224), or to resample positions to."),
     ] = None,
-    head: Annotated[
-        Literal["linear", "pretrain"] | None, typer.Option(help="Head of a named model; default linear.")
-    ] = None,
-    drop_head: Annotated[bool, typer.Option("--drop-head", help="Leave out output layer and pre_logits.")] = False,
+    head: Annotated[Literal["linear", "pretrain"] | None, Option(help="Head of a named model; default linear.")] = None,
+    drop_head: Annotated[bool, Option("--drop-head", help="Leave out output layer and pre_logits.")] = False,
     licence: Annotated[
-        str | None,
-        typer.Option("--license", metavar="ID", help="The hub's name of a licence, for a folder's README.md."),
+        str | None, Option("--license", metavar="ID", help="The hub's name of a licence, for a folder's README.md.")
     ] = None,
 ) -> None:
     """Write weights for timm, transformers or Google's code, or ours.
@@ -56,7 +48,6 @@ def export(
     They are those of a run, of a fresh model or of a file in any of these formats.
     """
     from vitscale.about.report.card import model_card
-    from vitscale.cli.model_block import model_block
     from vitscale.models.weights import HEAD, loading_lines, write_weights
     from vitscale.runs.checkpoint import EMA
     from vitscale.runs.checkpoint.opening import kind_of, open_model
@@ -67,20 +58,16 @@ def export(
     given = {name for name, value in options.items() if value is not None}
     try:
         kind = kind_of(source)
-        _only(kind, source, given)
+        if useless := sorted(given - _OPTIONS[kind]):
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in useless)
+            this = "this has" if len(useless) == 1 else "these have"
+            raise RecipeError(f"{flags}: {source} is {kind}, where {this} no effect")
         is_fresh = kind == "a model's name"
         if is_fresh and num_classes is None and not drop_head:
             raise RecipeError(f"{source}: fresh weights need --num-classes")
         block = model_block(model, settings or [])
-        weights = open_model(
-            source,
-            step,
-            use_average=not no_ema,
-            image_size=image_size,
-            num_classes=num_classes,
-            head=head or "linear",
-            seed=seed or 0,
-        )
+        fresh: Any = {"image_size": image_size, "num_classes": num_classes, "head": head or "linear", "seed": seed or 0}
+        weights = open_model(source, step, use_average=not no_ema, **fresh)
         report = (lambda note: None) if is_fresh else print  # a fresh head of zeros is no news
         description, _, values = weights.fit(block, image_size, drop_head=drop_head, report=report)
         drop_head = values.keys().isdisjoint(HEAD)
@@ -112,11 +99,3 @@ def _written(out: Path) -> list[Path]:
     if out.is_dir():
         return [*out.iterdir()]
     return [out] if out.is_file() else []
-
-
-def _only(kind: str, source: str, given: set[str]) -> None:
-    if foreign := sorted(given - _OPTIONS[kind]):
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in foreign)
-        raise RecipeError(
-            f"{flags}: {source} is {kind}, where {'this has' if len(foreign) == 1 else 'these have'} no effect"
-        )

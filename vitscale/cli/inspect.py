@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typer import Argument, Option
 
-from vitscale.cli.looking import ImageSize, MaxMemory, ModelName, NoEma, Precision, Settings, Step, opened
+from vitscale.cli.options import ModelOptions, with_model_options
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.files.durable import new_folder
 from vitscale.ground.page import check_drawing
@@ -19,33 +20,28 @@ if TYPE_CHECKING:
     from vitscale.evaluation.inspection.looking import Findings, Part
 
 
+@with_model_options("class_names", "batch")
 def inspect(
     sources: Annotated[
-        list[Path], typer.Argument(metavar="SOURCE...", help="Run directories, or weights of any format: side by side.")
+        list[Path], Argument(metavar="SOURCE...", help="Run directories, or weights of any format: side by side.")
     ],
     images: Annotated[
-        str, typer.Option(metavar="DIR|DATASET", help="What the models are to see: a folder of images, or a dataset.")
+        str, Option(metavar="DIR|DATASET", help="What the models are to see: a folder of images, or a dataset.")
     ],
-    out: Annotated[Path, typer.Option(help="The folder; it does not exist, or is empty.")],
+    out: Annotated[Path, Option(help="The folder; it does not exist, or is empty.")],
     show: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="PART,...",
             help="filters, positions, attention, rollout, alignment, norms, colours; default: all that there is.",
         ),
     ] = None,
-    count: Annotated[int, typer.Option(min=1, max=10**5, help="Images that are measured.")] = 128,
-    pictures: Annotated[int, typer.Option(min=1, max=16, help="How many of these are shown.")] = 6,
+    count: Annotated[int, Option(min=1, max=10**5, help="Images that are measured.")] = 128,
+    pictures: Annotated[int, Option(min=1, max=16, help="How many of these are shown.")] = 6,
     neighbours: Annotated[
-        str | None, typer.Option(metavar="DATASET", help="Look in it for pictures that are like those shown.")
+        str | None, Option(metavar="DATASET", help="Look in it for pictures that are like those shown.")
     ] = None,
-    step: Step = None,
-    no_ema: NoEma = False,
-    settings: Settings = None,
-    model: ModelName = None,
-    image_size: ImageSize = None,
-    precision: Precision = None,
-    max_memory: MaxMemory = None,
+    options: ModelOptions = ModelOptions(),
 ) -> None:
     """Look inside models: filters, positions, attention, rollout, layers, norms, colours, neighbours.
 
@@ -56,16 +52,6 @@ def inspect(
     from vitscale.evaluation.inspection.looking import PARTS
     from vitscale.evaluation.inspection.output import PAGE, write
 
-    def options(source: Path) -> Any:
-        from vitscale.runs.checkpoint.opening import is_weights
-
-        of_run: Any = (step, no_ema)
-        of_weights: Any = (model, image_size, None, None, precision)
-        if len({is_weights(each) for each in sources}) > 1:  # each option is for the sources of its kind
-            of_run, of_weights = ((None, False), of_weights) if is_weights(source) else (of_run, (None,) * 5)
-        chosen: list[Any] = [*of_run, settings, *of_weights, max_memory]
-        return opened(source, *chosen)
-
     check_drawing("vitscale inspect")
     wanted = _parts(show)
     names = _names(sources)
@@ -73,7 +59,7 @@ def inspect(
         findings: dict[str, Findings] = {}
         facts, notes = [], []
         for source, name in zip(sources, names, strict=True):
-            with options(source) as finished:
+            with _for_its_kind(options, source, sources).opened(source) as finished:
                 seen, progress = pictures_from(finished, images, count), partial(_progress, name)
                 found = inspect_model(
                     finished, seen, wanted, pictures=pictures, neighbours=neighbours, progress=progress
@@ -91,6 +77,17 @@ def inspect(
     for figure in figures:
         print(f"{figure.key:<20} {figure.title}")
     print(f"wrote {out / PAGE}: {len(figures)} figures, each as PNG, SVG and CSV")
+
+
+def _for_its_kind(options: ModelOptions, source: Path, sources: Sequence[Path]) -> ModelOptions:
+    """The options for one of the sources: of a run and of weights side by side, each has those of its kind."""
+    from vitscale.runs.checkpoint.opening import is_weights
+
+    if len({is_weights(each) for each in sources}) == 1:
+        return options
+    if is_weights(source):
+        return replace(options, step=None, no_ema=False)
+    return replace(options, model=None, image_size=None, precision=None)
 
 
 def _parts(show: str | None) -> "list[Part] | None":

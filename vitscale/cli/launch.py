@@ -3,73 +3,62 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Exit, Option
+
+from vitscale.cli.options import Settings
 
 Resume = Literal["auto", "never"]
 ClusterName = Literal["local", "hostfile", "slurm", "k8s"]
 
 
 def launch(
-    recipe: Annotated[str, typer.Argument(help="A file, or the stem of one that comes with vitscale.")],
+    recipe: Annotated[str, Argument(help="A file, or the stem of one that comes with vitscale.")],
     ranks: Annotated[
-        int | None,
-        typer.Option(min=1, max=1024, help="Processes per node.", show_default="one per CUDA device; one on CPUs"),
+        int | None, Option(min=1, max=1024, help="Processes per node.", show_default="one per CUDA device; one on CPUs")
     ] = None,
     nodes: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=1,
             max=65536,
             help="Machines: this command runs on each of them. Under srun, this and the next two come from Slurm.",
             show_default="1",
         ),
     ] = None,
-    node_rank: Annotated[int | None, typer.Option(min=0, max=65535, help="Number of this node, from 0.")] = None,
+    node_rank: Annotated[int | None, Option(min=0, max=65535, help="Number of this node, from 0.")] = None,
     master: Annotated[
         str | None,
-        typer.Option(
-            metavar="HOST[:PORT]", help="Address of node 0 for the others; its port (default 29600) must be free."
-        ),
+        Option(metavar="HOST[:PORT]", help="Address of node 0 for the others; its port (default 29600) must be free."),
     ] = None,
     wait_for_nodes: Annotated[
-        float,
-        typer.Option(min=0.01, max=10**6, metavar="MINUTES", help="How long to wait for missing nodes."),
+        float, Option(min=0.01, max=10**6, metavar="MINUTES", help="How long to wait for missing nodes.")
     ] = 10.0,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="The run's directory.", show_default="runs/<recipe stem>")
-    ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's field.")
-    ] = None,
+    run_dir: Annotated[Path | None, Option(help="The run's directory.", show_default="runs/<recipe stem>")] = None,
+    settings: Settings = None,
     resume: Annotated[
-        Resume, typer.Option(help="never: refuse a directory that holds a run, instead of continuing it.")
+        Resume, Option(help="never: refuse a directory that holds a run, instead of continuing it.")
     ] = "auto",
-    max_restarts: Annotated[
-        int, typer.Option(min=0, max=10**6, help="Most restarts in a row without a new checkpoint.")
-    ] = 3,
+    max_restarts: Annotated[int, Option(min=0, max=10**6, help="Most restarts in a row without a new checkpoint.")] = 3,
     time_limit: Annotated[
         float | None,
-        typer.Option(min=0.001, max=10**6, metavar="MINUTES", help="Save and end after this time, with exit code 85."),
+        Option(min=0.001, max=10**6, metavar="MINUTES", help="Save and end after this time, with exit code 85."),
     ] = None,
     stop_at: Annotated[
-        int | None, typer.Option(min=1, max=2**53, metavar="STEP", help="Save and end after this step.")
+        int | None, Option(min=1, max=2**53, metavar="STEP", help="Save and end after this step.")
     ] = None,
     smoke: Annotated[
-        bool, typer.Option("--smoke", help="A small model of the family, four steps, generated pictures.")
+        bool, Option("--smoke", help="A small model of the family, four steps, generated pictures.")
     ] = False,
     cluster: Annotated[
-        ClusterName,
-        typer.Option(help="Where: this machine; the hosts of a file, by ssh; a Slurm job; a Kubernetes job."),
+        ClusterName, Option(help="Where: this machine; the hosts of a file, by ssh; a Slurm job; a Kubernetes job.")
     ] = "local",
     hostfile: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Hosts for --cluster hostfile (implied): lines `host slots=n`."),
+        Path | None, Option(metavar="FILE", help="Hosts for --cluster hostfile (implied): lines `host slots=n`.")
     ] = None,
     cluster_options: Annotated[
-        list[str] | None,
-        typer.Option("--cluster-option", metavar="KEY=VALUE", help="Option of this cluster: see cluster/."),
+        list[str] | None, Option("--cluster-option", metavar="KEY=VALUE", help="Option of this cluster: see cluster/.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run; start nothing.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print what would run; start nothing.")] = False,
 ) -> None:
     """Pre-train a recipe, and start again when something fails. Repeating the command continues."""
     from vitscale.ground.errors import RecipeError
@@ -81,18 +70,9 @@ def launch(
         if cluster not in ("local", "hostfile"):
             raise RecipeError(f"--hostfile cannot be used with --cluster {cluster}")
         cluster, options["hostfile"] = "hostfile", str(hostfile)
-    what = Pretraining(
-        recipe,
-        tuple(settings or ()),
-        run_dir,
-        ranks,
-        resume,
-        time_limit_minutes=time_limit,
-        stop_at=stop_at,
-        smoke=smoke,
-    )
+    where = recipe, tuple(settings or ()), run_dir, ranks
+    what = Pretraining(*where, resume, time_limit_minutes=time_limit, stop_at=stop_at, smoke=smoke)
     job = Job(what, nodes, node_rank, master, max_restarts, wait_for_nodes, options)
-    if dry_run:
-        print(find_cluster(cluster).render(job))
-        return
-    raise typer.Exit(find_cluster(cluster).submit(job))
+    if not dry_run:
+        raise Exit(find_cluster(cluster).submit(job))
+    print(find_cluster(cluster).render(job))

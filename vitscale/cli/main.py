@@ -32,7 +32,7 @@ COMMANDS = {
     "verify": ("verify:verify", "Check a run against its files and its own steps."),
     "prove": ("prove:prove", "Compare a recipe's updates with plain torch."),
     "evaluate": ("looking:evaluate", "Evaluate a run, or any weights on a dataset."),
-    "fewshot": ("looking:fewshot", "Measure the representation by simple classifiers."),
+    "fewshot": ("fewshot:fewshot", "Measure the representation by simple classifiers."),
     "features": ("looking:features", "Write the representations of a dataset."),
     "predict": ("looking:predict", "Predict what is in images: classes and probabilities."),
     "inspect": ("inspect:inspect", "Look inside models."),

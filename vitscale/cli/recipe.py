@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vitscale.cli.looking import Settings
+from vitscale.cli.options import Settings
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.table import hanging
 from vitscale.recipe import differences, explain_fields, json_schema, list_recipes, load_recipe

@@ -3,21 +3,19 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 
 def report(
     sources: Annotated[
-        list[Path], typer.Argument(metavar="RUN...|STUDY", help="Directories of runs, or the folder of a study.")
+        list[Path], Argument(metavar="RUN...|STUDY", help="Directories of runs, or the folder of a study.")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FOLDER", help="Folder for the page and results.json.")],
+    out: Annotated[Path, Option("--out", "-o", metavar="FOLDER", help="Folder for the page and results.json.")],
     inspected: Annotated[
         list[Path] | None,
-        typer.Option("--inspected", metavar="FOLDER", help="Folder of vitscale inspect, to show its figures."),
+        Option("--inspected", metavar="FOLDER", help="Folder of vitscale inspect, to show its figures."),
     ] = None,
-    title: Annotated[
-        str | None, typer.Option(help="Title of the page.", show_default="the study's or runs' names")
-    ] = None,
+    title: Annotated[str | None, Option(help="Title of the page.", show_default="the study's or runs' names")] = None,
 ) -> None:
     """Put the results of runs or a study on one page.
 

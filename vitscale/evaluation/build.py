@@ -1,6 +1,8 @@
 """Builds the evaluators that a recipe asks for, with loaders over their datasets."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -25,11 +27,7 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
     packages that are not available.
     """
     evaluators: list[Evaluator] = []
-    settings = recipe.evaluation
-
-    def loader(manifest: Manifest, crop: EvalCrop) -> MakeLoader:
-        return evaluation_loader(recipe, manifest, crop, rank=rank, world=world)
-
+    settings, loader = recipe.evaluation, partial(evaluation_loader, recipe, rank=rank, world=world)
     if settings.validation is not None:
         path = recipe.dataset_path(settings.validation)
         manifest = Manifest.load(path)
@@ -40,9 +38,8 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
     if settings.fewshot is not None:
         fewshot, tasks = settings.fewshot, []
         for task in fewshot.tasks:
-            train = Manifest.load(recipe.dataset_path(task.train))
             test_path = recipe.dataset_path(task.test)
-            test = Manifest.load(test_path)
+            train, test = Manifest.load(recipe.dataset_path(task.train)), Manifest.load(test_path)
             check_class_names(test_path, test.class_names, train.class_names)
             tasks.append(
                 FewShot(
@@ -51,7 +48,7 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
                     loader(test, fewshot.crop),
                     train.class_names,
                     shots=fewshot.shots,
-                    seeds=tuple(range(fewshot.seeds)),
+                    seeds=range(fewshot.seeds),
                     l2=PAPER_L2S[0] if fewshot.l2 == "shared" else fewshot.l2,
                     train_samples=samples_expected(recipe, train),
                     test_samples=samples_expected(recipe, test),
@@ -85,22 +82,12 @@ def exact_pass(
     rank: int = 0,
     world: int = 1,
 ) -> MakeLoader:
-    """Makes one rank's loaders, with `batch` samples of this rank at a time; all ranks together see every sample once.
-
-    Raises `DataError` for a dataset without samples.
-    """
+    """Makes one rank's loaders, `batch` samples of this rank at a time; all ranks together see every sample once."""
     if manifest.num_samples == 0:
         raise DataError(f"{manifest.where}: there are no samples to evaluate")
     order = EvalOrder([shard.num_selected for shard in manifest.shards], batch * world)
-    return lambda: Loader(
-        manifest,
-        order,
-        image_size=image_size,
-        transform=transform,
-        rank=rank,
-        world=world,
-        reading=reading.for_evaluation(),
-    )
+    settings: dict[str, Any] = {"image_size": image_size, "transform": transform, "reading": reading.for_evaluation()}
+    return partial(Loader, manifest, order, rank=rank, world=world, **settings)
 
 
 def samples_expected(recipe: Recipe | None, manifest: Manifest) -> int | None:

@@ -18,12 +18,8 @@ class Validation(Evaluator):
     Each sample of the split counts once: counts are int64 and the loss is summed in float64, over all ranks. With five
     classes or fewer every answer is among the five best, so there is no `top5`.
 
-    Args:
-        name: the evaluator's name.
-        make_loader: starts an exact pass over the split.
-        loss: the loss to report: of logits (B, K) and labels (B,), fp32 (B,).
-        num_samples: the number of samples of the split; another number is an error. None if damaged samples may be
-            masked.
+    `make_loader` starts an exact pass over the split of `num_samples`; another number is an error, and None is where
+    damaged samples may be masked. `loss` is the one to report, of logits (B, K) and labels (B,), fp32 (B,).
     """
 
     name: str
@@ -32,11 +28,7 @@ class Validation(Evaluator):
     num_samples: int | None = None
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
-        """As `Evaluator.run`.
-
-        Raises `DataError` for an empty split, for samples that are lost or counted twice, and for those without a label
-        among the model's classes.
-        """
+        """Raises `DataError` for an empty split, lost or doubled samples, and labels outside the model's classes."""
         loss_sum, counts, num_classes = self._sums(predict)
         samples, mislabelled, top1, top5 = counts
         if samples == 0:

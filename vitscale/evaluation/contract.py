@@ -11,44 +11,22 @@ Shape legend: B batch, H W C image height, width, channels.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from torch import Tensor
 
+from vitscale.data.batch import Batch
 from vitscale.data.shards import Manifest
 from vitscale.models import Outputs
 from vitscale.recipe import EvalCrop, Recipe
-
-
-class EvaluationBatch(Protocol):
-    """One rank's part of one batch; `vitscale.data` yields such batches, the same number on every rank.
-
-    Rows whose `mask` is False are fillers, which make the ranks' parts equal, or masked samples; they do not count.
-    """
-
-    @property
-    def images(self) -> Tensor:
-        """(B, H, W, C) uint8."""
-
-    @property
-    def labels(self) -> Tensor:
-        """(B,) int64, -1 for none."""
-
-    @property
-    def uids(self) -> Tensor:
-        """(B,) int64, unique in the dataset."""
-
-    @property
-    def mask(self) -> Tensor:
-        """(B,) bool."""
-
 
 Predict = Callable[[Tensor], Outputs]
 """Images, uint8 (B, H, W, C) on the host -> outputs. Moves and normalises them, and runs the model in evaluation mode,
 without gradients."""
 
-MakeLoader = Callable[[], Iterable[EvaluationBatch]]
-"""Starts one exact pass over a split: all ranks together see every sample once."""
+MakeLoader = Callable[[], Iterable[Batch]]
+"""Starts one exact pass over a split: all ranks together see every sample once, in equally many batches each. Rows with
+a False `mask` do not count: fillers, which make the ranks' parts equal, and masked samples."""
 
 Loaders = Callable[[Manifest, EvalCrop], MakeLoader]
 """A manifest and a crop -> what starts passes over this rank's part of the manifest's selected samples."""
@@ -69,7 +47,7 @@ class Evaluator:
 
         Args:
             block: the recipe's block, whose class names this evaluator as its `implementation`.
-            recipe: the run's recipe; its `dataset_path` finds datasets.
+            recipe: the run's; its `dataset_path` finds datasets.
             class_names: the names of the model's outputs.
             loaders: makes loaders over this rank's part of a dataset.
 

@@ -22,12 +22,10 @@ class Embedder:
     """Picture -> representation by a finished model, kept as path and digest so that other processes can be given it.
 
     Attributes:
-        source: a run's directory, or weights.
         title: the model's name.
-        sha256: the digest of the weights and of how pictures become the model's input.
+        sha256: of the weights and of how pictures become the model's input.
         dimensions: D, the width of the representation.
-        step: the step of a run's checkpoint; None for weights.
-        weights: what a weights file does not say.
+        step: of a run's checkpoint; None for weights.
     """
 
     source: Path

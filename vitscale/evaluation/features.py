@@ -9,7 +9,7 @@ Shape legend: B samples of a batch, N samples of a dataset, D width of the repre
 import json
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,7 @@ Rows = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Features:
-    """Representations of a whole split, sorted by uid.
-
-    `features` (N, D) fp32, `labels` (N,) int64, `uids` (N,) int64, all in host memory.
-    """
+    """Representations of a whole split, sorted by uid: fp32 (N, D), with labels and uids int64 (N,), in host memory."""
 
     features: Tensor
     labels: Tensor
@@ -75,6 +72,14 @@ def extract_features(
     return Features(features[order], labels[order], uids[order])
 
 
+@contextmanager
+def shared_folder(out: Path) -> Iterator[Path]:
+    """A new folder for rank 0, complete or not at all; all ranks raise if it is not free. Collective."""
+    with ExitStack() as stack:
+        yield Path(on_rank_zero(lambda: str(stack.enter_context(new_folder(out, "--out")))))
+        on_rank_zero(stack.close)
+
+
 def write_features(
     make_loader: MakeLoader, predict: Predict, out: Path, about: dict[str, Any], num_samples: int | None = None
 ) -> int:
@@ -82,23 +87,16 @@ def write_features(
 
     Rank 0 holds the features of at most 65,536 samples, and of a batch, in memory.
 
-    Args:
-        make_loader, predict: this process's loader and model.
-        out: a folder that does not exist or is empty.
-        about: further content of meta.json.
-        num_samples: the number of samples of the dataset; None if damaged samples may be masked.
-
-    Raises `RecipeError` if the folder is not free, and `DataError` if the disk is full or samples are lost.
+    `about` is further content of meta.json; `num_samples` as in `extract_features`. Raises `RecipeError` if the folder
+    is not free, and `DataError` if the disk is full or samples are lost.
     """
-    with ExitStack() as stack:
-        folder = Path(on_rank_zero(lambda: str(stack.enter_context(new_folder(out, "--out")))))
+    with shared_folder(out) as folder:
         writer = _Writer(folder)
         for rows in gathered(make_loader, predict):
             if rows is not None:
                 writer.add(rows)
         on_rank_zero(lambda: check_count("features", writer.samples, num_samples))
         on_rank_zero(lambda: writer.finish(about))
-        on_rank_zero(stack.close)
     return on_rank_zero(lambda: writer.samples)
 
 
@@ -156,35 +154,32 @@ class _Writer:
     def __init__(self, folder: Path) -> None:
         self.samples = 0
         self._folder = folder
-        self._held: list[Tensor] = []  # features not yet written
+        self._unwritten: list[Tensor] = []  # features
         self._labels: list[Tensor] = []
         self._uids: list[Tensor] = []
         self._files: list[str] = []
-        self._width = 0
 
     def add(self, rows: Rows) -> None:
-        features, labels, uids = rows
-        self._held.append(features)
-        self._labels.append(labels)
-        self._uids.append(uids)
-        self.samples += len(labels)
-        self._width = features.shape[1]
-        while sum(map(len, self._held)) >= _ROWS:
+        for values, batch in zip((self._unwritten, self._labels, self._uids), rows, strict=True):
+            values.append(batch)
+        self.samples += len(rows[0])
+        while sum(map(len, self._unwritten)) >= _ROWS:
             self._write()
 
     def finish(self, about: dict[str, Any]) -> None:
-        if sum(map(len, self._held)):
+        if sum(map(len, self._unwritten)):
             self._write()
         self._save("labels.npy", torch.cat(self._labels))
         self._save("uids.npy", torch.cat(self._uids))
         digests = {name: file_digests(self._folder / name).sha256 for name in self._files}
-        content = {"version": _VERSION, "samples": self.samples, "width": self._width, **about, "sha256": digests}
+        width = self._unwritten[-1].shape[1]
+        content = {"version": _VERSION, "samples": self.samples, "width": width, **about, "sha256": digests}
         (self._folder / META).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def _write(self) -> None:
-        features = torch.cat(self._held)
+        features = torch.cat(self._unwritten)
         self._save(f"features-{len(self._files):05d}.npy", features[:_ROWS])
-        self._held = [features[_ROWS:].clone()]
+        self._unwritten = [features[_ROWS:].clone()]
 
     def _save(self, name: str, values: Tensor) -> None:
         np.save(self._folder / name, values.numpy())

@@ -1,7 +1,8 @@
 """Few-shot evaluation during pre-training: a linear read-out of the frozen representation (paper section 4.1)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -23,7 +24,6 @@ class FewShot(Evaluator):
     """Yields `<shots>shot`: test accuracy (a fraction), the mean over `seeds` draws of training samples.
 
     Args:
-        name: the evaluator's name.
         make_train_loader, make_test_loader: start exact passes over the two splits, without augmentation.
         class_names: the dataset's classes, by label.
         shots: numbers of training samples per class.
@@ -50,48 +50,29 @@ class FewShot(Evaluator):
         Raises `DataError` for labels outside the classes, a split without samples, and samples that are lost or counted
         twice.
         """
-        drawn = self.draws(predict, [self.l2])
-        for shots, table, scarce in zip(self.shots, drawn.accuracies, drawn.scarce, strict=True):
+        accuracies, scarce = self.draws(predict, [self.l2])
+        for shots, table, count in zip(self.shots, accuracies, scarce, strict=True):
             yield f"{shots}shot", float(table.mean())
-            if scarce:
-                yield f"{shots}shot_scarce", scarce
+            if count:
+                yield f"{shots}shot_scarce", count
 
-    def draws(self, predict: Predict, l2s: Sequence[float]) -> "Draws":
-        """The accuracy of every draw with every strength, on every rank. Raises as `run` does."""
+    def draws(self, predict: Predict, l2s: Sequence[float]) -> tuple[np.ndarray, list[int]]:
+        """Accuracies (shots, seeds, strengths), and how many classes have fewer; on every rank. Raises as `run`."""
         what = f"few-shot evaluator {self.name!r}"
         train = extract_features(self.make_train_loader, predict, self.train_samples, f"{what}, training")
         test = extract_features(self.make_test_loader, predict, self.test_samples, f"{what}, test")
-        table, scarce = on_rank_zero(lambda: self._solve(train, test, l2s))
-        return Draws(np.array(table).reshape(len(self.shots), len(self.seeds), len(l2s)), scarce)
 
-    def _solve(self, train: Features | None, test: Features | None, l2s: Sequence[float]) -> tuple[list, list[int]]:
-        if train is None or test is None:
-            which = "test" if train is not None else "training"
-            raise DataError(f"few-shot evaluator {self.name!r}: its {which} split has no samples")
-        check_labels(self.name, train, "training", len(self.class_names))
-        check_labels(self.name, test, "test", len(self.class_names))
-        num_classes = len(self.class_names)
-        counts = torch.bincount(train.labels, minlength=num_classes)
-        table = np.empty((len(self.shots), len(self.seeds), len(l2s)))
-        for row, shots in enumerate(self.shots):
-            for column, seed in enumerate(self.seeds):
-                drawn = select_shots(train.labels, train.uids, shots, num_classes, seed)
-                few = train.features[drawn], train.labels[drawn]
-                table[row, column] = fewshot_accuracy(*few, test.features, test.labels, num_classes, l2s)
-        return table.tolist(), [int((counts < shots).sum()) for shots in self.shots]
+        def measured() -> tuple[list, list[int]]:
+            task = Task.of(self.name, self.class_names, train, test)
 
+            def solve(few: Few, uids: Tensor) -> Solved:
+                return fewshot_accuracy(*few, l2s), []
 
-@dataclass(frozen=True)
-class Draws:
-    """Few-shot accuracies.
+            tables = [task.draws(shots, self.seeds, solve)[0].tolist() for shots in self.shots]
+            return tables, [task.scarce_classes(shots) for shots in self.shots]
 
-    Attributes:
-        accuracies: test accuracies (fractions), (shots, seeds, strengths).
-        scarce: for each number of shots, the number of classes with fewer training samples, which all are used.
-    """
-
-    accuracies: np.ndarray
-    scarce: Sequence[int]
+        tables, scarce = on_rank_zero(measured)
+        return np.array(tables).reshape(len(self.shots), len(self.seeds), len(l2s)), scarce
 
 
 @dataclass(frozen=True)
@@ -111,7 +92,7 @@ class SharedL2FewShot(Evaluator):
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
         """Raises `DataError` as `FewShot` does."""
-        drawn = [task.draws(predict, self.l2s).accuracies.mean(axis=1) for task in self.tasks]
+        drawn = [task.draws(predict, self.l2s)[0].mean(axis=1) for task in self.tasks]
         accuracies = torch.from_numpy(np.stack(drawn))  # (tasks, shots, strengths)
         for index, shots in enumerate(self.tasks[0].shots):
             best = best_shared_l2(accuracies[:, index])
@@ -120,14 +101,61 @@ class SharedL2FewShot(Evaluator):
             yield f"l2_{shots}shot", self.l2s[best]
 
 
-def check_labels(name: str, split: Features, which: str, num_classes: int) -> None:
-    """Raise `DataError` if any sample of a split has a label outside the classes."""
-    wrong = (split.labels < 0) | (split.labels >= num_classes)
-    if wrong.any():
-        raise DataError(
-            f"few-shot evaluator {name!r}: {int(wrong.sum())} {which} samples have a label outside "
-            f"0..{num_classes - 1} (-1 is unlabelled), the first with uid {int(split.uids[wrong][0])}"
-        )
+Few = tuple[Tensor, Tensor, Tensor, Tensor, int]
+"""Training features (n, D) and classes (n,), test features (M, D) and classes (M,), and the number of classes."""
+Solved = tuple[list[float], list[dict[str, Any]]]
+"""Test accuracies (fractions), and what to report about each."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """The features of two splits of the same classes."""
+
+    name: str
+    class_names: Sequence[str]
+    train: Features
+    test: Features
+
+    @classmethod
+    def of(cls, name: str, class_names: Sequence[str], train: Features | None, test: Features | None) -> Self:
+        """Raises `DataError` for a split without samples, and for labels outside the classes."""
+        what, last = f"few-shot evaluator {name!r}", len(class_names) - 1
+        if train is None or test is None:
+            raise DataError(f"{what}: its {'training' if train is None else 'test'} split has no samples")
+        for which, split in (("training", train), ("test", test)):
+            wrong = (split.labels < 0) | (split.labels > last)
+            if wrong.any():
+                raise DataError(
+                    f"{what}: {int(wrong.sum())} {which} samples have a label outside 0..{last} (-1 is unlabelled), "
+                    f"the first with uid {int(split.uids[wrong][0])}"
+                )
+        return cls(name, class_names, train, test)
+
+    def draws(
+        self, shots: int | None, seeds: Sequence[int], solve: Callable[[Few, Tensor], Solved]
+    ) -> tuple[np.ndarray, list[dict[str, Any]]]:
+        """Accuracies (draws, columns) with so many samples per class, or all, and what to report about each column.
+
+        `solve` is also given the uids of the training samples.
+        """
+        train, num_classes, solved = self.train, len(self.class_names), []
+        for seed in [0] if shots is None else seeds:
+            rows = torch.arange(len(train.labels))
+            if shots is not None:
+                rows = select_shots(train.labels, train.uids, shots, num_classes, seed)
+            few = train.features[rows], train.labels[rows], self.test.features, self.test.labels, num_classes
+            solved.append(solve(few, train.uids[rows]))
+        columns = []
+        for column in zip(*(about for _, about in solved), strict=True):
+            every = {
+                key: [draw[key] for draw in column] for key in column[0]
+            }  # what was chosen may differ from draw to draw
+            columns.append({key: values[0] if len(set(values)) == 1 else values for key, values in every.items()})
+        return np.array([accuracies for accuracies, _ in solved]), columns
+
+    def scarce_classes(self, shots: int) -> int:
+        """The number of classes with fewer training samples, which all are used."""
+        return int((torch.bincount(self.train.labels, minlength=len(self.class_names)) < shots).sum())
 
 
 def select_shots(labels: Tensor, uids: Tensor, shots: int, num_classes: int, seed: int) -> Tensor:

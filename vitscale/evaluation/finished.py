@@ -49,9 +49,8 @@ def empty_objective(recipe: Recipe, reader: CheckpointReader) -> Objective:
 def stored_values(objective: Objective, reader: CheckpointReader, use_average: bool) -> dict[str, ReadTensor]:
     """How to read each parameter of an objective from its checkpoint."""
     kind = reader.index.evaluated_kind if use_average else MASTER
-    stored = [name for name, _ in objective.named_weights()]
-    own = [name for name, _ in objective.named_parameters()]
-    return {ours: partial(reader.parameter, theirs, kind) for ours, theirs in zip(own, stored, strict=True)}
+    names = zip(objective.named_parameters(), objective.named_weights(), strict=True)
+    return {ours: partial(reader.parameter, stored, kind) for (ours, _), (stored, _) in names}
 
 
 _Opened = tuple[Description, Model | Objective, Mapping[str, ReadTensor], torch.dtype]
@@ -76,16 +75,14 @@ class FinishedModel:
         accelerator: Accelerate's view of this process among the others.
         recipe: the run's recipe; None for weights.
         description: the model, without its values.
-        title: the model's name.
-        step: the checkpoint's step; None if unknown.
+        title, step: the model's name, and the checkpoint's step if it is known.
         class_names: the names of the K outputs; None if unknown, and for a model without classes.
         num_classes: K; None for a model without classes.
         image_size: side S of the square input in pixels.
-        eval_crop: the crop of each image.
-        normalise: the normalisation of pixels.
+        eval_crop, normalise: the crop of each image, and the normalisation of its pixels.
         loss: the loss that the classes were trained with, which turns outputs into probabilities; softmax if unknown.
-        positions: how position embeddings were resampled; None if they were not.
-        positions_of_origin: how the library that the weights come from would have resampled them; None likewise.
+        positions: how position embeddings were resampled, and `positions_of_origin` how the library that the weights
+            come from would have done it; None if they were not.
         precision: the precision of the weights, fp32 or bf16.
 
     Raises as `open_run` does, `RecipeError` for the settings, and `CheckpointError` for weights.
@@ -142,14 +139,20 @@ class FinishedModel:
             seed=weights.seed,
             report=self._report,
         )
-        own, model, values = found.fit(weights.model, weights.image_size, report=self._report)
+        description, model, values = found.fit(weights.model, weights.image_size, report=self._report)
         if any(read.is_resampled for read in values.values()):
             self.positions, self.positions_of_origin = POSITIONS_RULE, rule_of_origin(found.source)
-        own = replace(own, class_names=_names(self.source, own.class_names, weights.class_names, own.num_classes))
-        if own.normalise is None and found.source.path.exists():
+        if (names := weights.class_names) is not None:
+            if len(names) != description.num_classes:
+                raise RecipeError(
+                    f"{len(names)} class names, and the model of {self.source} has {description.num_classes or 'no'} "
+                    "classes"
+                )
+            description = replace(description, class_names=list(names))
+        if description.normalise is None and found.source.path.exists():
             self._report(f"{self.source} does not say how pixels are normalised: assuming [-1, 1], as in the paper")
         self._batch, self._data = weights.batch, Data(train="")
-        return own, model, values, _DTYPES[weights.precision]
+        return description, model, values, _DTYPES[weights.precision]
 
     @property
     def backbone(self) -> Model:
@@ -182,8 +185,7 @@ class FinishedModel:
     @torch.no_grad()
     def block_tokens(self, images: torch.Tensor, count: int) -> BlockTokens:
         """The tokens of the last `count` blocks for images, uint8 (B, S, S, 3)."""
-        pixels = to_model_input(images, *self.computes_in, self.normalise)
-        return self.backbone.block_tokens(pixels, count)
+        return self.backbone.block_tokens(to_model_input(images, *self.computes_in, self.normalise), count)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter with its name; on the meta device if the model is spread and its value is elsewhere."""
@@ -266,17 +268,6 @@ def rule_of_origin(source: Source) -> str:
     if source.form == "hf":
         return _ANTIALIASED if source.config.get("model_type") == "dinov2_with_registers" else _BICUBIC
     return POSITIONS_RULE
-
-
-def _names(
-    source: Path, own: Sequence[str] | None, given: Sequence[str] | None, num_classes: int | None
-) -> list[str] | None:
-    """The class names: those given, otherwise the file's own. Raises `RecipeError` if their number is not K."""
-    if given is None:
-        return None if own is None else list(own)
-    if len(given) != num_classes:
-        raise RecipeError(f"{len(given)} class names, and the model of {source} has {num_classes or 'no'} classes")
-    return list(given)
 
 
 def evaluate_finished(model: FinishedModel) -> dict[str, float]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,12 +35,9 @@ _CHUNK = 4096
 
 @dataclass(frozen=True)
 class Layout:
-    """The meaning of the columns of features: the tokens of the last blocks, the last block first.
+    """The meaning of the columns of features: the tokens of the last blocks, each D wide, the last block first.
 
-    Attributes:
-        blocks: the number of blocks.
-        width: D, the width of a token.
-        has_patches: whether the mean of the last block's patches comes before the tokens.
+    `has_patches` says whether the mean of the last block's patches comes before the tokens.
     """
 
     blocks: int
@@ -56,10 +54,8 @@ class Layout:
 class Head:
     """One linear head of the bank.
 
-    Attributes:
-        blocks: the number of last blocks whose tokens it reads.
-        patches: whether it also reads the mean of the last block's patches.
-        rate: peak learning rate.
+    It reads the tokens of the last `blocks` blocks and, with `patches`, the mean of the last block's patches; `rate` is
+    its peak learning rate.
     """
 
     blocks: int
@@ -67,14 +63,8 @@ class Head:
     rate: float
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The result of a bank.
-
-    Attributes:
-        head: the best head.
-        accuracy: its accuracy on the test samples, a fraction.
-    """
+class Chosen(NamedTuple):
+    """The best head of a bank, and its accuracy on the test samples (a fraction)."""
 
     head: Head
     accuracy: float
@@ -85,10 +75,8 @@ def extract_blocks(
 ) -> tuple[Features | None, Layout]:
     """Features of every sample for `best_of_bank`, on rank 0 (None elsewhere), and the layout of their columns.
 
-    Args:
-        make_loader: starts an exact pass over a dataset that has samples.
-        read: images on the host and a number of blocks -> the tokens of so many last blocks.
-        num_samples: as in `extract_features`.
+    `read` turns images on the host and a number of blocks into the tokens of so many last blocks; `num_samples` is as
+    in `extract_features`.
     """
     layouts: set[Layout] = set()
 
@@ -134,12 +122,9 @@ def best_of_bank(
     Args:
         train_x, test_x: features, fp32 (N, columns of `layout`).
         train_y, test_y: classes in [0, num_classes), int64 (N,).
-        num_classes: K.
         development: which training samples heads are chosen on instead of trained on, bool (N,).
-        layout: the meaning of the features' columns.
         steps: the number of updates of each training; by default as in `train_heads`.
         seed: the seed of the heads' initial values and of the order of samples.
-        device: the device to train on.
     """
     bank = bank_of(layout)
 
@@ -173,11 +158,8 @@ def train_heads(
 
     Args:
         x, y: features, fp32 (N, columns of `layout`), and classes, int64 (N,), in host memory.
-        num_classes: K.
         heads: the heads to train; those that read the same columns are next to each other.
-        layout: the meaning of the features' columns.
         steps: the number of updates; by default that of 10 epochs, at least 1,250.
-        seed, device: as in `best_of_bank`.
 
     Returns:
         The weights (K, w) and biases (K,) of each head, on `device`.

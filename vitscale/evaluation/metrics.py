@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +19,6 @@ from torch.nn import functional as F
 from vitscale.data.shards import Manifest
 from vitscale.evaluation.classification import check_count, rank_of_label
 from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict
-from vitscale.evaluation.imagenet import imagenet_synsets
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.ranks import reduce_sum
 from vitscale.ground.storage import read_text
@@ -32,16 +32,21 @@ _REAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
 _REAL_IMAGES, _REAL_CLASSES = 50_000, 1000
 
 
+@cache
+def imagenet_synsets() -> tuple[str, ...]:
+    """WordNet ids, such as n01440764, of ImageNet's thousand classes (ILSVRC 2012) in the order of published models.
+
+    ImageNet's folders are named after them.
+    """
+    # The ids and their order are facts about the data set; this list of them was written from timm's (Apache-2.0).
+    return tuple(Path(__file__).with_name("imagenet_synsets.txt").read_text(encoding="ascii").split())
+
+
 class Metric(Protocol):
     """One or several numbers that measure predicted classes."""
 
     def sums(self, logits: Tensor, labels: Tensor, uids: Tensor) -> Tensor:
-        """Sums over the samples of a batch, float64 (n,).
-
-        Args:
-            logits: fp32 (B, K), on any device.
-            labels, uids: int64 (B,), on the same device.
-        """
+        """Sums over the samples of a batch, float64 (n,), from logits, fp32 (B, K), labels and uids, int64 (B,)."""
 
     def results(self, sums: Tensor) -> dict[str, float]:
         """The metrics by name, from the sums over all samples, on the CPU."""
@@ -54,11 +59,9 @@ class TopK:
     k: int
 
     def sums(self, logits: Tensor, labels: Tensor, uids: Tensor) -> Tensor:
-        """As `Metric.sums`."""
         return _sums(rank_of_label(logits, labels) < self.k, torch.ones_like(labels))
 
     def results(self, sums: Tensor) -> dict[str, float]:
-        """As `Metric.results`."""
         return {f"top{self.k}": _ratio(sums)}
 
 
@@ -69,12 +72,10 @@ class MeanPerClass:
     num_classes: int
 
     def sums(self, logits: Tensor, labels: Tensor, uids: Tensor) -> Tensor:
-        """As `Metric.sums`."""
         right = labels[rank_of_label(logits, labels) < 1]
         return torch.cat([torch.bincount(each, minlength=self.num_classes) for each in (right, labels)]).double()
 
     def results(self, sums: Tensor) -> dict[str, float]:
-        """As `Metric.results`."""
         right, samples = sums.view(2, -1)
         there = samples > 0
         return {"mean_per_class": float((right[there] / samples[there]).mean())}
@@ -89,7 +90,6 @@ class Calibration:
     """
 
     def sums(self, logits: Tensor, labels: Tensor, uids: Tensor) -> Tensor:
-        """As `Metric.sums`."""
         log_p = logits.double().log_softmax(dim=1)
         nll = F.nll_loss(log_p, labels, reduction="sum")
         confidence = log_p.amax(dim=1).exp()
@@ -100,7 +100,6 @@ class Calibration:
         return torch.cat([nll[None], by_bin.flatten()])
 
     def results(self, sums: Tensor) -> dict[str, float]:
-        """As `Metric.results`."""
         samples, right, confidence = sums[1:].view(3, BINS)
         total = samples.sum()
         return {"nll": float(sums[0] / total), "ece": float((right - confidence).abs().sum() / total)}
@@ -109,10 +108,8 @@ class Calibration:
 class ReaL:
     """`real_top1`: the share of samples whose most probable class is one of the reassessed labels of ImageNet.
 
-    Images without any such label do not count (Beyer et al. 2020); `real_samples` is the number of those that do.
-
-    Args:
-        labels: uid -> the labels of that image, for all images.
+    Images without any such label do not count (Beyer et al. 2020); `real_samples` is the number of those that do. Given
+    are the labels of all images by their uids.
     """
 
     def __init__(self, labels: Mapping[int, Sequence[int]]) -> None:
@@ -150,7 +147,6 @@ class ReaL:
         return cls(found)
 
     def sums(self, logits: Tensor, labels: Tensor, uids: Tensor) -> Tensor:
-        """As `Metric.sums`."""
         rows = torch.searchsorted(self._uids, uids.cpu())
         accepted = self._labels[rows].to(logits.device)
         is_labelled = (accepted >= 0).any(dim=1)
@@ -158,10 +154,10 @@ class ReaL:
         return _sums(is_right & is_labelled, is_labelled)
 
     def results(self, sums: Tensor) -> dict[str, float]:
-        """As `Metric.results`."""
         return {"real_top1": _ratio(sums), "real_samples": float(sums[1])}
 
 
+@dataclass(frozen=True)
 class ObjectNet:
     """Accuracy on the classes that ObjectNet shares with a model, by the two protocols in use.
 
@@ -169,12 +165,11 @@ class ObjectNet:
     `objectnet_top1_of_mapped`: the same, but only among the classes that any label is mapped to. Samples whose label is
     mapped to no class do not count; `objectnet_samples` is the number of those that do.
 
-    Args:
+    Attributes:
         accepted: which of the model's classes are right for a label, bool (labels, K).
     """
 
-    def __init__(self, accepted: Tensor) -> None:
-        self._accepted = accepted
+    accepted: Tensor
 
     @classmethod
     def of(cls, file: Path, manifest: Manifest, class_names: Sequence[str] | None, num_classes: int) -> "ObjectNet":
@@ -204,8 +199,7 @@ class ObjectNet:
         return cls(accepted)
 
     def sums(self, logits: Tensor, labels: Tensor, uids: Tensor) -> Tensor:
-        """As `Metric.sums`."""
-        accepted = self._accepted.to(logits.device)
+        accepted = self.accepted.to(logits.device)
         right = accepted[labels]  # (B, K)
         counts = right.any(dim=1)
         of_all = right.gather(1, most_probable(logits)[:, None])[:, 0]
@@ -213,12 +207,11 @@ class ObjectNet:
         return _sums(of_all, right.gather(1, of_mapped[:, None])[:, 0], counts)
 
     def results(self, sums: Tensor) -> dict[str, float]:
-        """As `Metric.results`."""
-        of_all, of_mapped, samples = sums.tolist()
+        of_all, of_mapped = (sums[:2] / sums[2]).tolist()
         return {
-            "objectnet_top1_of_all": of_all / samples if samples else float("nan"),
-            "objectnet_top1_of_mapped": of_mapped / samples if samples else float("nan"),
-            "objectnet_samples": samples,
+            "objectnet_top1_of_all": of_all,
+            "objectnet_top1_of_mapped": of_mapped,
+            "objectnet_samples": float(sums[2]),
         }
 
 
@@ -227,9 +220,7 @@ class Scores(Evaluator):
     """Evaluates metrics over a whole dataset; all processes together count each sample once.
 
     Args:
-        name: the evaluator's name.
         make_loader: starts an exact pass over the dataset.
-        metrics: the metrics to compute.
         num_labels: the number of the dataset's classes.
         num_samples: the number of the dataset's samples; another number is an error. None if damaged samples may be
             masked.

@@ -4,8 +4,7 @@ import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -23,10 +22,7 @@ def join(on_cpu: bool = False) -> Accelerator:
     """Accelerate's view of this process, alone or among those that `accelerate launch` started.
 
     On a machine without an accelerator, Accelerate must be told to use the CPU: otherwise its processes would not find
-    each other, and each would evaluate everything.
-
-    Args:
-        on_cpu: use the CPU even if there is an accelerator.
+    each other, and each would evaluate everything. `on_cpu` uses the CPU even if there is an accelerator.
     """
     return Accelerator(cpu=on_cpu or not torch.accelerator.is_available())
 
@@ -51,8 +47,7 @@ def fill(model: Module, values: Mapping[str, ReadTensor], device: torch.device) 
     """Move a model from the meta device to one device, reading its values one parameter at a time."""
     for name, parameter in [*model.named_parameters()]:  # not by `to_empty`, which imports sympy for half a second
         value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).copy_(values[name]())
-        owner, _, key = name.rpartition(".")
-        setattr(model.get_submodule(owner), key, nn.Parameter(value, parameter.requires_grad))
+        _put(model, name, value, parameter.requires_grad)
     return model
 
 
@@ -69,10 +64,8 @@ def place(
     then files that vanish with the process.
 
     Args:
-        model: the model, on the meta device.
         values: how to read each parameter, by name.
-        dtype: the dtype of the weights.
-        accelerator: this process, from `join`.
+        dtype: of the weights.
         max_memory_gb: the memory (10**9 bytes) that weights may take on each device; by default 80 % of what is free.
 
     Raises `RecipeError` if no part of the model fits on the device.
@@ -100,7 +93,12 @@ def _spread(
     model: nn.Module, values: Mapping[str, ReadTensor], dtype: torch.dtype, limits: dict[int | str, int]
 ) -> nn.Module:
     first = next(iter(limits))
-    whole = {type(module).__name__ for module in model.modules() if _computes_with_its_own(module)}
+    # Modules with both parameters of their own and submodules must not be split.
+    whole = {
+        type(module).__name__
+        for module in model.modules()
+        if [*module.parameters(recurse=False)] and [*module.children()]
+    }
     try:
         places = infer_auto_device_map(model, {**limits}, no_split_module_classes=sorted(whole), dtype=dtype)
     except (ValueError, RuntimeError) as error:
@@ -113,51 +111,32 @@ def _spread(
     folder = tempfile.TemporaryDirectory(prefix="vitscale-offload-")
     offloaded: dict[str, dict] = {}
     for name in dict(model.named_parameters()):
-        place = places[_covering(name, places)]
-        value = values[name]().to(dtype)
+        covering = name
+        while covering not in places:
+            covering = covering.rpartition(".")[0]
+        place, value = places[covering], values[name]().to(dtype)
         if place == "disk":
             offload_weight(value, name, folder.name, offloaded)
         else:
-            _put(model, name, value.to(place))
+            _put(model, name, value.to(place), requires_grad=False)
     if offloaded:
         save_offload_index(offloaded, folder.name)
-    tell(f"the model takes more than {_listed(limits)}: it is spread over {', '.join(map(str, _order(places)))}")
-    with _without_warnings():
+    order = ", ".join(str(place) for place in dict.fromkeys(places.values()))
+    tell(f"the model takes more than {_listed(limits)}: it is spread over {order}")
+    log = logging.getLogger("accelerate.big_modeling")
+    level = log.level
+    with warnings.catch_warnings():  # of tensors that are not in modules and weights on the disk: both are intended
+        log.setLevel(logging.ERROR)
+        warnings.simplefilter("ignore", UserWarning)
         model = dispatch_model(model, places, main_device=first, offload_dir=folder.name)
+    log.setLevel(level)
     object.__setattr__(model, "offload_folder", folder)  # so that the folder lives as long as the model
     return model
 
 
-def _computes_with_its_own(module: nn.Module) -> bool:
-    """Whether a module has both parameters of its own and submodules, and so must not be split."""
-    return any(True for _ in module.parameters(recurse=False)) and any(True for _ in module.children())
-
-
-def _covering(name: str, places: Mapping[str, int | str]) -> str:
-    while name not in places:
-        name = name.rpartition(".")[0]
-    return name
-
-
-def _put(model: nn.Module, name: str, value: Tensor) -> None:
+def _put(model: nn.Module, name: str, value: Tensor, requires_grad: bool) -> None:
     owner, _, key = name.rpartition(".")
-    setattr(model.get_submodule(owner), key, nn.Parameter(value, requires_grad=False))
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence warnings of tensors that are not in modules and of weights on the disk, both of which are intended."""
-    log = logging.getLogger("accelerate.big_modeling")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
-    log.setLevel(level)
-
-
-def _order(places: Mapping[str, int | str]) -> list[int | str]:
-    return list(dict.fromkeys(places.values()))
+    setattr(model.get_submodule(owner), key, nn.Parameter(value, requires_grad))
 
 
 def _listed(limits: Mapping[int | str, int]) -> str:

@@ -53,26 +53,24 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
 
     Raises `DataError` if there are none.
     """
-    found = []
+    files = []
     for path in paths:
-        if path.is_dir():
-            below = [file for file in sorted(path.rglob("*")) if file.name.lower().endswith(IMAGE_SUFFIXES)]
-            visible = [file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-            if not visible and (path / MANIFEST_NAME).is_file():
-                raise DataError(
-                    f"{path}: a dataset; `vitscale evaluate` measures on one, and `vitscale shards export` writes "
-                    "its images as files"
-                )
-            if not visible:
-                raise DataError(
-                    f"{path}: no image in this folder; expected files that end in {', '.join(IMAGE_SUFFIXES)}"
-                )
-            found += visible
-        elif path.exists():
-            found.append(path)
-        else:
+        if not path.exists():
             raise DataError(f"{path}: there is no such file or folder")
-    return found
+        if not path.is_dir():
+            files.append(path)
+            continue
+        below = [file for file in sorted(path.rglob("*")) if file.name.lower().endswith(IMAGE_SUFFIXES)]
+        visible = [file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        if not visible and (path / MANIFEST_NAME).is_file():
+            raise DataError(
+                f"{path}: a dataset; `vitscale evaluate` measures on one, and `vitscale shards export` writes its "
+                "images as files"
+            )
+        if not visible:
+            raise DataError(f"{path}: no image in this folder; expected files that end in {', '.join(IMAGE_SUFFIXES)}")
+        files += visible
+    return files
 
 
 def predict_files(model: FinishedModel, pictures: Sequence[Picture], top: int) -> Iterator[Prediction]:
@@ -82,10 +80,10 @@ def predict_files(model: FinishedModel, pictures: Sequence[Picture], top: int) -
     """
     if model.num_classes is None:
         raise RecipeError(f"{model.source} has no classes to be predicted")
-    processes, own = model.accelerator.num_processes, model.accelerator.process_index
+    processes, rank = model.accelerator.num_processes, model.accelerator.process_index
     for first in range(0, len(pictures), AT_ONCE * processes):
         group = range(first, min(first + AT_ONCE * processes, len(pictures)))
-        named = [(name_of(pictures[at], at), pictures[at]) for at in group[own::processes]]
+        named = [(name_of(pictures[at], at), pictures[at]) for at in group[rank::processes]]
         part = [asdict(prediction) for prediction in _predicted(model, named, top)]
         parts = gather(part) if dist.is_initialized() else [part]
         yield from (Prediction(**parts[at % processes][at // processes]) for at in range(len(group)))

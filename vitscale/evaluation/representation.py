@@ -1,7 +1,7 @@
 """Measures a model's representation by simple classifiers on it: few-shot ridge, neighbours, a probe, linear heads."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,12 +12,11 @@ from torch import Tensor
 from vitscale.data.shards import Manifest
 from vitscale.evaluation.build import check_class_names, samples_expected
 from vitscale.evaluation.features import Features, extract_features, read_features
-from vitscale.evaluation.fewshot import PAPER_L2S, check_labels, hash_of, select_shots
+from vitscale.evaluation.fewshot import PAPER_L2S, Few, Solved, Task, hash_of
 from vitscale.evaluation.finished import FinishedModel, tell_common_samples
 from vitscale.evaluation.heads import Layout, best_of_bank, extract_blocks
-from vitscale.evaluation.logistic import DEVELOPMENT, logistic_probe
-from vitscale.evaluation.neighbours import neighbour_accuracies
 from vitscale.evaluation.placing import tell
+from vitscale.evaluation.probes import DEVELOPMENT, logistic_probe, neighbour_accuracies
 from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
 from vitscale.evaluation.splits import Overlap, common_samples, judge
 from vitscale.ground.errors import DataError, VitscaleError
@@ -29,10 +28,25 @@ Strength = float | Literal["shared", "others"]
 FEWSHOT_CROP = EvalCrop(kind="square")
 """The crop of the paper's few-shot evaluation: the central 224 / 256 of each side."""
 PAPERS_L2 = 2.0**10
-_Split = tuple[str, Sequence[str], Features | None, Features | None]
-"""A task's name, class names, training features and test features."""
-_Folder = tuple[str, Features, dict[str, Any]]
-"""A folder of features: its name, its content, and its meta.json."""
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """How representations are measured.
+
+    Attributes:
+        method: the classifier.
+        counts: numbers of training samples per class; None means all.
+        seeds: the number of draws of training samples.
+        strength: of ridge regression: a number, or how to choose it.
+        overlap: whether a task's splits may share samples; by default what a run's recipe says, otherwise "refuse".
+    """
+
+    method: Method
+    counts: Sequence[int | None]
+    seeds: int
+    strength: Strength
+    overlap: Overlap | None = None
 
 
 def default_counts(method: Method) -> list[int | None]:
@@ -40,102 +54,89 @@ def default_counts(method: Method) -> list[int | None]:
     return [1, 5, 10, 25] if method == "ridge" else [None]
 
 
-def measure(
-    model: FinishedModel,
-    tasks: Sequence[tuple[str, str]],
-    method: Method,
-    counts: Sequence[int | None],
-    seeds: int,
-    strength: Strength,
-    overlap: Overlap | None,
-) -> dict[str, Any]:
-    """The accuracies of each task for each number of shots, with mean and deviation over the draws, for JSON.
+def measure(model: FinishedModel, tasks: Sequence[tuple[str, str]], how: Measuring) -> dict[str, Any]:
+    """The accuracies of each task, (training, test) datasets, for each number of shots, for JSON.
 
-    `overlap` defaults to what a run's recipe says. Raises `DataError` if the classes of a task's datasets differ,
+    Each has its mean and deviation over the draws. Raises `DataError` if the classes of a task's datasets differ,
     labels are outside them, or the datasets share samples and that is refused.
     """
-    splits: list[_Split] = []
-    layout = None
     opened = [[model.dataset(name) for name in task] for task in tasks]
     for (_, test), manifests in zip(tasks, opened, strict=True):
         check_class_names(test, manifests[1].class_names, manifests[0].class_names)
         tell_common_samples(model, manifests[1])
     default: Overlap = "refuse" if model.recipe is None else model.recipe.evaluation.overlap
-    _judge([common_samples(test, train) for train, test in opened], overlap or default)
-    for (train, _), manifests in zip(tasks, opened, strict=True):
-        found = []
+    _judge([common_samples(test, train) for train, test in opened], how.overlap or default)
+    pairs: list[list[Features | None]] = []
+    layout = None
+    for manifests in opened:
+        pair = []
         for manifest in manifests:
             loader, expected = model.loader(manifest, FEWSHOT_CROP), samples_expected(model.recipe, manifest)
-            if method == "heads":
+            if how.method == "heads":
                 features, layout = extract_blocks(loader, model.block_tokens, expected)
             else:
                 features = extract_features(loader, model.predict, expected)
-            found.append(features)
-        splits.append((train, manifests[0].class_names, found[0], found[1]))
-    solve = _solver(method, layout, model.accelerator.device)
-    policy = model.policy(FEWSHOT_CROP)
-    return on_rank_zero(lambda: _measured(splits, method, solve, counts, seeds, strength) | {"policy": policy})
+            pair.append(features)
+        pairs.append(pair)
+    device, policy = model.accelerator.device, model.policy(FEWSHOT_CROP)
+
+    def measured() -> dict[str, Any]:
+        splits = [
+            Task.of(name, manifests[0].class_names, *pair)
+            for (name, _), manifests, pair in zip(tasks, opened, pairs, strict=True)
+        ]
+        return _measured(splits, how, layout, device) | {"policy": policy}
+
+    return on_rank_zero(measured)
 
 
-def measure_features(
-    tasks: Sequence[tuple[str, str]],
-    method: Method,
-    counts: Sequence[int | None],
-    seeds: int,
-    strength: Strength,
-    overlap: Overlap | None,
-    device: torch.device,
-) -> dict[str, Any]:
+def measure_features(tasks: Sequence[tuple[str, str]], how: Measuring, device: torch.device) -> dict[str, Any]:
     """As `measure`, from folders that `vitscale features` wrote; linear heads are trained on `device`.
 
     Also raises `DataError` if the folders are from different models, views or classes.
     """
-    return on_rank_zero(lambda: _measured_features(tasks, method, counts, seeds, strength, overlap or "refuse", device))
+
+    def measured() -> dict[str, Any]:
+        splits: list[tuple[str, list[str], Features, Features]] = []
+        common: list[str | None] = []
+        first: tuple[str, dict[str, Any]] | None = None
+        for train, test in tasks:
+            folders = []
+            for name in (train, test):
+                features, meta = read_features(Path(name))
+                about = {key: meta.get(key) for key in ("source", "width")} | meta["policy"]
+                first = (name, about) if first is None else first
+                if differing := [key for key in about if about[key] != first[1].get(key)]:
+                    key = differing[0]
+                    raise DataError(
+                        f"{name} and {first[0]} do not go together: {key} is {about[key]!r} here and "
+                        f"{first[1].get(key)!r} there"
+                    )
+                folders.append((name, features, meta))
+            class_names = folders[0][2]["class_names"]
+            check_class_names(test, folders[1][2]["class_names"], class_names)
+            common.append(_common_features(*folders))
+            splits.append((train, class_names, folders[0][1], folders[1][1]))
+        _judge(common, how.overlap or "refuse")
+        layout = Layout(1, meta["width"], has_patches=False)
+        return _measured([Task.of(*split) for split in splits], how, layout, device) | {"policy": meta["policy"]}
+
+    return on_rank_zero(measured)
 
 
-def _measured_features(
-    tasks: Sequence[tuple[str, str]],
-    method: Method,
-    counts: Sequence[int | None],
-    seeds: int,
-    strength: Strength,
-    overlap: Overlap,
-    device: torch.device,
-) -> dict[str, Any]:
-    splits: list[_Split] = []
-    common: list[str | None] = []
-    first: tuple[str, dict[str, Any]] | None = None
-    for train, test in tasks:
-        found = []
-        for name in (train, test):
-            features, meta = read_features(Path(name))
-            about = {key: meta.get(key) for key in ("source", "width")} | meta["policy"]
-            first = (name, about) if first is None else first
-            if differing := [key for key in about if about[key] != first[1].get(key)]:
-                key = differing[0]
-                raise DataError(
-                    f"{name} and {first[0]} do not go together: {key} is {about[key]!r} here and {first[1].get(key)!r} "
-                    "there"
-                )
-            found.append((name, features, meta))
-        class_names = found[0][2]["class_names"]
-        check_class_names(test, found[1][2]["class_names"], class_names)
-        common.append(_common_features(*found))
-        splits.append((train, class_names, found[0][1], found[1][1]))
-    _judge(common, overlap)
-    solve = _solver(method, Layout(1, meta["width"], has_patches=False), device)
-    return _measured(splits, method, solve, counts, seeds, strength) | {"policy": meta["policy"]}
-
-
-def _judge(found: Sequence[str | None], overlap: Overlap) -> None:
+def _judge(lines: Sequence[str | None], overlap: Overlap) -> None:
     """Report test samples that are also in their task's training set, or raise `DataError` on all processes."""
-    lines = [line for line in found if line is not None]
+    overlaps = [line for line in lines if line is not None]
     try:
-        judge(lines, overlap, "--overlap allow")
+        judge(overlaps, overlap, "--overlap allow")
     except DataError as error:
         raise error.on_all_ranks() from None
-    for line in lines:
+    for line in overlaps:
         tell(line)
+
+
+_Folder = tuple[str, Features, dict[str, Any]]
+"""A folder of features: its name, its content, and its meta.json."""
 
 
 def _common_features(train: _Folder, test: _Folder) -> str | None:
@@ -155,95 +156,57 @@ def _common_features(train: _Folder, test: _Folder) -> str | None:
     return None
 
 
-def _measured(
-    splits: Sequence[_Split],
-    method: Method,
-    solve: "_Solve",
-    counts: Sequence[int | None],
-    seeds: int,
-    strength: Strength,
-) -> dict[str, Any]:
-    l2s = list(PAPER_L2S) if isinstance(strength, str) else [strength]
+def _measured(tasks: Sequence[Task], how: Measuring, layout: Layout | None, device: torch.device) -> dict[str, Any]:
+    l2s = list(PAPER_L2S) if isinstance(how.strength, str) else [how.strength]
+    solve = _solver(how.method, l2s, layout, device)
     # For each task and number of shots: accuracies (draws, columns), and what each column is.
-    tables = [[_drawn(split, solve, count, seeds, l2s) for count in counts] for split in splits]
+    tables = [[task.draws(count, range(how.seeds), solve) for count in how.counts] for task in tasks]
     results = {}
-    for at, (name, class_names, train, test) in enumerate(splits):
-        assert train is not None and test is not None, "the solver has looked"
-        task: dict[str, Any] = {"train_samples": len(train.labels), "test_samples": len(test.labels)}
-        held = torch.bincount(train.labels, minlength=len(class_names))
-        for row, count in enumerate(counts):
-            table, about = tables[at][row]
-            if method == "ridge":
-                means = torch.from_numpy(np.stack([tables[task][row][0].mean(axis=0) for task in range(len(splits))]))
-                best = best_shared_l2(means, at if strength == "others" else None) if isinstance(strength, str) else 0
-                table, about = table[:, best : best + 1], [{"l2": l2s[best]}]
-            for column, more in enumerate(about):
+    for at, task in enumerate(tasks):
+        result: dict[str, Any] = {"train_samples": len(task.train.labels), "test_samples": len(task.test.labels)}
+        for row, count in enumerate(how.counts):
+            table, columns = tables[at][row]
+            if how.method == "ridge":
+                best = 0
+                if isinstance(how.strength, str):
+                    means = torch.from_numpy(np.stack([of_task[row][0].mean(axis=0) for of_task in tables]))
+                    best = best_shared_l2(means, at if how.strength == "others" else None)
+                table, columns = table[:, best : best + 1], [{"l2": l2s[best]}]
+            for column, more in enumerate(columns):
                 key = "all" if count is None else f"{count}shot"
                 key += f"/{more['k']}nn" if "k" in more else ""
-                found = {"mean": float(table[:, column].mean()), "std": float(table[:, column].std()), **more}
-                found |= {"draws": len(table)}
-                if count is not None and (scarce := int((held < count).sum())):
-                    found["scarce_classes"] = scarce
-                task[key] = found
-        results[name] = task
-    return {"method": method, "tasks": results}
+                result[key] = {"mean": float(table[:, column].mean()), "std": float(table[:, column].std()), **more}
+                result[key] |= {"draws": len(table)}
+                if count is not None and (scarce := task.scarce_classes(count)):
+                    result[key]["scarce_classes"] = scarce
+        results[task.name] = result
+    return {"method": how.method, "tasks": results}
 
 
-def _drawn(
-    split: _Split,
-    solve: "_Solve",
-    count: int | None,
-    seeds: int,
-    l2s: Sequence[float],
-) -> tuple[np.ndarray, list[dict[str, Any]]]:
-    """Accuracies (draws, columns), and what to report about each column."""
-    name, class_names, train, test = split
-    if train is None or test is None:
-        raise DataError(f"{name}: its {'training' if train is None else 'test'} split has no samples")
-    check_labels(name, train, "training", len(class_names))
-    check_labels(name, test, "test", len(class_names))
-    num_classes = len(class_names)
-    draws = []
-    for seed in range(1 if count is None else seeds):
-        rows = (
-            torch.arange(len(train.labels))
-            if count is None
-            else select_shots(train.labels, train.uids, count, num_classes, seed)
-        )
-        few = train.features[rows], train.labels[rows], test.features, test.labels, num_classes
-        draws.append(solve(few, train.uids[rows], l2s))
-    # What was chosen may differ from draw to draw.
-    columns = []
-    for column in zip(*(about for _, about in draws), strict=True):
-        every = {key: [one[key] for one in column] for key in column[0]}
-        columns.append({key: values[0] if len(set(values)) == 1 else values for key, values in every.items()})
-    return np.array([values for values, _ in draws]), columns
+def _solver(
+    method: Method, l2s: Sequence[float], layout: Layout | None, device: torch.device
+) -> Callable[[Few, Tensor], Solved]:
+    """Classifies by a method, given the samples and the uids of those for training."""
 
+    def ridge(few: Few, uids: Tensor) -> Solved:
+        return fewshot_accuracy(*few, l2s), [{"l2": l2} for l2 in l2s]
 
-_Few = tuple[Tensor, Tensor, Tensor, Tensor, int]
-_Found = tuple[list[float], list[dict[str, Any]]]
+    def knn(few: Few, uids: Tensor) -> Solved:
+        accuracies = neighbour_accuracies(*few)
+        if not accuracies:
+            raise DataError(f"{len(uids)} training samples are fewer than the fewest neighbours, 10")
+        return list(accuracies.values()), [{"k": k} for k in accuracies]
 
+    def logistic(few: Few, uids: Tensor) -> Solved:
+        probe = logistic_probe(*few, _development(few[1], uids))
+        return [probe.accuracy], [{"C": probe.strength}]
 
-def _ridge(few: _Few, uids: Tensor, l2s: Sequence[float]) -> _Found:
-    return fewshot_accuracy(*few, l2s), [{"l2": l2} for l2 in l2s]
+    def heads(few: Few, uids: Tensor) -> Solved:
+        assert layout is not None, "heads know what they read"
+        head, accuracy = best_of_bank(*few, _development(few[1], uids), layout, device=device)
+        return [accuracy], [{"lr": head.rate, "blocks": head.blocks, "patches": head.patches}]
 
-
-def _knn(few: _Few, uids: Tensor, l2s: Sequence[float]) -> _Found:
-    found = neighbour_accuracies(*few)
-    if not found:
-        raise DataError(f"{len(uids)} training samples are fewer than the fewest neighbours, 10")
-    return list(found.values()), [{"k": k} for k in found]
-
-
-def _logistic(few: _Few, uids: Tensor, l2s: Sequence[float]) -> _Found:
-    probe = logistic_probe(*few, _development(few[1], uids))
-    return [probe.accuracy], [{"C": probe.strength}]
-
-
-def _heads(few: _Few, uids: Tensor, l2s: Sequence[float], layout: Layout, device: torch.device) -> _Found:
-    chosen = best_of_bank(*few, _development(few[1], uids), layout, device=device)
-    head = chosen.head
-    return [chosen.accuracy], [{"lr": head.rate, "blocks": head.blocks, "patches": head.patches}]
+    return {"ridge": ridge, "knn": knn, "logistic": logistic, "heads": heads}[method]
 
 
 def _development(labels: Tensor, uids: Tensor) -> Tensor:
@@ -256,14 +219,3 @@ def _development(labels: Tensor, uids: Tensor) -> Tensor:
     if not development.any():
         raise DataError(f"{len(uids)} training samples: this needs {every}, to choose its settings on a tenth of them")
     return development
-
-
-_Solve = Callable[[_Few, Tensor, Sequence[float]], _Found]
-
-
-def _solver(method: Method, layout: Layout | None, device: torch.device) -> _Solve:
-    if method == "heads":
-        assert layout is not None, "heads know what they read"
-        return partial(_heads, layout=layout, device=device)
-    solvers: dict[Method, _Solve] = {"ridge": _ridge, "knn": _knn, "logistic": _logistic}
-    return solvers[method]

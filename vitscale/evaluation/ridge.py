@@ -13,8 +13,6 @@ BIAS_FEATURE = 100.0
 """A constant feature in place of an intercept, so large that the regularisation hardly touches its weight."""
 
 _STD_FLOOR = 1e-5
-
-
 _CHUNK = 8192  # rows in float64 at a time
 
 
@@ -23,13 +21,8 @@ class RidgePath:
 
     Features are whitened by the training samples' mean and standard deviation. All strengths share one
     eigendecomposition, of the smaller of the feature (primal) and the sample (dual) matrix. Weights are
-    `left @ diag(1 / (eigenvalues + l2)) @ right`. Besides the given features it holds some thousand rows in float64 and
-    matrices (D + 1) x (D + 1) and (D + 1) x K in memory.
-
-    Args:
-        x: features, (N, D).
-        y: classes in [0, num_classes), int64 (N,).
-        num_classes: K.
+    `left @ diag(1 / (eigenvalues + l2)) @ right`. Besides the given features (N, D) it holds some thousand rows in
+    float64 and matrices (D + 1) x (D + 1) and (D + 1) x K in memory.
     """
 
     def __init__(self, x: Tensor, y: Tensor, num_classes: int) -> None:

@@ -1,6 +1,6 @@
 """Checks that a model is not evaluated on samples that it is trained on."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from vitscale.data.shards import Manifest
@@ -13,31 +13,30 @@ Overlap = Literal["refuse", "allow"]
 
 
 def check_splits(recipe: Recipe, train: Manifest) -> list[str]:
-    """Compare every split that a recipe evaluates on with the training samples; returns a line for each overlap.
-
-    Args:
-        recipe: the recipe.
-        train: the manifest of `data.train`.
+    """Compare every split that a recipe evaluates on with those of `data.train`; returns a line for each overlap.
 
     Raises `DataError` if they have samples in common, unless `evaluation.overlap` allows it, and for splits that are
     missing or damaged; `StorageError` for a URL that does not answer.
     """
-    found = list(_overlaps(recipe, train))
-    judge(found, recipe.evaluation.overlap, "--set evaluation.overlap=allow")
-    return found
+    settings, overlaps = recipe.evaluation, []
+    if settings.validation is not None:
+        validation = Manifest.load(recipe.dataset_path(settings.validation))
+        if line := common_samples(validation, train):
+            overlaps.append(f"evaluation.validation: {line}")
+    for task in settings.fewshot.tasks if settings.fewshot is not None else ():
+        test = Manifest.load(recipe.dataset_path(task.test))
+        for other in (train, Manifest.load(recipe.dataset_path(task.train))):
+            if line := common_samples(test, other):
+                overlaps.append(f"evaluation.fewshot, the test samples of {task.name}: {line}")
+    judge(overlaps, settings.overlap, "--set evaluation.overlap=allow")
+    return overlaps
 
 
-def judge(found: Sequence[str], overlap: Overlap, allow: str) -> None:
-    """Raise `DataError` if there are overlaps between splits and they are refused.
-
-    Args:
-        found: a line for each overlap.
-        overlap: whether overlaps are refused.
-        allow: the option that allows them, for the message.
-    """
-    if found and overlap == "refuse":
+def judge(overlaps: Sequence[str], overlap: Overlap, allow: str) -> None:
+    """Raise `DataError` if there are overlaps, a line each, and they are refused; `allow` is the option that allows."""
+    if overlaps and overlap == "refuse":
         raise DataError(
-            "\n".join(found)
+            "\n".join(overlaps)
             + "\nResults on samples that a model was trained on say nothing about unseen ones. Evaluate on a separate "
             "split (vitscale shards split), or leave the copies out of training (vitscale dedup, which also "
             f"finds those with other bytes). If this is intended: {allow}"
@@ -57,16 +56,3 @@ def common_samples(dataset: Manifest, train: Manifest) -> str | None:
         f"{stored + (equal or 0):,} of the {dataset.num_samples:,} samples of {dataset.where} are among those of "
         f"{train.where}{of_them}"
     )
-
-
-def _overlaps(recipe: Recipe, train: Manifest) -> Iterator[str]:
-    settings = recipe.evaluation
-    if settings.validation is not None:
-        validation = Manifest.load(recipe.dataset_path(settings.validation))
-        if found := common_samples(validation, train):
-            yield f"evaluation.validation: {found}"
-    for task in settings.fewshot.tasks if settings.fewshot is not None else ():
-        test = Manifest.load(recipe.dataset_path(task.test))
-        for other in (train, Manifest.load(recipe.dataset_path(task.train))):
-            if found := common_samples(test, other):
-                yield f"evaluation.fewshot, the test samples of {task.name}: {found}"

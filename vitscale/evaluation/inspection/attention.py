@@ -1,15 +1,103 @@
-"""Measures attention: how far it reaches, how spread out it is, what it looks at (section 4.5, appendices D.6 and D.7).
+"""Watches attention while a model computes it: how far it reaches, how spread out it is, what it looks at.
 
-Shape legend: B images, k pictures of which maps are made, A heads, T tokens, N patches, n patches on a side, L layers.
+Section 4.5 of the paper, appendices D.6 and D.7. Attention is one fused call everywhere, so a layer's weights never
+exist as a tensor. What is caught are the call's arguments: queries and keys after norms and rotations, and the bias
+that relative positions add; the weights are recomputed from them in chunks. No layer is changed.
+
+Shape legend: B images, or lines of axial attention, k pictures of which maps are made, A heads, T tokens, Q queries of
+a chunk, d width of a head, N patches, n patches on a side, L layers.
 """
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from vitscale.evaluation.inspection.capture import Attending, chunks
 from vitscale.models.anatomy import Along, Anatomy
+
+_CHUNK = 2**21
+"""The number of attention weights that exist at once: 8 MB, about what stays in a processor's cache."""
+
+
+class Attending(NamedTuple):
+    """One attention call: queries (B, A, T, d), keys (B, A, T', d), and the bias to add to logits, broadcast."""
+
+    query: Tensor
+    key: Tensor
+    bias: Tensor | None
+
+
+class Chunk(NamedTuple):
+    """The attention weights of some images and queries, fp32 (b, A, Q, T'), and their `entropy` in nats, (b, A, Q)."""
+
+    images: slice
+    queries: slice
+    weights: Tensor
+    entropy: Tensor
+
+
+@contextmanager
+def watching(modules: Mapping[nn.Module, str], observe: Callable[[str, Attending], None]) -> Iterator[None]:
+    """Within this context `observe` is called with each attention call of these modules, and the module's name."""
+    with ExitStack() as stack:
+        mode = _Watch(observe)
+        for module, name in modules.items():
+            stack.callback(module.register_forward_pre_hook(partial(mode.set_name, name)).remove)
+            stack.callback(module.register_forward_hook(partial(mode.set_name, None)).remove)
+        stack.enter_context(mode)
+        yield
+
+
+class _Watch(TorchFunctionMode):
+    """Sees every call of a torch function within its context; `name` is the watched layer that computes, if any."""
+
+    name: str | None = None
+
+    def __init__(self, observe: Callable[[str, Attending], None]) -> None:
+        super().__init__()
+        self._observe = observe
+
+    def set_name(self, name: str | None, *_: Any) -> None:
+        self.name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and self.name is not None:
+            query, key, _ = args
+            self._observe(self.name, Attending(query, key, kwargs.get("attn_mask")))
+        return func(*args, **kwargs)
+
+
+def chunks(attending: Attending) -> Iterator[Chunk]:
+    """The attention weights of all images and queries, in chunks."""
+    query, key, bias = attending
+    B, A, T, d = query.shape
+    keys = key.shape[2]
+    queries = max(1, min(T, _CHUNK // (A * keys)))
+    images = max(1, _CHUNK // (A * keys * T)) if queries == T else 1
+    if bias is not None:
+        bias = bias.expand(B, A, T, keys)
+    for first in range(0, B, images):
+        these = slice(first, min(first + images, B))
+        transposed = key[these].float().transpose(-1, -2)
+        scaled = query[these].float() * d**-0.5
+        for start in range(0, T, queries):
+            rows = slice(start, min(start + queries, T))
+            logits = scaled[:, :, rows] @ transposed
+            if bias is not None:
+                # A bias of -inf masks a key; 0 x -inf would make the entropy NaN.
+                logits = (logits + bias[these, :, rows].float()).clamp_min_(-1e30)
+            norm = logits.logsumexp(dim=-1, keepdim=True)
+            weights = torch.exp(logits - norm)
+            entropy = norm.squeeze(-1) - torch.linalg.vecdot(weights, logits)
+            yield Chunk(these, rows, weights, entropy)
+
 
 POOLING = "pooling"
 """The layer name for the attention of a model's pooling."""
@@ -17,13 +105,13 @@ POOLING = "pooling"
 
 @dataclass
 class Reach:
-    """How far the heads of one layer look: means over the patches' queries, one row for each image.
+    """How far the heads of one layer look: means over the patches' queries, each (B, A).
 
     Attributes:
-        distance: mean distance in pixels from the query's patch to the patches that it attends to, weighted by
-            attention, (B, A); attention to other tokens does not count.
-        entropy: entropy of attention over all tokens in nats, (B, A).
-        on_patches: the share of attention that goes to patches, (B, A).
+        distance: in pixels from the query's patch to the patches that it attends to, weighted by attention; attention
+            to other tokens does not count.
+        entropy: of attention over all tokens, in nats.
+        on_patches: the share of attention that goes to patches.
     """
 
     distance: Tensor
@@ -42,13 +130,11 @@ def distances(grid: int, stride: int, along: Along) -> Tensor:
 
 @dataclass
 class AttentionMeter:
-    """Measures the attention that `capture.watching` reports, call by call, for one batch of images after another.
-
-    Args:
-        anatomy: the model's anatomy.
-        pictures: the number of images, the first ones, of which maps are made.
+    """Measures the attention that `watching` reports, call by call, for one batch of images after another.
 
     Attributes:
+        anatomy: the model's.
+        pictures: the number of images, the first ones, of which maps are made.
         reach: name of a layer -> the reach for each batch.
         maps: name of a layer -> for each batch (k, N): what the class token attends to, as a mean over heads; or, if
             the representation is read from the patches, what these attend to.

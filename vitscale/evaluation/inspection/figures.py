@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -66,13 +66,16 @@ def inspection_figures(findings: dict[str, Findings]) -> list[InspectionFigure]:
 
 
 def _filters(findings: dict[str, Findings]) -> InspectionFigure | None:
-    found = {name: each.components for name, each in findings.items() if each.components is not None}
-    if not found:
+    if not (found := {name: each.components for name, each in findings.items() if each.components is not None}):
         return None
 
     def put(figure: Figure) -> None:
         for (name, components), axes in zip(found.items(), _panels(figure, len(found)), strict=True):
-            tiles = [_stretched(component) for component in components.filters.numpy()]
+            tiles = []
+            for component in components.filters.numpy():
+                low, high = component.min(), component.max()
+                stretched = (component - low) / max(high - low, 1e-30) * 255
+                tiles.append(picture_tile(stretched.round().astype(np.uint8), 64))
             _show(axes, mosaic([tiles[start : start + 7] for start in range(0, len(tiles), 7)]), name, findings)
 
     sizes = {components.filters.shape[1:] for components in found.values()}
@@ -90,11 +93,6 @@ def _filters(findings: dict[str, Findings]) -> InspectionFigure | None:
     return InspectionFigure(
         "filters", "Filters of the embedding", caption, put, _PANEL * len(found), 230, columns, rows
     )
-
-
-def _stretched(component: np.ndarray) -> np.ndarray:
-    low, high = component.min(), component.max()
-    return picture_tile(((component - low) / max(high - low, 1e-30) * 255).round().astype(np.uint8), 64)
 
 
 def _positions(findings: dict[str, Findings]) -> InspectionFigure | None:
@@ -147,8 +145,7 @@ def _step(n: int) -> int:
 
 
 def _distance(findings: dict[str, Findings]) -> InspectionFigure | None:
-    found = {name: each for name, each in findings.items() if each.reach}
-    if not found:
+    if not (found := {name: each for name, each in findings.items() if each.reach}):
         return None
     rows: list[list[Value]] = []
     for name, each in found.items():
@@ -159,18 +156,11 @@ def _distance(findings: dict[str, Findings]) -> InspectionFigure | None:
                 numbers = (of_head.mean().item(), spread, reach.on_patches[:, head].double().mean().item())
                 rows.append([name, layer, head + 1, *map(_short, numbers)])
 
-    def put(figure: Figure) -> None:
-        panels = _panels(figure, len(found), shared=True)
-        for (name, each), axes in zip(found.items(), panels, strict=True):
-            assert each.grid is not None
-            _dots(axes, [reach.distance for reach in each.reach.values()], list(each.reach))
-            uniform = distances(each.grid, each.stride, "grid").mean().item()
-            axes.axhline(uniform, color=FAINT, linestyle="--", linewidth=1, label="even attention")
-            _from_zero(axes)
-            _titled(axes, name, findings)
-        panels[0].set_ylabel("mean attention distance (pixels)")
-        panels[-1].legend(loc="lower right")
+    def even_distance(each: Findings) -> float:
+        assert each.grid is not None, "a model with attention has a grid"
+        return distances(each.grid, each.stride, "grid").mean().item()
 
+    put = _dots_of_heads(found, findings, "distance", "mean attention distance (pixels)", even_distance)
     (some, *_) = found.values()
     images = f"over {some.images} pictures of {some.image_size} pixels" if len(found) == 1 else "over all pictures"
     caption = (
@@ -182,8 +172,7 @@ def _distance(findings: dict[str, Findings]) -> InspectionFigure | None:
 
 
 def _entropy(findings: dict[str, Findings]) -> InspectionFigure | None:
-    found = {name: each for name, each in findings.items() if each.reach}
-    if not found:
+    if not (found := {name: each for name, each in findings.items() if each.reach}):
         return None
     rows: list[list[Value]] = [
         [name, layer, head, _short(value)]
@@ -192,14 +181,7 @@ def _entropy(findings: dict[str, Findings]) -> InspectionFigure | None:
         for head, value in enumerate(reach.entropy.double().mean(dim=0).tolist(), 1)
     ]
 
-    def put(figure: Figure) -> None:
-        panels = _panels(figure, len(found), shared=True)
-        for (name, each), axes in zip(found.items(), panels, strict=True):
-            _dots(axes, [reach.entropy for reach in each.reach.values()], list(each.reach))
-            _from_zero(axes)
-            _titled(axes, name, findings)
-        panels[0].set_ylabel("entropy of attention (nats)")
-
+    put = _dots_of_heads(found, findings, "entropy", "entropy of attention (nats)")
     caption = (
         "Each dot is a head: 0 where it attends to one token alone, the logarithm of the number of tokens where it "
         "attends to all alike."
@@ -208,18 +190,33 @@ def _entropy(findings: dict[str, Findings]) -> InspectionFigure | None:
     return InspectionFigure("attention_entropy", "Attention entropy", caption, put, _width(found), 300, columns, rows)
 
 
-def _from_zero(axes: Axes) -> None:
-    """Let the y axis begin at 0 and leave some room above the highest value."""
-    axes.set_ylim(0, max(axes.get_ylim()[1], *axes.dataLim.intervaly * 1.06))
+def _dots_of_heads(
+    found: dict[str, Findings],
+    findings: dict[str, Findings],
+    quantity: Literal["distance", "entropy"],
+    label: str,
+    even: Callable[[Findings], float] | None = None,
+) -> Callable[[Figure], None]:
+    """Draws a dot for each head, in a column for each layer, a line through the layers' means, and one at `even`."""
 
+    def put(figure: Figure) -> None:
+        panels = _panels(figure, len(found), shared=True)
+        for (name, each), axes in zip(found.items(), panels, strict=True):
+            means = [getattr(reach, quantity).double().mean(dim=0).tolist() for reach in each.reach.values()]
+            at = [index for index, heads in enumerate(means, 1) for _ in heads]
+            axes.plot(at, [head for heads in means for head in heads], "o", color=SERIES[0], alpha=0.6, markersize=4)
+            of_layers = [sum(heads) / len(heads) for heads in means]
+            axes.plot(range(1, len(means) + 1), of_layers, color=SERIES[1], label="mean")
+            _layers_below(axes, list(each.reach))
+            if even is not None:
+                axes.axhline(even(each), color=FAINT, linestyle="--", linewidth=1, label="even attention")
+            axes.set_ylim(0, max(axes.get_ylim()[1], *axes.dataLim.intervaly * 1.06))  # some room above the highest
+            _titled(axes, name, findings)
+        panels[0].set_ylabel(label)
+        if even is not None:
+            panels[-1].legend(loc="lower right")
 
-def _dots(axes: Axes, values: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Draw a dot for each head, in a column for each layer, and a line through the layers' means."""
-    means = [value.double().mean(dim=0).tolist() for value in values]
-    at = [index for index, heads in enumerate(means, 1) for _ in heads]
-    axes.plot(at, [head for heads in means for head in heads], "o", color=SERIES[0], alpha=0.6, markersize=4)
-    axes.plot(range(1, len(means) + 1), [sum(heads) / len(heads) for heads in means], color=SERIES[1], label="mean")
-    _layers_below(axes, names)
+    return put
 
 
 def _layers_below(axes: Axes, names: Sequence[str]) -> None:
@@ -231,43 +228,32 @@ def _layers_below(axes: Axes, names: Sequence[str]) -> None:
 
 
 def _rollout(findings: dict[str, Findings]) -> InspectionFigure | None:
-    found = {name: each for name, each in findings.items() if each.rollout is not None}
-    if not found:
+    if not (found := {name: each.rollout for name, each in findings.items() if each.rollout is not None}):
         return None
-
-    def put(figure: Figure) -> None:
-        for (name, each), axes in zip(found.items(), _panels(figure, 1, len(found)), strict=True):
-            assert each.rollout is not None
-            pictures = each.pictures.numpy()
-            lit = [lit_tile(p, _square(w)) for p, w in zip(pictures, each.rollout, strict=True)]
-            _show(axes, mosaic([[picture_tile(p) for p in pictures], lit]), name, findings)
-
-    rows: list[list[Value]] = [
-        [name, picture, *map(_short, weights.tolist())]
-        for name, each in found.items()
-        for picture, weights in enumerate(each.rollout if each.rollout is not None else (), 1)
-    ]
-    most = max(each.grid or 0 for each in found.values())
     caption = (
         "What the representation is made of, by attention alone: attention averaged over heads, half of each layer's "
         "input beside it, multiplied through all layers (Abnar and Zuidema, 2020; Figure 6, appendix D.7). The "
         "brighter, the more; the brightest place of each picture is 1."
     )
-    (some, *_) = found.values()
-    width, height = _size_of_mosaic(len(some.pictures), 2 * len(found))
-    columns = ["model", "picture", *_grid_names("weight", most, most)]
-    return InspectionFigure("attention_rollout", "Attention rollout", caption, put, width, height, columns, rows)
+
+    def lit(name: str) -> list[np.ndarray]:
+        pictures = findings[name].pictures.numpy()
+        return [lit_tile(picture, _square(w)) for picture, w in zip(pictures, found[name], strict=True)]
+
+    drawn, numbers = _tiles_below(found, findings, lit), _by_patch("weight", found, findings)
+    return InspectionFigure("attention_rollout", "Attention rollout", caption, *drawn, *numbers)
 
 
 def _maps(findings: dict[str, Findings]) -> InspectionFigure | None:
-    found = {name: each for name, each in findings.items() if each.maps}
-    if not found:
+    if not (found := {name: each for name, each in findings.items() if each.maps}):
         return None
     most_pictures = 4
 
     def put(figure: Figure) -> None:
         for (name, each), axes in zip(found.items(), _panels(figure, 1, len(found)), strict=True):
-            layers = _some(list(each.maps))
+            layers = list(each.maps)
+            if len(layers) > _LAYERS_SHOWN:  # some, evenly spaced, including the last one
+                layers = [layers[round((at + 1) * len(layers) / _LAYERS_SHOWN) - 1] for at in range(_LAYERS_SHOWN)]
             lines = []
             for index, picture in enumerate(each.pictures[:most_pictures].numpy()):
                 maps = [_square(each.maps[layer][index]) for layer in layers]
@@ -298,23 +284,16 @@ def _maps(findings: dict[str, Findings]) -> InspectionFigure | None:
     return InspectionFigure("attention_maps", "Attention by layer", caption, put, 900, height, columns, rows)
 
 
-def _some(layers: Sequence[str]) -> list[str]:
-    """At most `_LAYERS_SHOWN` layers, evenly spaced, including the last one."""
-    if len(layers) <= _LAYERS_SHOWN:
-        return list(layers)
-    return [layers[round((at + 1) * len(layers) / _LAYERS_SHOWN) - 1] for at in range(_LAYERS_SHOWN)]
-
-
 # ---- Representation --------------------------------------------------------------------------------------------------
 
 
 def _alignment(findings: dict[str, Findings]) -> InspectionFigure | None:
-    found = {name: each for name, each in findings.items() if each.grams}
-    if not found:
+    if not (found := {name: each for name, each in findings.items() if each.grams}):
         return None
     names = list(found)
     pairs = [(name, name) for name in names] + [(names[0], name) for name in names[1:]]
-    values = {(a, b): _aligned(found[a], found[b]) for a, b in pairs}
+    grams = {name: list(each.grams.values()) for name, each in found.items()}
+    values = {(a, b): alignment(grams[a], grams[b]).numpy() for a, b in pairs}
     across = min(len(pairs), 3)
     down = math.ceil(len(pairs) / across)
 
@@ -348,13 +327,8 @@ def _alignment(findings: dict[str, Findings]) -> InspectionFigure | None:
     return InspectionFigure("layer_alignment", "Alignment of layers", caption, put, width, height, columns, rows)
 
 
-def _aligned(one: Findings, other: Findings) -> np.ndarray:
-    return alignment(list(one.grams.values()), list(other.grams.values())).numpy()
-
-
 def _norms(findings: dict[str, Findings]) -> InspectionFigure | None:
-    found = {name: _statistics(each) for name, each in findings.items() if each.norms}
-    if not found:
+    if not (found := {name: _statistics(each) for name, each in findings.items() if each.norms}):
         return None
     columns = ["model", "layer", "median", "percentile_99", "largest", "share_of_outliers", "first_token"]
 
@@ -404,66 +378,48 @@ def _statistics(found: Findings) -> dict[str, tuple[float, ...]]:
 
 
 def _norm_maps(findings: dict[str, Findings]) -> InspectionFigure | None:
-    found = {name: each for name, each in findings.items() if each.norms and len(each.pictures)}
-    if not found:
+    seen = {name: each for name, each in findings.items() if each.norms and len(each.pictures)}
+    if not (found := {name: list(each.norms.values())[-1][: len(each.pictures)] for name, each in seen.items()}):
         return None
-    last = {name: list(each.norms.values())[-1] for name, each in found.items()}
 
-    def put(figure: Figure) -> None:
-        for (name, each), axes in zip(found.items(), _panels(figure, 1, len(found)), strict=True):
-            maps = [_square(values) for values in last[name][: len(each.pictures)]]
-            high = max(float(values.max()) for values in maps)
-            tiles = [heat_tile(values, 0, high) for values in maps]
-            _show(axes, mosaic([[picture_tile(p) for p in each.pictures.numpy()], tiles]), name, findings)
+    def heat(name: str) -> list[np.ndarray]:
+        maps = [_square(values) for values in found[name]]
+        high = max(float(values.max()) for values in maps)
+        return [heat_tile(values, 0, high) for values in maps]
 
-    rows: list[list[Value]] = [
-        [name, picture, *map(_short, values.tolist())]
-        for name, each in found.items()
-        for picture, values in enumerate(last[name][: len(each.pictures)], 1)
-    ]
-    most = max(each.grid or 0 for each in found.values())
-    (some, *_) = found.values()
-    width, height = _size_of_mosaic(len(some.pictures), 2 * len(found))
     caption = "Norms of the patches' tokens behind the last layer. Yellow is the largest of all pictures, dark is 0."
-    columns = ["model", "picture", *_grid_names("norm", most, most)]
-    return InspectionFigure("token_norm_maps", "Norms in the pictures", caption, put, width, height, columns, rows)
+    drawn, numbers = _tiles_below(found, findings, heat), _by_patch("norm", found, findings)
+    return InspectionFigure("token_norm_maps", "Norms in the pictures", caption, *drawn, *numbers)
 
 
 def _colours(findings: dict[str, Findings]) -> InspectionFigure | None:
-    found = {name: each for name, each in findings.items() if each.colours is not None}
-    if not found:
+    if not (found := {name: each.colours for name, each in findings.items() if each.colours is not None}):
         return None
-
-    def put(figure: Figure) -> None:
-        for (name, each), axes in zip(found.items(), _panels(figure, 1, len(found)), strict=True):
-            assert each.colours is not None
-            tiles = [colour_tile(_square(values)) for values in each.colours]
-            _show(axes, mosaic([[picture_tile(p) for p in each.pictures.numpy()], tiles]), name, findings)
-
     rows: list[list[Value]] = []
-    for name, each in found.items():
-        assert each.colours is not None
-        for picture, values in enumerate(each.colours, 1):
+    for name, pictures in found.items():
+        for picture, values in enumerate(pictures, 1):
             n = math.isqrt(len(values))
             rows += [[name, picture, *divmod(at, n), *map(_short, value)] for at, value in enumerate(values.tolist())]
     shares = "; ".join(
         f"{'' if len(found) == 1 else f'{name}: '}{', '.join(f'{share:.0%}' for share in each.shares.tolist())}"
-        for name, each in found.items()
+        for name, each in findings.items()
         if each.shares is not None
     )
     caption = (
         "The first three principal components of the patches' tokens as red, green and blue, of all pictures together: "
         f"what has one colour is represented alike. Their shares of the variance: {shares}."
     )
-    (some, *_) = found.values()
-    width, height = _size_of_mosaic(len(some.pictures), 2 * len(found))
+
+    def tiles(name: str) -> list[np.ndarray]:
+        return [colour_tile(_square(values)) for values in found[name]]
+
     columns = ["model", "picture", "row", "column", "red", "green", "blue"]
-    return InspectionFigure("patch_colours", "Patches as colours", caption, put, width, height, columns, rows)
+    drawn = _tiles_below(found, findings, tiles)
+    return InspectionFigure("patch_colours", "Patches as colours", caption, *drawn, columns, rows)
 
 
 def _neighbours(findings: dict[str, Findings]) -> InspectionFigure | None:
-    found = {name: each.neighbours for name, each in findings.items() if each.neighbours is not None}
-    if not found:
+    if not (found := {name: each.neighbours for name, each in findings.items() if each.neighbours is not None}):
         return None
 
     def put(figure: Figure) -> None:
@@ -497,6 +453,34 @@ def _neighbours(findings: dict[str, Findings]) -> InspectionFigure | None:
 # ---- Shared ----------------------------------------------------------------------------------------------------------
 
 
+def _tiles_below(
+    found: dict[str, Tensor], findings: dict[str, Findings], tiles: Callable[[str], list[np.ndarray]]
+) -> tuple[Callable[[Figure], None], int, int]:
+    """Draws each model's pictures with a tile below each; also the figure's width and height."""
+
+    def put(figure: Figure) -> None:
+        for name, axes in zip(found, _panels(figure, 1, len(found)), strict=True):
+            pictures = [picture_tile(picture) for picture in findings[name].pictures.numpy()]
+            _show(axes, mosaic([pictures, tiles(name)]), name, findings)
+
+    count, rows = len(findings[next(iter(found))].pictures), 2 * len(found)
+    width = min(900, 150 * count + 20)
+    return put, width, round(width / count * rows) + 10 * rows
+
+
+def _by_patch(
+    prefix: str, found: dict[str, Tensor], findings: dict[str, Findings]
+) -> tuple[list[str], list[list[Value]]]:
+    """Columns and rows of one number a patch, a row for each model and picture."""
+    largest = max(findings[name].grid or 0 for name in found)
+    rows: list[list[Value]] = [
+        [name, picture, *map(_short, numbers.tolist())]
+        for name, pictures in found.items()
+        for picture, numbers in enumerate(pictures, 1)
+    ]
+    return ["model", "picture", *_grid_names(prefix, largest, largest)], rows
+
+
 def _panels(figure: Figure, across: int, down: int = 1, *, shared: bool = False) -> list[Axes]:
     return list(figure.subplots(down, across, squeeze=False, sharey=shared).flat)
 
@@ -526,10 +510,6 @@ def _scale(low: float, high: float) -> Any:
 
 def _width(found: dict[str, Any]) -> int:
     return 560 if len(found) == 1 else _PANEL * len(found)
-
-
-def _size_of_mosaic(columns: int, rows: int) -> tuple[int, int]:
-    return min(900, 150 * columns + 20), round(min(900, 150 * columns + 20) / columns * rows) + 10 * rows
 
 
 def _square(values: Tensor) -> np.ndarray:

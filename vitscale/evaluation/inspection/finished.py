@@ -72,12 +72,9 @@ def inspect_model(
     """Inspect a model while it sees pictures.
 
     Args:
-        model: the model.
-        seen: the pictures that it sees.
         wanted: what to inspect; by default all that the model has.
         pictures: the number of pictures, the first ones, for which maps, colours and neighbours are made.
-        neighbours: a dataset in which to find the pictures most similar to them; None for no neighbours.
-        progress: reports progress.
+        neighbours: a dataset in which to find the pictures most similar to them.
 
     Raises `RecipeError` for parts that the model does not have, and under several processes.
     """
@@ -94,15 +91,12 @@ def inspect_model(
     is_own = seen.dataset is not None and seen.dataset.sha256 == among.sha256
     own = seen.uids[: len(shown)] if is_own else torch.full((len(shown),), -1)
     with progress("neighbours", among.num_samples) as done:
-        queries = model.predict(shown).pooled
-        found.neighbours = nearest(queries, own, _represented(model, among, done), _NEIGHBOURS)
+
+        def represented() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+            for batch in model.loader(among)():
+                pooled = model.predict(batch.images).pooled.cpu()
+                yield batch.images[batch.mask], pooled[batch.mask], batch.uids[batch.mask]
+                done(int(batch.mask.sum()))
+
+        found.neighbours = nearest(model.predict(shown).pooled, own, represented(), _NEIGHBOURS)
     return found
-
-
-def _represented(
-    model: FinishedModel, manifest: Manifest, done: Callable[[int], None]
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    for batch in model.loader(manifest)():
-        pooled = model.predict(batch.images).pooled.cpu()
-        yield batch.images[batch.mask], pooled[batch.mask], batch.uids[batch.mask]
-        done(int(batch.mask.sum()))

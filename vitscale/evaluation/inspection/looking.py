@@ -3,18 +3,25 @@
 Shape legend: n images, k pictures that figures show, S side in pixels, A heads, T tokens, N patches, D width.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from vitscale.evaluation.inspection.attention import POOLING, AttentionMeter, Reach
-from vitscale.evaluation.inspection.capture import watching
-from vitscale.evaluation.inspection.embedding import Components, filter_components, similarity
-from vitscale.evaluation.inspection.representation import SMALLEST_BATCH, Neighbours, colours, gram
+from vitscale.evaluation.inspection.attention import POOLING, AttentionMeter, Reach, watching
+from vitscale.evaluation.inspection.representation import (
+    SMALLEST_BATCH,
+    Components,
+    Neighbours,
+    colours,
+    filter_components,
+    gram,
+    similarity,
+)
 from vitscale.ground.errors import RecipeError
 from vitscale.models import Model, Outputs
 
@@ -69,10 +76,7 @@ class Findings:
 
 
 def parts_of(model: Model, title: str, wanted: Sequence[Part] | None) -> list[Part]:
-    """The parts of a model to inspect: the wanted ones, or all that it has.
-
-    Raises `RecipeError` if the model does not have a wanted part.
-    """
+    """The parts of a model to inspect: the wanted ones, or all that it has. Raises `RecipeError` if one is missing."""
     anatomy = model.anatomy()
     missing: dict[Part, str] = {}
     if not anatomy.attention:
@@ -106,11 +110,8 @@ def look(
     """Show images to a model and measure what happens inside.
 
     Args:
-        model: the model that `predict` runs; its embedding's parameters must be readable.
-        predict: images, uint8 (B, S, S, 3) -> the model's outputs.
-        images: the images to show, uint8 (n, S, S, 3).
-        title: the model's name.
-        parts: what to inspect.
+        model: the model that `predict` runs on images; its embedding's parameters must be readable.
+        images: uint8 (n, S, S, 3).
         pictures: the number of images, the first ones, of which maps, colours and neighbours are made.
         batch: the number of images forwarded at once.
         seen: called with the number of images just done.
@@ -126,7 +127,7 @@ def look(
     meter = AttentionMeter(anatomy, pictures if "rollout" in parts else 0)
     norms: dict[str, list[Tensor]] = {}
 
-    def observe_layer(name: str, output: Tensor) -> None:
+    def observe_layer(name: str, module: Any, inputs: Any, output: Tensor) -> None:
         if "alignment" in parts and len(output) >= SMALLEST_BATCH:
             found.grams.setdefault(name, []).append(gram(output))
         if "norms" in parts:
@@ -135,7 +136,8 @@ def look(
 
     shown: list[Tensor] = []
     with ExitStack() as stack:
-        stack.enter_context(_hearing(anatomy.layers, observe_layer))
+        for name, module in anatomy.layers.items():
+            stack.callback(module.register_forward_hook(partial(observe_layer, name)).remove)
         if {"attention", "rollout"} & set(parts):
             watched = {layer.module: layer.name for layer in anatomy.attention}
             watched |= {anatomy.pooling: POOLING} if anatomy.pooling is not None else {}
@@ -150,7 +152,9 @@ def look(
                 shown.append(outputs.tokens[:rows].float().cpu())
             seen(len(part))
     if "attention" in parts:
-        found.reach = {name: _joined(values) for name, values in meter.reach.items()}
+        for name, batches in meter.reach.items():
+            columns = zip(*(vars(each).values() for each in batches), strict=True)
+            found.reach[name] = Reach(*map(torch.cat, columns))
     if "rollout" in parts:
         found.maps = {name: torch.cat(values) for name, values in meter.maps.items()}
         found.rollout = torch.cat(meter.rollout)
@@ -163,20 +167,3 @@ def look(
     if "colours" in parts and anatomy.grid is not None:
         found.colours, found.shares = colours(torch.cat(shown)[:, -(anatomy.grid**2) :])
     return found
-
-
-def _joined(values: Sequence[Reach]) -> Reach:
-    return Reach(*(torch.cat([getattr(value, name) for value in values]) for name in vars(values[0])))
-
-
-@contextmanager
-def _hearing(layers: Any, observe: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Within this context `observe` is called with each layer's name and output."""
-    with ExitStack() as stack:
-        for name, module in layers.items():
-
-            def hook(module: Any, inputs: Any, output: Tensor, name: str = name) -> None:
-                observe(name, output)
-
-            stack.callback(module.register_forward_hook(hook).remove)
-        yield

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from vitscale.evaluation.inspection.figures import InspectionFigure
 from vitscale.ground.page import (
-    Drawing,
     Facts,
     Figures,
     NumberedDrawing,
@@ -27,12 +26,6 @@ from vitscale.ground.page import (
 PAGE = "index.html"
 
 
-def drawing(figure: InspectionFigure) -> Drawing:
-    """The figure as a drawing for a page."""
-    name = figure.key.replace("_", "-")
-    return draw(name, figure.title, figure.put, width=figure.width, height=figure.height, caption=figure.caption)
-
-
 def write(
     folder: Path,
     figures: Sequence[InspectionFigure],
@@ -44,19 +37,17 @@ def write(
     """Write all figures and the page into a folder that exists. Raises OSError."""
     drawn = []
     for figure in figures:
-        made = drawing(figure)
-        rows = finite_rows(figure.rows)
-        drawn.append(
-            NumberedDrawing(figure.key, figure.title, figure.caption, list(figure.columns), rows, made.svg, made.width)
-        )
+        size = {"width": figure.width, "height": figure.height}
+        svg = draw(figure.key.replace("_", "-"), figure.title, figure.put, **size).svg
+        about, numbers = (figure.key, figure.title, figure.caption), (list(figure.columns), finite_rows(figure.rows))
+        drawn.append(NumberedDrawing(*about, *numbers, svg, figure.width))
         for form in ("png", "svg"):
-            content = standalone(figure.put, form, width=figure.width, height=figure.height)
-            (folder / f"{figure.key}.{form}").write_bytes(content)
+            (folder / f"{figure.key}.{form}").write_bytes(standalone(figure.put, form, **size))
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows([figure.columns, *figure.rows])
         (folder / f"{figure.key}.csv").write_text(text.getvalue(), encoding="utf-8")
-    about: list[Part] = [Facts(facts), *(Text(note, "note") for note in notes)]
+    said: list[Part] = [Facts(facts), *(Text(note, "note") for note in notes)]
     shown = [Section(each.title, [each.drawing]) for each in drawn]
-    page = page_text(title, subtitle, [Section("What was looked at", about), *shown])
+    page = page_text(title, subtitle, [Section("What was looked at", said), *shown])
     (folder / PAGE).write_text(page, encoding="utf-8")
     write_figures(folder, Figures(title, list(facts), list(notes), drawn))

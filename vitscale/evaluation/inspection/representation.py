@@ -1,6 +1,9 @@
-"""Measures representations: the alignment of layers, tokens as colours, nearest neighbours.
+"""Measures what models represent: filters, positions, the alignment of layers, tokens as colours, nearest neighbours.
 
-Shape legend: B images of a minibatch, T tokens, N patches, D width, k pictures, E elements of a representation.
+Figure 7 left and centre and Figure 9 of the paper are of the first two.
+
+Shape legend: F filters, h w C their height, width and channels, B images of a minibatch, T tokens, N patches, D width,
+k pictures, K components, E elements of a representation.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,10 +13,46 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitscale.evaluation.inspection.embedding import principal_components
-
+SHOWN_COMPONENTS = 28
+"""The number of components shown, as in Figure 7."""
 SMALLEST_BATCH = 4
 """The number of images that the unbiased estimator needs."""
+
+
+class Components(NamedTuple):
+    """Principal components of filters, (K, h, w, C), and the share of the variance along each, (K,)."""
+
+    filters: Tensor
+    shares: Tensor
+
+
+def principal_components(rows: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Principal components of vectors (R, E): (K, E) of norm 1, their shares of the variance (K,), and the mean (E,).
+
+    Signs are chosen so that each component's element of largest magnitude is positive. K is at most `count`, R and E.
+    Computed in fp64.
+    """
+    rows = rows.double()
+    mean = rows.mean(dim=0)
+    _, values, components = torch.linalg.svd(rows - mean, full_matrices=False)
+    variances = values.square()
+    components, shares = components[:count], (variances / variances.sum().clamp_min(1e-300))[:count]
+    largest = components.gather(1, components.abs().argmax(dim=1, keepdim=True))
+    return components * largest.sign(), shares, mean
+
+
+def filter_components(filters: Tensor) -> Components:
+    """The first 28 principal components of filters (F, h, w, C), or as many as there are."""
+    flat = filters.detach().float().cpu().flatten(1)
+    count = min(SHOWN_COMPONENTS, len(flat) - 1, flat.shape[1])
+    components, shares, _ = principal_components(flat, count)
+    return Components(components.view(-1, *filters.shape[1:]), shares)
+
+
+def similarity(positions: Tensor) -> Tensor:
+    """Cosines between all position embeddings (N, D): (N, N)."""
+    unit = F.normalize(positions.detach().double().cpu(), dim=-1)
+    return unit @ unit.T
 
 
 def gram(representation: Tensor) -> Tensor:
@@ -38,8 +77,7 @@ def independence(one: Tensor, other: Tensor) -> float:
 def alignment(one: Sequence[Sequence[Tensor]], other: Sequence[Sequence[Tensor]]) -> Tensor:
     """Linear centred kernel alignment between layers, 1 if they are alike: (layers of one, layers of other).
 
-    Args:
-        one, other: for each layer the Gram matrices of the minibatches; both must be of the same images.
+    Given are, for each layer, the Gram matrices of the minibatches; both must be of the same images.
     """
 
     def mean(these: Sequence[Tensor], those: Sequence[Tensor]) -> float:
@@ -67,12 +105,9 @@ def colours(tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Neighbours(NamedTuple):
-    """The pictures of a dataset that are most similar to k given ones, the most similar first.
+    """The M pictures of a dataset that are most similar to k given ones, the most similar first.
 
-    Attributes:
-        images: the neighbours, uint8 (k, M, S, S, 3).
-        uids: their uids, (k, M).
-        cosines: cosine similarities of the representations, (k, M).
+    `images` are uint8 (k, M, S, S, 3), `uids` (k, M), and `cosines` of the representations (k, M).
     """
 
     images: Tensor

@@ -1,40 +1,58 @@
-"""A logistic probe: multinomial regression with an L2 penalty whose strength is chosen on part of the training samples.
+"""Classifiers on a frozen representation: nearest neighbours, as DINO measures (Caron et al. 2021), and logistic.
 
-Shape legend: N samples, D width, K classes.
+All take the training samples' features and classes, the test samples', and the number of classes.
+
+Shape legend: N training samples, M test samples, D width, K classes. Features are (N, D) and (M, D), classes in [0, K)
+int64 (N,) and (M,).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+NEIGHBOURS = (10, 20, 100, 200)
+TEMPERATURE = 0.07
 STRENGTHS = tuple(10.0**exponent for exponent in np.linspace(-6, 5, 45))
-"""C, the inverse of the penalty: the values among which DINOv2 chooses."""
-
+"""C, the inverse of the L2 penalty of logistic regression: the values among which DINOv2 chooses."""
 DEVELOPMENT = 0.1
 """The share of the training samples on which C is chosen."""
 
+_CHUNK = 1024
 _STD_FLOOR = 1e-5
 
 
-@dataclass(frozen=True)
-class Probe:
-    """The result of a logistic probe.
+def neighbour_accuracies(
+    train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor, num_classes: int
+) -> dict[int, float]:
+    """k -> test accuracy (a fraction) with k neighbours; numbers larger than N are left out.
 
-    Attributes:
-        strength: the chosen C.
-        accuracy: the accuracy on the test samples, a fraction.
+    The k training samples with the highest cosine similarity vote for their classes with exp(similarity / 0.07).
     """
+    counts = [k for k in NEIGHBOURS if k <= len(train_x)]
+    if not counts:
+        return {}
+    known, right = F.normalize(train_x.float(), dim=1), dict.fromkeys(counts, 0)
+    for rows, labels in zip(test_x.split(_CHUNK), test_y.split(_CHUNK), strict=True):
+        similarity, nearest = (F.normalize(rows.float(), dim=1) @ known.T).topk(counts[-1], dim=1)
+        weights, voted = (similarity / TEMPERATURE).double().exp(), train_y[nearest]
+        for k in counts:
+            votes = weights.new_zeros(len(rows), num_classes).scatter_add_(1, voted[:, :k], weights[:, :k])
+            right[k] += int((votes.argmax(dim=1) == labels).sum())
+    return {k: count / len(test_x) for k, count in right.items()}
+
+
+class Probe(NamedTuple):
+    """The result of a logistic probe: the chosen C, and the accuracy on the test samples (a fraction)."""
 
     strength: float
     accuracy: float
 
 
-@dataclass(frozen=True)
-class Solution:
+class Solution(NamedTuple):
     """Weights (K, D) and biases (K,) for whitened features, in float64."""
 
     weight: Tensor
@@ -58,10 +76,6 @@ def logistic_probe(
 
     Features are whitened by the mean and standard deviation of the samples that are fitted. Between equal accuracies
     the smaller C wins.
-
-    Args:
-        train_x, test_x: features, (N, D).
-        train_y, test_y: classes in [0, num_classes), int64 (N,).
     """
     fit_x, held_x = whitened(train_x[~development], train_x[development])
     fit_y, held_y = train_y[~development], train_y[development]
@@ -83,24 +97,15 @@ def whitened(train_x: Tensor, other_x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def solve(
-    x: Tensor,
-    y: Tensor,
-    num_classes: int,
-    strength: float,
-    start: Solution | None = None,
-    *,
-    tolerance: float = 1e-6,
-    most_steps: int = 1000,
+    x: Tensor, y: Tensor, num_classes: int, strength: float, start: Solution | None = None, *, tolerance: float = 1e-6
 ) -> Solution:
     """Minimise C * sum of cross-entropies + |weights|^2 / 2 by L-BFGS; biases are not penalised.
 
     Args:
         x, y: whitened features, float64 (N, D), and classes, int64 (N,).
-        num_classes: K.
         strength: C.
         start: the initial values; zero by default.
         tolerance: ends once no element of the gradient of the loss divided by C * N is larger.
-        most_steps: the largest number of iterations.
     """
     weight = x.new_zeros(num_classes, x.shape[1]) if start is None else start.weight.clone()
     bias = x.new_zeros(num_classes) if start is None else start.bias.clone()
@@ -108,7 +113,7 @@ def solve(
     bias.requires_grad_()
     optimizer = torch.optim.LBFGS(
         [weight, bias],
-        max_iter=most_steps,
+        max_iter=1000,
         tolerance_grad=tolerance,
         tolerance_change=0.0,
         history_size=20,
