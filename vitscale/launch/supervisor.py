@@ -11,7 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
 from vitscale.ground.machine import STOPPED, out_of_memory_kills
@@ -44,10 +44,42 @@ def say(message: str) -> None:
         os.write(2, f"launch: {printable(without_secrets(message))}\n".encode())
 
 
-class Supervisor:
+class SignalWatch:
+    """Notes SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this process. A context manager, for the main thread."""
+
+    def __init__(self) -> None:
+        self.told: signal.Signals | None = None
+        """The first signal that this process got."""
+        self.at_once = False
+        """Whether it got a second one."""
+        self._told_at = 0.0
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in PASSED_ON:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored on purpose, as by nohup
+                self._handlers[number] = signal.signal(number, self._take_note)
+        self._handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else exit codes may be lost
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _take_note(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler. It only takes note, because what it interrupts may be printing, or starting a rank."""
+        del frame
+        now = time.monotonic()
+        if self.told is None:
+            self.told, self._told_at = signal.Signals(number), now
+        elif now - self._told_at >= _SAME_REQUEST_SECONDS:
+            self.at_once = True
+
+
+class Supervisor(SignalWatch):
     """The ranks of one launch, attempt after attempt. A context manager, for the main thread.
 
-    Inside, SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this process go to all ranks; a second one ends all of them.
+    Inside, signals to this process go to all ranks; a second one ends all of them.
 
     Args:
         grace_s: seconds that other ranks have to end by themselves when one has failed.
@@ -56,10 +88,7 @@ class Supervisor:
     """
 
     def __init__(self, *, grace_s: float = 20.0, silence_s: float = 60.0) -> None:
-        self.told: signal.Signals | None = None
-        """The first signal that this process got."""
-        self.at_once = False
-        """Whether it got a second one."""
+        super().__init__()
         self.unkillable = False
         """Whether a rank of the last attempt is still alive, despite SIGKILL."""
         self.highest_step = 0
@@ -70,24 +99,11 @@ class Supervisor:
         """
         self._grace, self._silence = grace_s, silence_s
         self._elsewhere = ""
-        self._told_at = 0.0
         self._ranks: list[RankProcess] = []
         self._ends: list[End] = []
         self._hung: dict[int, str] = {}
         self._killed = False
         self._memory_kills: int | None = None
-        self._handlers: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        for number in PASSED_ON:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored on purpose, as by nohup
-                self._handlers[number] = signal.signal(number, self._take_note)
-        self._handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else exit codes may be lost
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
 
     def run(self, ranks: Sequence[RankCommand]) -> list[End]:
         """Start these ranks and wait until all have ended. Returns their ends, in the order in which they came.
@@ -131,9 +147,7 @@ class Supervisor:
                     rank.forgive_silence()
             looked_at = now
             if told is not self.told and self.told is not None:
-                told = (
-                    self.told
-                )  # passed on here, not in the handler, which another thread may let run between two starts
+                told = self.told  # passed on here: another thread may let the handler run between two starts
                 for rank in self._running():
                     rank.signal(PASSED_ON[told])
                 say(f"{told.name}: passed on to all ranks; they save and end. A second signal ends them at once")
@@ -237,15 +251,6 @@ class Supervisor:
         for rank in self._running():
             self.unkillable = True
             say(f"rank {rank.rank} (pid {rank.pid}) does not die of SIGKILL (its process: {rank.state()})")
-
-    def _take_note(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler. It only takes note, because what it interrupts may be printing, or starting a rank."""
-        del frame
-        now = time.monotonic()
-        if self.told is None:
-            self.told, self._told_at = signal.Signals(number), now
-        elif now - self._told_at >= _SAME_REQUEST_SECONDS:
-            self.at_once = True
 
     # ---- When this process is killed ---------------------------------------------------------------------------------
 
