@@ -77,10 +77,7 @@ def read_environment() -> RankEnvironment:
 def find_place(nodes: int | None, node_rank: int | None, master: str | None, *, wait_s: float) -> ThisNode | None:
     """This launch's place among those of other nodes: as given, else as Slurm has it; None for one node.
 
-    Args:
-        master: HOST or HOST:PORT of node 0.
-
-    Raises `RecipeError` if something is missing or impossible.
+    `master` is HOST or HOST:PORT of node 0. Raises `RecipeError` if something is missing or impossible.
     """
     in_a_step = _is_in_a_step()
     if nodes is None and node_rank is None and master is None and not in_a_step:

@@ -31,14 +31,10 @@ _MOST_AT_ONCE = 1024  # that are accepted before any is read
 
 
 class FirstNode:
-    """Node 0, to which the other nodes connect.
+    """Node 0, to which the other nodes connect. All nodes share the run directory.
 
-    Args:
-        global_batch: what the number of ranks has to divide; None for any number of ranks.
-        run_dir: the run's directory, which all nodes share.
-        silence_s: a node that has not been heard from for so many seconds counts as lost.
-
-    Raises `PeerLostError` if the place's name stays unknown, `RecipeError` if its port or the secret cannot be had.
+    A node that has not been heard from for `silence_s` seconds counts as lost. Raises `PeerLostError` if the place's
+    name stays unknown, `RecipeError` if its port or the secret cannot be had.
     """
 
     def __init__(

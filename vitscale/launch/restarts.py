@@ -30,7 +30,6 @@ class Launch:
     Args:
         run_dir: the run's directory; DONE in it marks the run as finished.
         prepare: the number of an attempt, from 0 -> its ranks. Raises `VitscaleError` if there is nothing to start.
-        supervisor: starts and watches the ranks.
         nodes: the other nodes of this launch, which do the same at the same time.
         max_restarts: how often in a row to restart without a new checkpoint in between.
         stops_early: whether the ranks are to end with 0 before the run is done.
@@ -182,9 +181,9 @@ class Launch:
 
 
 def _early_failure(accounts: Sequence[Account]) -> tuple[int, str] | None:
-    """How an attempt failed before any heartbeat: exit code and message; None for what may be otherwise next time.
+    """How an attempt failed before any heartbeat: exit code and message.
 
-    That is a kill for memory, a lost rank, or storage that does not answer.
+    None for what may be otherwise next time: a kill for memory, a lost rank, storage that does not answer.
     """
     culprit = cause([account.culprit for account in accounts if account.culprit])
     if culprit is None or culprit.step is not None or culprit.is_consequence or culprit.returncode == -signal.SIGKILL:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Self
 
-from vitscale.ground.machine import STOPPED, out_of_memory_kills
+from vitscale.ground.machine import STOPPED, out_of_memory_kills, process_state
 from vitscale.ground.safe_text import printable, without_secrets
 from vitscale.ground.wording import counted
 from vitscale.launch.ends import FINAL, End
@@ -137,9 +137,7 @@ class Supervisor(SignalWatch):
     # ---- Watching ----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        deadline = math.inf
-        told = None
-        looked_at = time.monotonic()
+        deadline, told, looked_at = math.inf, None, time.monotonic()
         while self._look():
             now = time.monotonic()
             if now - looked_at > _WAS_AWAY_SECONDS:  # this process was stopped itself, the ranks perhaps with it
@@ -154,7 +152,10 @@ class Supervisor(SignalWatch):
             if self.at_once:
                 say("a second signal: ending all ranks at once")
                 return self._kill()
-            if self._note_silent_ranks():
+            for rank in self._running():
+                if rank.seconds_silent() > self._silence:
+                    self._note_left(rank)
+            if self._hung:
                 return self._kill_with_stacks()
             if self._ends or self._elsewhere:
                 has_failed = bool(self._elsewhere) or any(end.is_bad for end in self._ends)
@@ -171,7 +172,8 @@ class Supervisor(SignalWatch):
             self.highest_step = max(self.highest_step, rank.highest_step)
         if os.getpid() == 1:
             self._reap_orphans()
-        elsewhere = self.exchange(self._trouble())
+        hung = next((f"rank {rank} {how}" for rank, how in self._hung.items()), "")
+        elsewhere = self.exchange(next((end.describe() for end in self._ends if end.is_bad), hung))
         if elsewhere and not self._elsewhere and self._running():
             say(f"{elsewhere}; the ranks here have {self._grace:.0f} s to end by themselves")
         self._elsewhere = self._elsewhere or elsewhere
@@ -183,10 +185,6 @@ class Supervisor(SignalWatch):
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
                 os.waitpid(ended.si_pid, 0)
-
-    def _trouble(self) -> str:
-        hung = next((f"rank {rank} {how}" for rank, how in self._hung.items()), "")
-        return next((end.describe() for end in self._ends if end.is_bad), hung)
 
     def _running(self) -> list[RankProcess]:
         return [rank for rank in self._ranks if rank.returncode is None]
@@ -210,15 +208,9 @@ class Supervisor(SignalWatch):
             hint = _out_of_memory_hint(self._memory_kills) if rank.returncode == -signal.SIGKILL else ""
             say(f"{end.describe()}, on {socket.gethostname()}{hint}")
 
-    def _note_silent_ranks(self) -> bool:
-        for rank in self._running():
-            if rank.seconds_silent() > self._silence:
-                self._note_left(rank)
-        return bool(self._hung)
-
     def _note_left(self, rank: RankProcess) -> None:
         """Say what is known about a rank that has to be killed."""
-        silent, state = rank.seconds_silent(), rank.state()
+        silent, state = rank.seconds_silent(), process_state(rank.pid)
         is_silent = silent > min(_SUSPICIOUS_SECONDS, self._silence)
         what = f"gave no sign of life for {silent:.0f} s" if is_silent else "did not end by itself"
         how = f"{what} (its process: {state})"
@@ -236,21 +228,22 @@ class Supervisor(SignalWatch):
                 self._note_left(rank)
             rank.signal(signal.SIGUSR2)
             rank.signal(signal.SIGCONT)
-        until = time.monotonic() + _STACKS_SECONDS
-        while self._look() and time.monotonic() < until:
-            time.sleep(_LOOK_EVERY_SECONDS)
+        self._look_for(_STACKS_SECONDS)
         self._kill()
 
     def _kill(self) -> None:
         self._killed = True
         for rank in self._running():
             rank.kill()
-        until = time.monotonic() + _DYING_SECONDS
-        while self._look() and time.monotonic() < until:
-            time.sleep(_LOOK_EVERY_SECONDS)
+        self._look_for(_DYING_SECONDS)
         for rank in self._running():
             self.unkillable = True
-            say(f"rank {rank.rank} (pid {rank.pid}) does not die of SIGKILL (its process: {rank.state()})")
+            say(f"rank {rank.rank} (pid {rank.pid}) does not die of SIGKILL (its process: {process_state(rank.pid)})")
+
+    def _look_for(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while self._look() and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY_SECONDS)
 
     # ---- When this process is killed ---------------------------------------------------------------------------------
 

@@ -23,11 +23,7 @@ class Journal:
     """Writes launch.jsonl: lines with time (UTC), event, host and attempt (from 1), and the event's own fields.
 
     Lines wait until a rank has made the folder, or until a restart, so a launch that is refused before anything began
-    leaves no file. A folder that cannot be written is reported once, and only the lines are lost.
-
-    Args:
-        path: the path of launch.jsonl.
-        say: prints a line for people.
+    leaves no file. A folder that cannot be written is reported once, by `say`, and only the lines are lost.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:

@@ -78,9 +78,7 @@ def launch_command(
 ) -> list[str]:
     """The `vitscale launch` to run on a node; without a master, srun tells each node its number.
 
-    Args:
-        node_rank: this node's number, or a placeholder that the cluster replaces by it.
-        ranks: the number of ranks of this node, in place of the job's.
+    `node_rank` may be a placeholder that the cluster replaces; `ranks` are this node's, in place of the job's.
     """
     what, wait = job.what, f"{job.wait_for_nodes_minutes:g}"
     meeting = {"--nodes": nodes, "--node-rank": node_rank, "--master": master, "--wait-for-nodes": wait}

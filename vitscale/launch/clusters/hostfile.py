@@ -165,10 +165,11 @@ class _Front:
 
     def command(self, node: int) -> list[str]:
         """`vitscale launch` for one of the hosts."""
-        program, nodes = [sys.executable, "-P", "-m", "vitscale"], len(self.hosts)
-        address, port = split_address(self._job.master or self.hosts[0].name)
-        master = "" if nodes == 1 else f"{address}:{port}"
-        ranks = self.hosts[node].slots
+        program, ranks = [sys.executable, "-P", "-m", "vitscale"], self.hosts[node].slots
+        nodes, master = len(self.hosts), ""
+        if nodes > 1:
+            address, port = split_address(self._job.master or self.hosts[0].name)
+            master = f"{address}:{port}"
         return launch_command(self._job, program, nodes=nodes, node_rank=str(node), master=master, ranks=ranks)
 
     # ---- The run -----------------------------------------------------------------------------------------------------

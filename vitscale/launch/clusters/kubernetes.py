@@ -76,10 +76,7 @@ def render(job: Job) -> str:
 
 
 def submit(job: Job) -> int:
-    """Submit the objects, and return without waiting for the job.
-
-    Raises `RecipeError` if kubectl is missing or refuses, and if the same job is there already.
-    """
+    """Submit the objects and return. Raises `RecipeError` if kubectl does not take them or the same job is there."""
     objects = _objects(job)
     try:
         answer = subprocess.run(["kubectl", "apply", "-f", "-"], input=_yaml(objects), capture_output=True, text=True)
@@ -159,16 +156,16 @@ def _objects(job: Job) -> list[Object]:
     """The objects in the order in which they are needed; the job itself is the last one."""
     options = _checked_options(job)
     name, nodes = options.name or _name_of(job), job.nodes or 1
-    found = [
+    objects = [
         *([_recipe_file(job, name)] if _is_own_recipe(job) else []),
         _network_policy(name),
         *([_service(name)] if nodes > 1 else []),
         _indexed_job(job, options, name, nodes),
     ]
     if options.namespace is not None:
-        for one in found:
-            one["metadata"]["namespace"] = options.namespace
-    return found
+        for each in objects:
+            each["metadata"]["namespace"] = options.namespace
+    return objects
 
 
 def _network_policy(name: str) -> Object:

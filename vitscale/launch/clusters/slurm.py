@@ -124,13 +124,9 @@ def render(job: Job) -> str:
 def render_array(jobs: Sequence[Job], name: str, folder: Path, log: str, at_once: int | None = None) -> str:
     """The batch script of a job array, whose n-th task is the n-th of these launches, each on one node.
 
-    Args:
-        name: the array's name.
-        folder: the folder for the output of the scripts; must exist when they start.
-        log: the file in each run directory that takes the output of its launch.
-        at_once: how many may run at a time; None for no limit.
-
-    The options are those of the first job. Raises `RecipeError` for impossible ones.
+    The output of the scripts goes to `folder`, which must exist when they start, that of each launch to the file `log`
+    in its run directory. At most `at_once` run at a time. The options are those of the first job. Raises `RecipeError`
+    for impossible ones.
     """
     own, of_sbatch = _read_options(jobs[0])
     if own.tasks != "node":

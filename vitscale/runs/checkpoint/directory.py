@@ -72,13 +72,10 @@ class LocalFiles:
 
 
 class LocalDirectory:
-    """A folder of checkpoints.
+    """A folder of checkpoints; `root` is its path, or URL.
 
     A checkpoint is built under a hidden name and renamed when it is complete, so that a final name always means a
     complete checkpoint. `index.json` verifies it again, also for file systems on which a rename is not atomic.
-
-    Attributes:
-        root: the directory's path or URL.
     """
 
     def __init__(self, root: Path) -> None:
@@ -205,11 +202,8 @@ class RemoteDirectory:
     """Checkpoints below a URL, where nothing can be renamed.
 
     Files are written under their final names; `index.json`, which makes them a checkpoint, is written last and removed
-    first. Ranks write their files to this machine before they upload them, and read them from copies on this machine.
-
-    Args:
-        root: the URL.
-        cache: a folder on this machine; its subfolder `vitscale-checkpoints` is used.
+    first. Ranks write their files to this machine before they upload them, and read them from copies on this machine,
+    in `vitscale-checkpoints` below the folder `cache`.
     """
 
     def __init__(self, root: str, cache: Path) -> None:

@@ -125,10 +125,7 @@ class CheckpointReader:
         return torch.from_numpy(result)
 
     def parameter(self, name: str, kind: str = MASTER) -> Tensor:
-        """One whole parameter, or its state of another kind, in its own shape: fp32, on the CPU.
-
-        Raises `CheckpointError` if the checkpoint does not have it.
-        """
+        """A whole parameter, or its state of another kind, in its shape: fp32, on the CPU. Raises `CheckpointError`."""
         if name not in self.index.shapes:
             raise CheckpointError(f"{self.folder}: no parameter {name!r} in it")
         shape = self.index.shape_of(kind, name)

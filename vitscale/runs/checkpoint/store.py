@@ -33,14 +33,10 @@ class CheckpointStore:
 
     Args:
         directory: the directory of the checkpoints; a path means a folder that all ranks share.
-        rank: this process's rank.
         gather: gathers over all ranks, 0, 1, ...; by default for a single process.
         share: broadcasts over the same ranks. By default it is a `gather`, in which every rank sends every other one as
             many bytes as the longest object has: for an index, which grows with the number of ranks, that is too much
             with a thousand ranks.
-
-    Attributes:
-        root: the directory's path or URL.
     """
 
     def __init__(
@@ -138,10 +134,7 @@ class CheckpointStore:
         self._on_first_rank(f"the index of step {step} cannot be amended", write)
 
     def retain(self, keep: int, best: int | None, keep_every: int | None = None, tail: int | None = None) -> None:
-        """Delete all checkpoints but the newest `keep`, `best`, `tail`, and those at multiples of `keep_every`.
-
-        Raises as `save` does.
-        """
+        """Delete all but the newest `keep`, `best`, `tail` and multiples of `keep_every`. Raises as `save` does."""
 
         def delete() -> None:
             for step in self.directory.steps()[:-keep]:
