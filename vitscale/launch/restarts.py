@@ -105,8 +105,8 @@ class Launch:
         except OSError as error:
             raise PeerLostError(f"a rank cannot be started: {error}") from None
         for end in ends:
-            fields = {"step": end.step, "rank": end.rank, "pid": end.pid, "returncode": end.returncode}
-            fields |= {"what": end.describe()} | ({"why": end.why} if end.why else {})
+            fields: dict[str, object] = {"step": end.step, "rank": end.rank, "pid": end.pid}
+            fields |= {"returncode": end.returncode, "what": end.describe()} | ({"why": end.why} if end.why else {})
             self._journal.write("rank ended", world_size=world_size, **fields)
         decision = self._nodes.conclude(self._account(ends), self._decide)
         culprit = cause(ends) or min(ends, key=lambda end: end.rank, default=None)
