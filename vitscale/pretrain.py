@@ -31,9 +31,8 @@ from vitscale.ground.heartbeat import HEARTBEAT_VARIABLE, tell_launch_why  # noq
 from vitscale.ground.interruption import Interruption  # noqa: E402
 from vitscale.ground.machine import divide_memory_finely, share_cores  # noqa: E402
 from vitscale.ground.safe_text import indented, protect_output  # noqa: E402
-from vitscale.launch import read_environment  # noqa: E402
-from vitscale.recipe import Recipe, load_recipe, override, refuse_secrets, smoke_form  # noqa: E402
-from vitscale.runs.names import default_run_dir  # noqa: E402
+from vitscale.launch import Pretraining, read_environment  # noqa: E402
+from vitscale.recipe import Recipe, override, smoke_form  # noqa: E402
 
 if TYPE_CHECKING:
     from vitscale.training.beginning.run_plan import RunPlan
@@ -113,10 +112,8 @@ def pretrain(options: argparse.Namespace) -> None:
         answers=rank == 0 and HEARTBEAT_VARIABLE not in os.environ,  # `vitscale launch` answers itself
     ) as interruption:
         try:
-            recipe: Recipe = refuse_secrets(
-                load_recipe(options.recipe, [] if options.smoke else options.settings), options.recipe
-            )
-            run_dir: Path = options.run_dir or default_run_dir(options.recipe, smoke=options.smoke)
+            what = Pretraining(options.recipe, options.settings, options.run_dir, smoke=options.smoke)
+            recipe, run_dir = what.load(), what.directory
             if options.stop_at is not None and options.stop_at < 1:
                 raise RecipeError(f"--stop-at {options.stop_at}: expected a step from 1")
             if options.time_limit is not None and not options.time_limit > 0:

@@ -10,7 +10,7 @@ import pytest
 from watched_runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, bare, deepspeed, launch
 
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RECIPE, EXIT_RETRY
-from vitscale.runs.restarts import restart_times
+from vitscale.runs.run import restart_times
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from launch.small_ranks import wait_until
 from vitscale.ground.errors import PeerLostError, RecipeError
 from vitscale.ground.machine import free_port
 from vitscale.launch import FirstNode, Launch, OtherNode, Supervisor, ThisNode
-from vitscale.launch.secret import read_secret, remove_secret, write_secret
+from vitscale.launch.connections import read_secret, remove_secret, write_secret
 
 SECRET = ".launch-secret"
 

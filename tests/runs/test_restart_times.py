@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from vitscale.cli.main import app
 from vitscale.ground.errors import RecipeError
-from vitscale.runs.restarts import restart_times
+from vitscale.runs.run import restart_times
 
 # (seconds, restart or step); a step is told when it has ended, and takes 2 s.
 HISTORY = [(10, 1), (12, 2), (20, None), (45, 3), (47, 4), (60, None), (61, None), (99, 5), (101, 6), (200, None)]

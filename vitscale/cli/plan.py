@@ -15,7 +15,7 @@ from vitscale.ground.errors import RecipeError
 from vitscale.ground.table import Column, Console, ResultTable, Row, hanging, number, percent, render, short
 from vitscale.ground.wording import counted
 from vitscale.recipe import load_recipe
-from vitscale.runs.restarts import restart_times
+from vitscale.runs.run import restart_times
 
 if TYPE_CHECKING:
     from vitscale.about.planning.cluster import Cluster

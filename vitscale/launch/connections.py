@@ -1,8 +1,10 @@
 """TCP connections between the launches of several nodes, with messages as lines of JSON, and node 0's listener.
 
-Each end begins with a random number. From both and the launch's secret follows a key of this connection alone, by which
-every later line begins with an HMAC of its direction, number and content: nothing of a stranger, of another connection
-or out of place is read. Nothing is encrypted.
+Node 0 writes a secret for each launch into the run directory, which the nodes share: a file that other users cannot
+read. Whoever has it can start ranks on all nodes, and end the run. Each end of a connection begins with a random
+number. From both and the secret follows a key of this connection alone, by which every later line begins with an HMAC
+of its direction, number and content: nothing of a stranger, of another connection or out of place is read. Nothing is
+encrypted.
 """
 
 import contextlib
@@ -12,20 +14,25 @@ import json
 import os
 import resource
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from vitscale.ground.errors import PeerLostError, RecipeError
+from vitscale.ground.files.durable import durable_file, make_folder
 from vitscale.ground.safe_text import printable
 from vitscale.ground.wording import describe_mistake
 from vitscale.launch.nodes import FromFirst, ThisNode, ToFirst
-from vitscale.launch.secret import SECRET_BYTES
 from vitscale.launch.supervisor import Supervisor, say
+from vitscale.runs.names import SECRET_FILE
 
+SECRET_BYTES = 32
 LOOK_EVERY_SECONDS = 0.05
 SILENCE_SECONDS = 30.0
 RECONNECT_SECONDS = 0.5
@@ -34,6 +41,49 @@ _FAREWELL_SECONDS = 5.0
 _MOST_BYTES = 1 << 12, 1 << 20  # of a line: of strangers, and of nodes
 _MOST_WAITING = 4096  # connections not accepted yet: Python's 128 is fewer than the nodes of a large run
 _OTHER_FILES = 256  # for the ranks' output, and for connections that have not said hello yet
+
+
+# ---- The secret ------------------------------------------------------------------------------------------------------
+
+
+def write_secret(run_dir: Path, secret: bytes) -> None:
+    """Write the secret for the other nodes. Raises `RecipeError` if it cannot be, or others could read it."""
+    try:
+        make_folder(run_dir)
+        with durable_file(run_dir / SECRET_FILE, mode=0o600) as file:
+            file.write(secret)
+        read_secret(run_dir)
+    except OSError as error:
+        raise RecipeError(
+            f"{run_dir}: {error.strerror or error}. The nodes of a launch know each other by a file there: choose a "
+            f"--run-dir that all of them can write to, on a file system with owners and permissions"
+        ) from None
+
+
+def read_secret(run_dir: Path) -> bytes:
+    """The secret that node 0 has written. Raises OSError, in words, also if others could have written or read it."""
+    path = run_dir / SECRET_FILE
+    try:
+        with tempfile.TemporaryFile(dir=run_dir) as ours:  # where a server takes root for nobody, files are nobody's
+            owner = os.fstat(ours.fileno()).st_uid
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            found, secret = os.fstat(file.fileno()), os.read(file.fileno(), SECRET_BYTES + 1)
+    except OSError as error:
+        raise OSError(f"{path}: {error.strerror}") from None
+    about = f"{len(secret)} bytes, {stat.filemode(found.st_mode)}, uid {found.st_uid}"
+    if about != (expected := f"{SECRET_BYTES} bytes, -rw-------, uid {owner}"):
+        raise OSError(f"{path}: {about}; node 0 writes {expected}")
+    return secret
+
+
+def remove_secret(run_dir: Path, secret: bytes) -> None:
+    """Remove the secret, unless another launch has written its own since."""
+    with contextlib.suppress(OSError):
+        if read_secret(run_dir) == secret:
+            (run_dir / SECRET_FILE).unlink()
+
+
+# ---- Connections -----------------------------------------------------------------------------------------------------
 
 
 class Connection:
@@ -157,21 +207,20 @@ def say_farewell(connections: Sequence[Connection]) -> None:
         connection.close()
 
 
-class Address(NamedTuple):
-    family: int
-    place: Any  # what socket.bind takes
+# ---- Node 0's listener -----------------------------------------------------------------------------------------------
 
 
-def resolve(place: ThisNode, supervisor: Supervisor) -> Address | None:
+def resolve(place: ThisNode, supervisor: Supervisor) -> tuple[int, Any] | None:
     """Look up the place's address, trying again for `place.wait_s`: a new pod's name is not known at once.
 
-    Returns None once this launch is told to end. Raises `PeerLostError` if the name stays unknown.
+    Returns (family, what socket.bind takes), or None once this launch is told to end. Raises `PeerLostError` if the
+    name stays unknown.
     """
     began, has_told = time.monotonic(), False
     while not supervisor.told:
         try:
             family, _, _, _, address = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)[0]
-            return Address(family, address)
+            return family, address
         except OSError as error:
             what = f"--master {place.address}: {error.strerror or error}"
             waited = time.monotonic() - began
@@ -184,17 +233,17 @@ def resolve(place: ThisNode, supervisor: Supervisor) -> Address | None:
     return None
 
 
-def listen(place: ThisNode, own: Address | None) -> socket.socket:
+def listen(place: ThisNode, own: tuple[int, Any] | None) -> socket.socket:
     """A socket that listens at the address by which the others know this node, not at every address of this machine.
 
     It does listen at every address if that one is unknown (`own` is None), is a loopback address, which others cannot
     reach (/etc/hosts often has one for a machine's own name), or is not an address of this machine. Raises
     `RecipeError` if the port cannot be had.
     """
-    family = socket.AF_INET if own is None else own.family
+    family, where = own or (socket.AF_INET, None)
     everywhere = ("::" if family == socket.AF_INET6 else "0.0.0.0", place.port)
-    is_reached = own is not None and not (own.place[0].startswith("127.") or own.place[0] == "::1")
-    where = own.place if own is not None and is_reached else everywhere
+    if where is None or where[0].startswith("127.") or where[0] == "::1":
+        where = everywhere
     until = time.monotonic() + _FAREWELL_SECONDS  # an earlier launch may be about to end and free the port
     while True:
         listener = socket.socket(family, socket.SOCK_STREAM)

@@ -11,11 +11,8 @@ from vitscale.ground.errors import EXIT_DONE, DataError, NonFiniteError, PeerLos
 from vitscale.ground.safe_text import printable
 
 EXIT_BUG, EXIT_RECIPE, EXIT_DATA = 1, RecipeError.exit_code, DataError.exit_code
-EXIT_NON_FINITE, EXIT_RETRY, EXIT_PREEMPTED = (
-    NonFiniteError.exit_code,
-    PeerLostError.exit_code,
-    PreemptedError.exit_code,
-)
+EXIT_NON_FINITE, EXIT_RETRY = NonFiniteError.exit_code, PeerLostError.exit_code
+EXIT_PREEMPTED = PreemptedError.exit_code
 FINAL = (EXIT_RECIPE, EXIT_DATA, EXIT_NON_FINITE)
 """Exit codes of what repeating the command does not mend."""
 
@@ -37,23 +34,17 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 @dataclass(frozen=True)
 class End:
-    """The end of one rank.
-
-    `returncode` is negative for a signal; `step` and `where` come from the last heartbeat. `was_told`: the rank died of
-    the very signal that the supervisor passed on, as it does before there is anything to save. `was_killed`: the
-    supervisor killed it. `hung`: how the rank gave no sign of life before, in words, else empty. `why`:
-    the message of the error that it ended with, if it has told.
-    """
+    """The end of one rank; `step` and `where` come from its last heartbeat."""
 
     rank: Count
     pid: Count
-    returncode: Annotated[int, Field(ge=-64, le=255)]
+    returncode: Annotated[int, Field(ge=-64, le=255)]  # negative for a signal
     step: Count | None
     where: Words
-    was_told: bool = False
-    was_killed: bool = False
-    hung: Words = ""
-    why: Words = ""
+    was_told: bool = False  # it died of the signal that was passed on to it, as it does while there is nothing to save
+    was_killed: bool = False  # by the supervisor
+    hung: Words = ""  # how it gave no sign of life before
+    why: Words = ""  # the message of the error that it ended with, if it has told
 
     @property
     def is_done(self) -> bool:

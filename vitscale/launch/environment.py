@@ -17,12 +17,7 @@ from vitscale.ground.wording import counted
 from vitscale.launch.nodes import DEFAULT_PORT, ThisNode
 
 _TORCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_OPEN_MPI = (
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-)
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID")
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -82,10 +77,7 @@ def read_environment() -> RankEnvironment:
 def find_place(nodes: int | None, node_rank: int | None, master: str | None, *, wait_s: float) -> ThisNode | None:
     """This launch's place among those of other nodes: as given, else as Slurm has it; None for one node.
 
-    Args:
-        master: HOST or HOST:PORT of node 0.
-
-    Raises `RecipeError` if something is missing or impossible.
+    `master` is HOST or HOST:PORT of node 0. Raises `RecipeError` if something is missing or impossible.
     """
     in_a_step = _is_in_a_step()
     if nodes is None and node_rank is None and master is None and not in_a_step:
@@ -102,18 +94,17 @@ def find_place(nodes: int | None, node_rank: int | None, master: str | None, *, 
                 )
         node_rank = _number("SLURM_NODEID") if node_rank is None else node_rank
         if master is None and nodes > 1:
-            master = f"{first_host(_node_list())}:{_port_of_the_job(10000)}"
-    given = {"--nodes": nodes, "--node-rank": node_rank, "--master": master}
+            master = f"{_first_host()}:{_port_of_the_job(10000)}"
     if nodes == 1 and not node_rank:
         return None
-    missing = [name for name, value in given.items() if value is None]
-    if missing:
-        present = [name for name in given if name not in missing]
+    if nodes is None or node_rank is None or master is None:
+        options = {"--nodes": nodes, "--node-rank": node_rank, "--master": master}
+        present = [name for name, value in options.items() if value is not None]
+        missing = [name for name, value in options.items() if value is None]
         raise RecipeError(
             f"{', '.join(present)} without {', '.join(missing)}: every node's launch needs all of --nodes N, "
             f"--node-rank 0 to N-1 and --master HOST[:PORT]; only srun sets them by itself"
         )
-    assert nodes is not None and node_rank is not None and master is not None
     if node_rank >= nodes:
         raise RecipeError(f"--node-rank {node_rank}: expected 0 to {nodes - 1} for {counted(nodes, 'node')}")
     address, port = split_address(master)
@@ -134,7 +125,7 @@ def split_address(master: str) -> tuple[str, int]:
 # ---- MPI -------------------------------------------------------------------------------------------------------------
 
 
-def _of_mpi(names: tuple[str, str, str, str], advice: str) -> tuple[dict[str, str], str]:
+def _of_mpi(names: tuple[str, ...], advice: str) -> tuple[dict[str, str], str]:
     _require(names, "start with the mpirun or mpiexec of one MPI")
     rank, size, local_rank, local_size = (os.environ[name] for name in names)
     address = os.environ.get("MASTER_ADDR")
@@ -172,11 +163,6 @@ def expand_nodes(names: str) -> list[str]:
     return hosts
 
 
-def first_host(names: str) -> str:
-    """The first host of a list of nodes as Slurm writes it."""
-    return expand_nodes(names)[0]
-
-
 def _range(part: str, names: str) -> list[str]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
     if match is None or (match[2] and int(match[2]) < int(match[1])):
@@ -195,7 +181,7 @@ def _of_slurm() -> tuple[dict[str, str], str]:
     _require(_SLURM, "start with srun")
     rank, size, local_rank, node = (os.environ[name] for name in _SLURM)
     local_size = _tasks_on(int(node), int(size)) if node.isdecimal() and size.isdecimal() else size
-    address = os.environ.get("MASTER_ADDR") or first_host(_node_list())
+    address = os.environ.get("MASTER_ADDR") or _first_host()
     return _torch_values(rank, size, local_rank, str(local_size), str(_port_of_the_job(20000))), address
 
 
@@ -208,9 +194,8 @@ def _port_of_the_job(first: int) -> int:
 def _tasks_on(node: int, size: int) -> int:
     """The number of the step's tasks on its n-th node, from a variable such as "2(x3),1"."""
     for name in _TASK_COUNTS:
-        counts: list[int] = []
-        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get(name, "")):
-            counts += [int(count)] * int(times or 1)
+        listed = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get(name, ""))
+        counts = [int(count) for count, times in listed for _ in range(int(times or 1))]
         if node < len(counts) and sum(counts) == size:
             return counts[node]
     each = os.environ.get("SLURM_NTASKS_PER_NODE", "")
@@ -222,10 +207,10 @@ def _tasks_on(node: int, size: int) -> int:
     )
 
 
-def _node_list() -> str:
+def _first_host() -> str:
     for name in _NODE_LISTS:
         if os.environ.get(name):
-            return os.environ[name]
+            return expand_nodes(os.environ[name])[0]
     raise RecipeError(f"the launch environment is half set: SLURM_NODEID without {_NODE_LISTS[0]}; start with srun")
 
 

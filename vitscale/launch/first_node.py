@@ -11,16 +11,18 @@ from pathlib import Path
 from vitscale.ground.errors import PeerLostError
 from vitscale.launch.connections import (
     LOOK_EVERY_SECONDS,
+    SECRET_BYTES,
     SILENCE_SECONDS,
     Connection,
     allow_connections,
     listen,
+    remove_secret,
     resolve,
     say_farewell,
+    write_secret,
 )
 from vitscale.launch.ends import EXIT_RETRY
 from vitscale.launch.nodes import Account, Decision, Layout, NodeEndedError, ThisNode, ToFirst, another_port, fitting
-from vitscale.launch.secret import SECRET_BYTES, remove_secret, write_secret
 from vitscale.launch.supervisor import Supervisor, say
 
 _MOST_STRANGERS = 64  # connections that are yet to prove themselves, beside one for each node that is missing
@@ -29,16 +31,10 @@ _MOST_AT_ONCE = 1024  # that are accepted before any is read
 
 
 class FirstNode:
-    """Node 0, to which the other nodes connect.
+    """Node 0, to which the other nodes connect. All nodes share the run directory.
 
-    Args:
-        place: this node, and where it listens.
-        global_batch: the global batch, which the number of ranks has to divide; None for any number of ranks.
-        supervisor: this launch's supervisor, which knows whether the launch was told to end.
-        run_dir: the run's directory, which all nodes share.
-        silence_s: a node that has not been heard from for so many seconds counts as lost.
-
-    Raises `PeerLostError` if the place's name stays unknown, `RecipeError` if its port or the secret cannot be had.
+    A node that has not been heard from for `silence_s` seconds counts as lost. Raises `PeerLostError` if the place's
+    name stays unknown, `RecipeError` if its port or the secret cannot be had.
     """
 
     def __init__(
@@ -130,15 +126,14 @@ class FirstNode:
 
     def _tell_all(self, decision: Decision) -> None:
         for other in self._others.values():
-            other.decided(decision)
+            other.connection.send(decision=decision)
         if not decision.restarts:
             say_farewell([other.connection for other in self._others.values()])
             remove_secret(self._run_dir, self._secret)
 
     def _missing(self) -> list[int]:
-        return [
-            node for node in range(1, self._place.nodes) if node not in self._others or not self._others[node].is_ready
-        ]
+        ready = {node for node, other in self._others.items() if other.is_ready}
+        return [node for node in range(1, self._place.nodes) if node not in ready]
 
     def _poll(self) -> None:
         most = _MOST_STRANGERS + self._place.nodes - sum(not other.connection.lost for other in self._others.values())
@@ -204,9 +199,6 @@ class _Other:
     def begin(self, layout: Layout) -> None:
         self.is_ready, self._trouble, self._account = False, "", None
         self.connection.send(start=layout)
-
-    def decided(self, decision: Decision) -> None:
-        self.connection.send(decision=decision)
 
     def take(self, message: ToFirst) -> None:
         if message.ready is not None:

@@ -8,7 +8,7 @@ second.
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, Field
 
@@ -25,20 +25,13 @@ _Ranks = Annotated[int, Field(ge=1, le=1024)]  # of a node, as --ranks has it
 
 @dataclass(frozen=True)
 class ThisNode:
-    """This node's rank among the nodes of a launch, and where they meet.
-
-    Attributes:
-        node: this node's rank, from 0.
-        nodes: the number of nodes.
-        address, port: where node 0 listens.
-        wait_s: how long to wait for missing nodes, in seconds.
-    """
+    """This node among the `nodes` of a launch, counted from 0, and the address and port where node 0 listens."""
 
     node: int
     nodes: int
     address: str
     port: int = DEFAULT_PORT
-    wait_s: float = 600.0
+    wait_s: float = 600.0  # how long to wait for missing nodes
 
 
 class Layout(NamedTuple):
@@ -53,35 +46,23 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Account:
-    """How an attempt ended on one node.
+    """How an attempt ended on one node."""
 
-    Attributes:
-        culprit: the exit that caused this node's other failures, or None if no rank failed.
-        is_done: whether the run is finished.
-        all_ended_well: whether every rank exited with code 0.
-        told: the signal that this node's launch received, or "".
-        unkillable: whether a rank is still alive after it was killed.
-        lost: why this node's outcome is unknown, or "".
-    """
-
-    culprit: End | None = None
-    is_done: bool = False
-    all_ended_well: bool = False
-    told: Words = ""
-    unkillable: bool = False
-    lost: Words = ""
+    culprit: End | None = None  # the exit that caused this node's other failures; None if no rank failed
+    is_done: bool = False  # whether the run is finished
+    all_ended_well: bool = False  # whether every rank exited with code 0
+    told: Words = ""  # the signal that this node's launch received
+    unkillable: bool = False  # whether a rank is still alive after it was killed
+    lost: Words = ""  # why this node's outcome is unknown
 
 
 class Decision(NamedTuple):
-    """What all nodes do next: restart after a pause, or end with exit code `code`.
-
-    `in_a_row` counts restarts in a row without progress.
-    """
+    """What all nodes do next: restart after a pause, or end with exit code `code`."""
 
     code: Code
     why: Words
     restarts: bool
-    in_a_row: Count = 0
+    in_a_row: Count = 0  # restarts without progress
     pause_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 0.0
 
 
@@ -121,26 +102,6 @@ class NodeEndedError(VitscaleError):
         self.exit_code = code
 
 
-class Nodes(Protocol):
-    """The nodes of a launch, as one of them sees them."""
-
-    def meet(self, devices: int, is_asked_for: bool) -> Layout | None:
-        """Wait for all nodes, then assign the ranks: one per device, or as many as were asked for.
-
-        Returns None if this launch is told to end while it waits. Raises `PeerLostError` if a node does not come in
-        time, `RecipeError` if the nodes do not fit together, `NodeEndedError` if one has ended instead.
-        """
-
-    def exchange(self, trouble: str) -> str:
-        """Tell the other nodes what went wrong here ("" for nothing); return what went wrong elsewhere, or ""."""
-
-    def conclude(self, account: Account, decide: Callable[[Sequence[Account]], Decision]) -> Decision:
-        """Decide what to do next from the accounts of all nodes: node 0 decides, or this node if node 0 is lost."""
-
-    def leave(self, code: int, why: str) -> None:
-        """Tell the others that this launch ends with exit code `code`, so that they do not wait for it."""
-
-
 def fitting(devices: Sequence[int], global_batch: int | None) -> list[int]:
     """The number of ranks of each node: at most one per device, and in total a divisor of the global batch.
 
@@ -156,29 +117,33 @@ def fitting(devices: Sequence[int], global_batch: int | None) -> list[int]:
 
 
 class OneNode:
-    """A launch on a single node."""
+    """A launch on a single node. `FirstNode` and `OtherNode` have the same methods for one of several."""
 
     def __init__(self, global_batch: int | None) -> None:
         self._global_batch = global_batch
         self._port: socket.socket | None = None
 
     def meet(self, devices: int, is_asked_for: bool) -> Layout | None:
-        """Return at once: all ranks are here and meet at a free port of this machine."""
+        """Wait for all nodes, then assign the ranks: one per device, or as many as were asked for.
+
+        Returns None if this launch is told to end while it waits. Raises `PeerLostError` if a node does not come in
+        time, `RecipeError` if the nodes do not fit together, `NodeEndedError` if one has ended instead.
+        """
         [ranks] = [devices] if is_asked_for else fitting([devices], self._global_batch)
         self._port = another_port(self._port)
         return Layout(ranks, 0, ranks, "127.0.0.1", self._port.getsockname()[1])
 
     def exchange(self, trouble: str) -> str:
-        """Return "": there is no other node where anything could go wrong."""
+        """Tell the other nodes what went wrong here ("" for nothing); return what went wrong elsewhere, or ""."""
         del trouble
         return ""
 
     def conclude(self, account: Account, decide: Callable[[Sequence[Account]], Decision]) -> Decision:
-        """Decide from this node's account alone."""
+        """Decide what to do next from the accounts of all nodes: node 0 decides, or this node if node 0 is lost."""
         return decide([account])
 
     def leave(self, code: int, why: str) -> None:
-        """Do nothing: there is no other node to tell."""
+        """Tell the others that this launch ends with exit code `code`, so that they do not wait for it."""
 
 
 def another_port(before: socket.socket | None) -> socket.socket:

@@ -12,10 +12,10 @@ from vitscale.launch.connections import (
     RECONNECT_SECONDS,
     SILENCE_SECONDS,
     Connection,
+    read_secret,
     say_farewell,
 )
 from vitscale.launch.nodes import Account, Decision, FromFirst, Hello, Layout, NodeEndedError, ThisNode
-from vitscale.launch.secret import read_secret
 from vitscale.launch.supervisor import Supervisor, say
 
 _CONNECT_SECONDS = 3.0

@@ -3,7 +3,7 @@
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,12 +13,12 @@ from vitscale.ground.errors import PeerLostError, PreemptedError, RecipeError
 from vitscale.ground.machine import count_devices
 from vitscale.ground.wording import counted
 from vitscale.launch.first_node import FirstNode
-from vitscale.launch.nodes import Layout, Nodes, OneNode, ThisNode, fitting
+from vitscale.launch.nodes import Layout, OneNode, ThisNode, fitting
 from vitscale.launch.other_node import OtherNode
 from vitscale.launch.rank import RankCommand
-from vitscale.launch.restarts import Launch
+from vitscale.launch.restarts import Launch, Nodes
 from vitscale.launch.supervisor import Supervisor, say
-from vitscale.recipe import load_recipe, refuse_secrets
+from vitscale.recipe import Recipe, load_recipe, refuse_secrets
 from vitscale.runs.directory import in_use, is_held
 from vitscale.runs.names import RECIPE_FILE, default_run_dir
 
@@ -39,6 +39,21 @@ class Pretraining:
     stop_at: int | None = None
     smoke: bool = False
 
+    @property
+    def directory(self) -> Path:
+        """The run's directory. Raises `RecipeError` if it is the recipe's and there is no such recipe."""
+        return self.run_dir or default_run_dir(self.recipe, smoke=self.smoke)
+
+    def load(self) -> Recipe:
+        """The recipe; for a smoke form without the settings, which are that form's. Raises `RecipeError`."""
+        return refuse_secrets(load_recipe(self.recipe, [] if self.smoke else self.settings), self.recipe)
+
+    @property
+    def global_batch(self) -> int | None:
+        """The recipe's global batch; None for a smoke form, whose batch suits any rank count. Raises as `load`."""
+        recipe = self.load()
+        return None if self.smoke else recipe.batch.global_size
+
 
 def launch_pretraining(
     what: Pretraining,
@@ -52,16 +67,14 @@ def launch_pretraining(
     Raises `RecipeError` for mistakes that show before anything starts, `PreemptedError` if the time is up before a
     restart, `PeerLostError` if no device is left or a node does not come.
     """
-    global_batch, run_dir = _global_batch(what), what.run_dir or default_run_dir(what.recipe, smoke=what.smoke)
+    global_batch, run_dir = what.global_batch, what.directory
     if place is None or place.node == 0:
         _refuse_if_held(run_dir)
     with Supervisor() as supervisor:
-        nodes: Nodes
-        if place is None or place.nodes == 1:
-            nodes = OneNode(global_batch)
-        elif place.node == 0:
+        nodes: Nodes = OneNode(global_batch)
+        if place is not None and place.nodes > 1 and place.node == 0:
             nodes = FirstNode(place, global_batch, supervisor, run_dir)
-        else:
+        elif place is not None and place.nodes > 1:
             nodes = OtherNode(place, supervisor, run_dir)
         ranks = PretrainingRanks(what, count, nodes)
         stops_early = what.stop_at is not None
@@ -78,10 +91,14 @@ def _refuse_if_held(run_dir: Path) -> None:
         time.sleep(seconds)
 
 
-def _global_batch(what: Pretraining) -> int | None:
-    """The recipe's global batch; None for the smoke form, whose batch suits any rank count. Raises `RecipeError`."""
-    recipe = refuse_secrets(load_recipe(what.recipe, [] if what.smoke else what.settings), what.recipe)
-    return None if what.smoke else recipe.batch.global_size
+def option_words(options: Mapping[str, object]) -> list[str]:
+    """Options as words of a command line: one for each value of several, none for None and False."""
+    words = []
+    for name, values in options.items():
+        for value in values if isinstance(values, list | tuple) else (values,):
+            if value is not None and value is not False:
+                words += [name] if value is True else [name, str(value)]
+    return words
 
 
 class PretrainingRanks:
@@ -90,17 +107,16 @@ class PretrainingRanks:
     def __init__(
         self, what: Pretraining, count: Callable[[], int | None] = count_devices, nodes: Nodes | None = None
     ) -> None:
-        self.run_dir = what.run_dir or default_run_dir(what.recipe, smoke=what.smoke)
-        self._what, self._count, self._nodes = what, count, nodes or OneNode(_global_batch(what))
+        self.run_dir = what.directory
+        self._what, self._count, self._nodes = what, count, nodes or OneNode(what.global_batch)
         self._began = time.monotonic()
         self._held_a_run = (self.run_dir / RECIPE_FILE).exists()
         self._devices: int | None = None
 
     def __call__(self, attempt: int) -> list[RankCommand]:
         """The attempt's commands; none if told to end while waiting for other nodes. Raises as `launch_pretraining`."""
-        asked_for = self._what.ranks
-        devices = asked_for or max(1, self._count_devices())
-        layout = self._nodes.meet(devices, is_asked_for=asked_for is not None)
+        devices = self._what.ranks or max(1, self._count_devices())
+        layout = self._nodes.meet(devices, is_asked_for=self._what.ranks is not None)
         if layout is None:
             return []
         if layout.ranks < devices:
@@ -121,30 +137,32 @@ class PretrainingRanks:
             "MASTER_PORT": str(layout.port),
         }
         ranks = range(layout.first_rank, layout.first_rank + layout.ranks)
-        own = ({"RANK": str(rank), "LOCAL_RANK": str(local)} for local, rank in enumerate(ranks))
-        return [RankCommand(rank, command, shared | environment) for rank, environment in zip(ranks, own, strict=True)]
+        return [
+            RankCommand(rank, command, shared | {"RANK": str(rank), "LOCAL_RANK": str(local)})
+            for local, rank in enumerate(ranks)
+        ]
 
     def fitting_here(self) -> int:
         """The number of ranks of this node if it were the only one."""
-        return self._what.ranks or fitting([max(1, self._count_devices())], _global_batch(self._what))[0]
+        return self._what.ranks or fitting([max(1, self._count_devices())], self._what.global_batch)[0]
 
     def _arguments(self, attempt: int) -> list[str]:
-        what = self._what
-        # Only the first attempt may refuse a run that is there already; later ones continue the first one's.
-        resume = what.resume if attempt == 0 or self._held_a_run else "auto"
-        arguments = ["--recipe", what.recipe, "--run-dir", str(self.run_dir), "--resume", resume]
-        for setting in what.settings:
-            arguments += ["--set", setting]
-        if what.smoke:
-            arguments.append("--smoke")
-        if what.stop_at is not None:
-            arguments += ["--stop-at", str(what.stop_at)]
+        what, left = self._what, None
         if what.time_limit_minutes is not None:
             left = what.time_limit_minutes - (time.monotonic() - self._began) / 60
             if left <= 0:
                 raise PreemptedError(f"the time limit of {what.time_limit_minutes:g} minutes has been reached")
-            arguments += ["--time-limit", str(left)]
-        return arguments
+        options = {
+            "--recipe": what.recipe,
+            "--run-dir": self.run_dir,
+            # Only the first attempt may refuse a run that is there already; later ones continue the first one's.
+            "--resume": what.resume if attempt == 0 or self._held_a_run else "auto",
+            "--set": what.settings,
+            "--smoke": what.smoke,
+            "--stop-at": what.stop_at,
+            "--time-limit": left,
+        }
+        return option_words(options)
 
     def _count_devices(self) -> int:
         """The number of CUDA devices that this machine has now."""

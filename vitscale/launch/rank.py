@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vitscale.ground.heartbeat import HEARTBEAT_VARIABLE, Beat, why_of
-from vitscale.ground.machine import process_state
 
 _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl  # looked up here: the less is done between fork and exec the better
@@ -93,10 +92,6 @@ class RankProcess:
         """Count the silence from now on."""
         if self._heard_at is not None:
             self._heard_at = time.monotonic()
-
-    def state(self) -> str:
-        """The state of its process, in words."""
-        return process_state(self.pid)
 
     def where(self) -> str:
         """Where in training it is, in words, as far as the heartbeats tell."""

@@ -9,7 +9,6 @@ import os
 import select
 import signal
 import time
-from types import FrameType
 from typing import Any
 
 from vitscale.launch.ends import EXIT_RETRY
@@ -24,28 +23,26 @@ _LOOK_EVERY_SECONDS = 0.05
 
 def main() -> None:
     """Entry point: ends with the command's exit code, or with 75 if the command was killed."""
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _only_the_connection_ends_it)  # not ignored: the command would inherit that
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # not ignored: the command would inherit that
+        signal.signal(number, lambda *_: None)  # only the connection ends it
     lines = _Lines()
-    first = lines.wait()
-    if first is None:
-        os._exit(EXIT_RETRY)
-    os.chdir(first["folder"])
-    process = RankProcess(RankCommand(0, first["command"], first["environment"]))
+    while not (received := lines.read(1.0)):
+        if lines.has_ended:
+            os._exit(EXIT_RETRY)
+    start, *received = received
+    os.chdir(start["folder"])
+    process = RankProcess(RankCommand(0, start["command"], start["environment"]))
     while not process.look():
-        for line in lines.read(_LOOK_EVERY_SECONDS):
+        for line in received:
             if "signal" in line:
                 process.signal(signal.Signals[line["signal"]])
         if lines.has_ended:
             say(f"{lines.has_ended}: ending all ranks on this host")
             process.signal(signal.SIGKILL)  # its ranks die with it
             lines.has_ended = ""
+        received = lines.read(_LOOK_EVERY_SECONDS)
     code = process.returncode
     os._exit(EXIT_RETRY if code is None or code < 0 else code)
-
-
-def _only_the_connection_ends_it(number: int, frame: FrameType | None) -> None:
-    del number, frame
 
 
 class _Lines:
@@ -66,23 +63,13 @@ class _Lines:
             received = os.read(0, 1 << 16)
             self._heard_at = time.monotonic()
             if not received:
-                self._end("the connection to the front has ended")
+                self._is_open, self.has_ended = False, "the connection to the front has ended"
             *lines, self._partial = (self._partial + received).split(b"\n")
             return [json.loads(line) for line in lines]
         silent = time.monotonic() - self._heard_at
         if silent > SILENCE_SECONDS:
-            self._end(f"the front has said nothing for {silent:.0f} s")
+            self._is_open, self.has_ended = False, f"the front has said nothing for {silent:.0f} s"
         return []
-
-    def wait(self) -> dict[str, Any] | None:
-        """The first line; None if the connection ends without one."""
-        while self._is_open:
-            for line in self.read(1.0):
-                return line
-        return None
-
-    def _end(self, why: str) -> None:
-        self._is_open, self.has_ended = False, why
 
 
 if __name__ == "__main__":

@@ -9,14 +9,17 @@ from pathlib import Path
 from vitscale.ground.errors import EXIT_DONE, PeerLostError, VitscaleError
 from vitscale.ground.wording import counted
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL, End, cause
-from vitscale.launch.nodes import Account, Decision, Nodes, OneNode
+from vitscale.launch.first_node import FirstNode
+from vitscale.launch.nodes import Account, Decision, OneNode
+from vitscale.launch.other_node import OtherNode
 from vitscale.launch.rank import RankCommand
 from vitscale.launch.supervisor import Supervisor, say
-from vitscale.runs.checkpoints import newest_checkpoint_step
+from vitscale.runs.checkpoint_index import newest_checkpoint_step
 from vitscale.runs.done import read_done
 from vitscale.runs.launches import Journal
 from vitscale.runs.names import DONE_FILE, LAUNCH_FILE
 
+Nodes = OneNode | FirstNode | OtherNode
 _LONGEST_PAUSE_SECONDS = 60.0
 _LATE_SECONDS = 5.0  # a network file system may show late what another machine has written
 
@@ -27,7 +30,6 @@ class Launch:
     Args:
         run_dir: the run's directory; DONE in it marks the run as finished.
         prepare: the number of an attempt, from 0 -> its ranks. Raises `VitscaleError` if there is nothing to start.
-        supervisor: starts and watches the ranks.
         nodes: the other nodes of this launch, which do the same at the same time.
         max_restarts: how often in a row to restart without a new checkpoint in between.
         stops_early: whether the ranks are to end with 0 before the run is done.
@@ -49,11 +51,8 @@ class Launch:
         self._nodes = nodes or OneNode(None)
         self._max_restarts, self._stops_early, self._first_pause = max_restarts, stops_early, first_pause_s
         self._journal = Journal(run_dir / LAUNCH_FILE, say)
-        self._was_done = self._is_done()
-        self._furthest = self._progress()
-        self._in_a_row = 0
+        self._was_done, self._furthest, self._in_a_row, self._why = self._is_done(), self._progress(), 0, ""
         self._last_early: tuple[int, str] | None = None
-        self._why = ""
 
     def run(self) -> int:
         """Make attempts until one is the last. Returns the exit code of the launch. Raises what `prepare` raises."""
@@ -61,8 +60,13 @@ class Launch:
         self._supervisor.exchange = self._exchange
         try:
             while (decision := self._attempt()).restarts:
-                self._in_a_row = decision.in_a_row
-                self._pause(decision)
+                self._in_a_row, step = decision.in_a_row, self._supervisor.highest_step
+                say(
+                    f"restart in {decision.pause_s:g} s, number {self._in_a_row} of at most {self._max_restarts} "
+                    f"without a new checkpoint. Cause: {decision.why}"
+                )
+                self._journal.write("restart", step=step, cause=decision.why, pause_s=decision.pause_s)
+                self._supervisor.wait(decision.pause_s)
         except VitscaleError as error:
             error.exit_code = self._believed(error.exit_code)
             self._journal.write("finished", exit_code=error.exit_code, cause=str(error))
@@ -101,16 +105,9 @@ class Launch:
         except OSError as error:
             raise PeerLostError(f"a rank cannot be started: {error}") from None
         for end in ends:
-            self._journal.write(
-                "rank ended",
-                world_size=world_size,
-                step=end.step,
-                rank=end.rank,
-                pid=end.pid,
-                returncode=end.returncode,
-                what=end.describe(),
-                **({"why": end.why} if end.why else {}),
-            )
+            fields: dict[str, object] = {"step": end.step, "rank": end.rank, "pid": end.pid}
+            fields |= {"returncode": end.returncode, "what": end.describe()} | ({"why": end.why} if end.why else {})
+            self._journal.write("rank ended", world_size=world_size, **fields)
         decision = self._nodes.conclude(self._account(ends), self._decide)
         culprit = cause(ends) or min(ends, key=lambda end: end.rank, default=None)
         is_from_here = culprit is not None and decision.why in (culprit.describe(), "told to end")
@@ -174,15 +171,6 @@ class Launch:
             return EXIT_RETRY, not told, "all ranks ended with 0 before the run was done"
         return EXIT_PREEMPTED, False, f"told to end by {told}" if told else "told to end"
 
-    def _pause(self, decision: Decision) -> None:
-        say(
-            f"restart in {decision.pause_s:g} s, number {decision.in_a_row} of at most {self._max_restarts} without a "
-            f"new checkpoint. Cause: {decision.why}"
-        )
-        step = self._supervisor.highest_step
-        self._journal.write("restart", step=step, cause=decision.why, pause_s=decision.pause_s)
-        self._supervisor.wait(decision.pause_s)
-
     def _is_done(self) -> bool:
         return read_done(self._run_dir) is not None
 
@@ -193,9 +181,9 @@ class Launch:
 
 
 def _early_failure(accounts: Sequence[Account]) -> tuple[int, str] | None:
-    """How an attempt failed before any heartbeat: exit code and message; None for what may be otherwise next time.
+    """How an attempt failed before any heartbeat: exit code and message.
 
-    That is a kill for memory, a lost rank, or storage that does not answer.
+    None for what may be otherwise next time: a kill for memory, a lost rank, storage that does not answer.
     """
     culprit = cause([account.culprit for account in accounts if account.culprit])
     if culprit is None or culprit.step is not None or culprit.is_consequence or culprit.returncode == -signal.SIGKILL:

@@ -11,10 +11,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Self
 
-from vitscale.ground.machine import STOPPED, out_of_memory_kills
+from vitscale.ground.machine import STOPPED, out_of_memory_kills, process_state
 from vitscale.ground.safe_text import printable, without_secrets
 from vitscale.ground.wording import counted
 from vitscale.launch.ends import FINAL, End
@@ -44,10 +44,42 @@ def say(message: str) -> None:
         os.write(2, f"launch: {printable(without_secrets(message))}\n".encode())
 
 
-class Supervisor:
+class SignalWatch:
+    """Notes SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this process. A context manager, for the main thread."""
+
+    def __init__(self) -> None:
+        self.told: signal.Signals | None = None
+        """The first signal that this process got."""
+        self.at_once = False
+        """Whether it got a second one."""
+        self._told_at = 0.0
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in PASSED_ON:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored on purpose, as by nohup
+                self._handlers[number] = signal.signal(number, self._take_note)
+        self._handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else exit codes may be lost
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _take_note(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler. It only takes note, because what it interrupts may be printing, or starting a rank."""
+        del frame
+        now = time.monotonic()
+        if self.told is None:
+            self.told, self._told_at = signal.Signals(number), now
+        elif now - self._told_at >= _SAME_REQUEST_SECONDS:
+            self.at_once = True
+
+
+class Supervisor(SignalWatch):
     """The ranks of one launch, attempt after attempt. A context manager, for the main thread.
 
-    Inside, SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this process go to all ranks; a second one ends all of them.
+    Inside, signals to this process go to all ranks; a second one ends all of them.
 
     Args:
         grace_s: seconds that other ranks have to end by themselves when one has failed.
@@ -56,10 +88,7 @@ class Supervisor:
     """
 
     def __init__(self, *, grace_s: float = 20.0, silence_s: float = 60.0) -> None:
-        self.told: signal.Signals | None = None
-        """The first signal that this process got."""
-        self.at_once = False
-        """Whether it got a second one."""
+        super().__init__()
         self.unkillable = False
         """Whether a rank of the last attempt is still alive, despite SIGKILL."""
         self.highest_step = 0
@@ -70,24 +99,11 @@ class Supervisor:
         """
         self._grace, self._silence = grace_s, silence_s
         self._elsewhere = ""
-        self._told_at = 0.0
         self._ranks: list[RankProcess] = []
         self._ends: list[End] = []
         self._hung: dict[int, str] = {}
         self._killed = False
         self._memory_kills: int | None = None
-        self._handlers: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Self:
-        for number in PASSED_ON:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored on purpose, as by nohup
-                self._handlers[number] = signal.signal(number, self._take_note)
-        self._handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else exit codes may be lost
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
 
     def run(self, ranks: Sequence[RankCommand]) -> list[End]:
         """Start these ranks and wait until all have ended. Returns their ends, in the order in which they came.
@@ -121,9 +137,7 @@ class Supervisor:
     # ---- Watching ----------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        deadline = math.inf
-        told = None
-        looked_at = time.monotonic()
+        deadline, told, looked_at = math.inf, None, time.monotonic()
         while self._look():
             now = time.monotonic()
             if now - looked_at > _WAS_AWAY_SECONDS:  # this process was stopped itself, the ranks perhaps with it
@@ -131,16 +145,17 @@ class Supervisor:
                     rank.forgive_silence()
             looked_at = now
             if told is not self.told and self.told is not None:
-                told = (
-                    self.told
-                )  # passed on here, not in the handler, which another thread may let run between two starts
+                told = self.told  # passed on here: another thread may let the handler run between two starts
                 for rank in self._running():
                     rank.signal(PASSED_ON[told])
                 say(f"{told.name}: passed on to all ranks; they save and end. A second signal ends them at once")
             if self.at_once:
                 say("a second signal: ending all ranks at once")
                 return self._kill()
-            if self._note_silent_ranks():
+            for rank in self._running():
+                if rank.seconds_silent() > self._silence:
+                    self._note_left(rank)
+            if self._hung:
                 return self._kill_with_stacks()
             if self._ends or self._elsewhere:
                 has_failed = bool(self._elsewhere) or any(end.is_bad for end in self._ends)
@@ -157,7 +172,8 @@ class Supervisor:
             self.highest_step = max(self.highest_step, rank.highest_step)
         if os.getpid() == 1:
             self._reap_orphans()
-        elsewhere = self.exchange(self._trouble())
+        hung = next((f"rank {rank} {how}" for rank, how in self._hung.items()), "")
+        elsewhere = self.exchange(next((end.describe() for end in self._ends if end.is_bad), hung))
         if elsewhere and not self._elsewhere and self._running():
             say(f"{elsewhere}; the ranks here have {self._grace:.0f} s to end by themselves")
         self._elsewhere = self._elsewhere or elsewhere
@@ -169,10 +185,6 @@ class Supervisor:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in own:
                 os.waitpid(ended.si_pid, 0)
-
-    def _trouble(self) -> str:
-        hung = next((f"rank {rank} {how}" for rank, how in self._hung.items()), "")
-        return next((end.describe() for end in self._ends if end.is_bad), hung)
 
     def _running(self) -> list[RankProcess]:
         return [rank for rank in self._ranks if rank.returncode is None]
@@ -196,15 +208,9 @@ class Supervisor:
             hint = _out_of_memory_hint(self._memory_kills) if rank.returncode == -signal.SIGKILL else ""
             say(f"{end.describe()}, on {socket.gethostname()}{hint}")
 
-    def _note_silent_ranks(self) -> bool:
-        for rank in self._running():
-            if rank.seconds_silent() > self._silence:
-                self._note_left(rank)
-        return bool(self._hung)
-
     def _note_left(self, rank: RankProcess) -> None:
         """Say what is known about a rank that has to be killed."""
-        silent, state = rank.seconds_silent(), rank.state()
+        silent, state = rank.seconds_silent(), process_state(rank.pid)
         is_silent = silent > min(_SUSPICIOUS_SECONDS, self._silence)
         what = f"gave no sign of life for {silent:.0f} s" if is_silent else "did not end by itself"
         how = f"{what} (its process: {state})"
@@ -222,30 +228,22 @@ class Supervisor:
                 self._note_left(rank)
             rank.signal(signal.SIGUSR2)
             rank.signal(signal.SIGCONT)
-        until = time.monotonic() + _STACKS_SECONDS
-        while self._look() and time.monotonic() < until:
-            time.sleep(_LOOK_EVERY_SECONDS)
+        self._look_for(_STACKS_SECONDS)
         self._kill()
 
     def _kill(self) -> None:
         self._killed = True
         for rank in self._running():
             rank.kill()
-        until = time.monotonic() + _DYING_SECONDS
-        while self._look() and time.monotonic() < until:
-            time.sleep(_LOOK_EVERY_SECONDS)
+        self._look_for(_DYING_SECONDS)
         for rank in self._running():
             self.unkillable = True
-            say(f"rank {rank.rank} (pid {rank.pid}) does not die of SIGKILL (its process: {rank.state()})")
+            say(f"rank {rank.rank} (pid {rank.pid}) does not die of SIGKILL (its process: {process_state(rank.pid)})")
 
-    def _take_note(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler. It only takes note, because what it interrupts may be printing, or starting a rank."""
-        del frame
-        now = time.monotonic()
-        if self.told is None:
-            self.told, self._told_at = signal.Signals(number), now
-        elif now - self._told_at >= _SAME_REQUEST_SECONDS:
-            self.at_once = True
+    def _look_for(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while self._look() and time.monotonic() < until:
+            time.sleep(_LOOK_EVERY_SECONDS)
 
     # ---- When this process is killed ---------------------------------------------------------------------------------
 

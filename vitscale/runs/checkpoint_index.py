@@ -1,7 +1,7 @@
 """index.json, the last file of a checkpoint: what the run was, and the size and sha256 of every other file.
 
 A rank that resumes and a command that only looks read it with the same code and the same checks, so a checkpoint that
-is damaged for one is damaged for the other.
+is damaged for one is damaged for the other. Below: which checkpoints a folder or URL has. No tensor is read here.
 
 Version 2 added `anomalies` and `position`. Indices of version 1 are read as having skipped nothing.
 Version 3 is version 2 with `state_shapes`; an index that does not need them is still written as version 2.
@@ -10,7 +10,10 @@ Version 3 is version 2 with `state_shapes`; an index that does not need them is 
 import hashlib
 import json
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,10 +21,10 @@ import pydantic
 
 from vitscale.ground.errors import CheckpointError
 from vitscale.ground.safe_text import without_secrets
-from vitscale.ground.storage import is_url, read_bytes
+from vitscale.ground.storage import is_url, join, names_in, read_bytes
 from vitscale.ground.wording import describe_mistake
 from vitscale.recipe import Recipe
-from vitscale.runs.names import INDEX_FILE, step_folder
+from vitscale.runs.names import CHECKPOINTS, INDEX_FILE, step_folder
 from vitscale.runs.reading import count
 
 SCHEMA_VERSION = 3
@@ -49,38 +52,22 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """The content of index.json, without its own checksum.
+    """The content of index.json, without its own checksum."""
 
-    Attributes:
-        step: updates done.
-        world_size: the number of ranks that wrote the checkpoint.
-        shapes: each parameter's shape.
-        kinds: what is stored for every parameter, such as `master` or `exp_avg`.
-        optimizer_steps: the number of updates that the optimizer's moments have seen.
-        recipe: the run's resolved recipe.
-        data: what identifies the dataset and its order.
-        versions: the code and libraries that wrote the checkpoint.
-        selection: the state of best-checkpoint selection and early stopping.
-        anomalies: the state of the anomaly policy: what was skipped.
-        position: batches of the order consumed: `step`, unless given, and more if some were skipped.
-        files: every other file of the checkpoint.
-        state_shapes: kind -> parameter -> shape, for state that does not have its parameter's shape; None where nothing
-            is stored.
-    """
-
-    step: int
-    world_size: Annotated[int, pydantic.Field(ge=1, lt=2**53)]
-    shapes: dict[str, _Shape]
-    kinds: list[str]
-    optimizer_steps: int
-    recipe: dict[str, Any]
-    data: dict[str, Any]
-    versions: dict[str, str]
-    selection: dict[str, Any] = field(default_factory=dict)
-    anomalies: dict[str, Any] = field(default_factory=dict)
-    position: int = -1
-    files: list[FileEntry] = field(default_factory=list)
+    step: int  # updates done
+    world_size: Annotated[int, pydantic.Field(ge=1, lt=2**53)]  # the number of ranks that wrote the checkpoint
+    shapes: dict[str, _Shape]  # by parameter
+    kinds: list[str]  # what is stored for every parameter, such as `master` or `exp_avg`
+    optimizer_steps: int  # the number of updates that the optimizer's moments have seen
+    recipe: dict[str, Any]  # the run's, resolved
+    data: dict[str, Any]  # what identifies the dataset and its order
+    versions: dict[str, str]  # of the code and libraries that wrote the checkpoint
+    selection: dict[str, Any] = field(default_factory=dict)  # state of best-checkpoint selection and early stopping
+    anomalies: dict[str, Any] = field(default_factory=dict)  # state of the anomaly policy: what was skipped
+    position: int = -1  # batches of the order consumed: `step`, unless given, and more if some were skipped
+    files: list[FileEntry] = field(default_factory=list)  # every other file of the checkpoint
     state_shapes: dict[str, dict[str, _Shape | None]] = field(default_factory=dict)
+    """Kind -> parameter -> shape of state that does not have its parameter's shape; None where nothing is stored."""
 
     def __post_init__(self) -> None:
         if {MASTER, EMA} & self.state_shapes.keys():
@@ -130,14 +117,9 @@ def index_text(index: CheckpointIndex) -> str:
 
 
 def parse_index(text: bytes, where: str, step: int | None = None) -> CheckpointIndex:
-    """Parse an index and check its version, checksum and structure, but none of its files.
+    """Parse an index and check its version, checksum and structure, but none of its files. Raises `CheckpointError`.
 
-    Args:
-        text: the content of index.json.
-        where: its path or URL, for messages.
-        step: the step that it should have, or None for any.
-
-    Raises `CheckpointError`.
+    `where` is its path or URL, for messages, `step` the step that it should have, or None for any.
     """
     try:
         content = json.loads(text)
@@ -174,13 +156,9 @@ def read_index(folder: Path, step: int | None = None) -> CheckpointIndex:
 def find_path(path: str, index: CheckpointIndex | None, run_dir: Path | None = None) -> Path:
     """Find what a local path in a run's recipe, such as `init.from`, refers to now; itself if nothing is found.
 
-    A relative path is looked up in the folder that the run began in, then in the current one. If `run_dir` is given,
-    the path's last component is then looked up beside that directory: runs may have been moved together.
-
-    Args:
-        path: the path as the recipe has it.
-        index: the index of one of the run's checkpoints; None if it has none.
-        run_dir: the run's directory.
+    A relative path is looked up in the folder that the run began in, as the index of one of its checkpoints tells, then
+    in the current one. If `run_dir` is given, the path's last component is then looked up beside that directory: runs
+    may have been moved together.
     """
     here = Path(os.path.expanduser(path))  # noqa: PTH111 (without an error where there is no home)
     began_in = None if index is None else index.data.get("working_directory")
@@ -199,3 +177,86 @@ def _checksum(content: dict[str, Any]) -> str:
     """The sha256 of an index's own content: its digests of files prove nothing if the index can change unnoticed."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+# ---- The checkpoints of a folder or URL ------------------------------------------------------------------------------
+
+
+def steps_among(names: Iterable[str]) -> list[int]:
+    """The steps of the checkpoint folders among `names`, in order."""
+    numbers = (int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdecimal())
+    return sorted(step for step in numbers if step_folder(step) in names)
+
+
+def steps_at(root: str) -> list[int]:
+    """The steps of the checkpoints in a folder or below a URL, in order; not verified. Raises OSError, StorageError."""
+    steps = steps_among(names_in(root))
+    if is_url(root):  # a folder at a URL exists from its first file on; a local one is renamed once it is complete
+        steps = [step for step in steps if INDEX_FILE in names_in(join(root, step_folder(step)))]
+    return steps
+
+
+def newest_checkpoint_step(run_dir: Path) -> int:
+    """The step of the newest complete checkpoint in the run directory, whether or not it verifies; 0 for none."""
+    with suppress(OSError):
+        return max(_saved(run_dir / CHECKPOINTS), default=0)
+    return 0
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints in a folder."""
+
+    steps: list[int]  # oldest first
+    saved_at: float | None  # when the newest was written, in seconds since 1970; None if there is none
+    newest: CheckpointIndex | None  # of those that can be read
+    problems: list[str]  # what is wrong with that checkpoint and newer ones, one message each
+
+
+def read_checkpoints(folder: Path) -> Checkpoints:
+    """The checkpoints in a folder of this machine. Raises nothing: what cannot be read is listed as a problem."""
+    written: dict[int, int] = {}
+    problems: list[str] = []
+    try:
+        written = _saved(folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        problems.append(f"{folder} cannot be read: {error.strerror}")
+    steps = sorted(written)
+    saved_at = written[steps[-1]] / 1e9 if steps else None
+    for step in reversed(steps):
+        index, wrong = _read(folder / step_folder(step), step, written[step])
+        problems += wrong
+        if index is not None:
+            return Checkpoints(steps, saved_at, index, problems)
+    return Checkpoints(steps, saved_at, None, problems)
+
+
+def _saved(folder: Path) -> dict[int, int]:
+    """Step -> when its index was written, in nanoseconds since 1970. Raises OSError."""
+    found = {}
+    for step in steps_among(os.listdir(folder)):  # noqa: PTH208 (names are enough)
+        with suppress(OSError):  # being removed, or never finished
+            found[step] = (folder / step_folder(step) / INDEX_FILE).stat().st_mtime_ns
+    return found
+
+
+@lru_cache(maxsize=64)
+def _read(folder: Path, step: int, modified_ns: int) -> tuple[CheckpointIndex | None, tuple[str, ...]]:
+    """The index of a checkpoint, or None, and the first thing that is wrong: with the index, or with a file's size.
+
+    `modified_ns`, the index's time of writing, keys the cache.
+    """
+    try:
+        index = read_index(folder, step)
+    except CheckpointError as error:
+        return None, (str(error),)
+    for file in index.files:
+        try:
+            size = (folder / file.path).stat().st_size
+        except OSError as error:
+            return index, (f"{folder / file.path}: {error.strerror}",)
+        if size != file.bytes:
+            return index, (f"{folder / file.path}: {size:,} bytes, expected {file.bytes:,}",)
+    return index, ()

@@ -15,15 +15,12 @@ from vitscale.ground.files.locks import LockFile, is_locked, noted, try_lock
 from vitscale.ground.storage import is_url, regular
 from vitscale.recipe import Recipe, differences, read_recipe
 from vitscale.recipe.strict_yaml import dump_yaml
-from vitscale.runs.checkpoints import steps_at
+from vitscale.runs.checkpoint_index import steps_at
 from vitscale.runs.done import read_done
 from vitscale.runs.names import CHECKPOINTS, LOCK_FILE, NEWEST_FILE, RECIPE_FILE, checkpoints_root
 from vitscale.runs.reading import read_object
 
 _PAUSES = (0.1, 0.5)  # seconds before the second and third try to take a lock
-
-
-# ---- Which run -------------------------------------------------------------------------------------------------------
 
 
 def recipe_of_run(run_dir: Path) -> Recipe:
@@ -100,9 +97,9 @@ class Newest(NamedTuple):
 
 def read_newest(run_dir: Path) -> Newest | None:
     """The newest checkpoint that the run has noted; None if no save was completed, or the note cannot be read."""
-    found = read_object(run_dir / NEWEST_FILE) or {}
+    note = read_object(run_dir / NEWEST_FILE) or {}
     try:
-        return Newest(int(found["step"]), str(found["place"]))
+        return Newest(int(note["step"]), str(note["place"]))
     except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
@@ -135,14 +132,13 @@ def claim(run_dir: Path, recipe: Recipe) -> ExitStack:
     Without the lock two launches would overwrite each other's files. Close what is returned to release it. Raises
     `RecipeError`, or `StorageError` for another machine, if another launch has the lock; OSError.
     """
-    held = ExitStack()
-    root = checkpoints_root(recipe, run_dir)
+    locks, root = ExitStack(), checkpoints_root(recipe, run_dir)
     folders = [run_dir] if is_url(root) or Path(root).parent == run_dir else [run_dir, Path(root)]
     for folder in {os.path.realpath(folder): folder for folder in folders}.values():
-        held.enter_context(_locked(folder))
+        locks.enter_context(_locked(folder))
     remove_leftovers(run_dir)
     write_text(run_dir / RECIPE_FILE, dump_yaml(recipe.dump()))
-    return held
+    return locks
 
 
 def _locked(folder: Path) -> LockFile:

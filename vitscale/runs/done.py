@@ -20,10 +20,8 @@ def read_done(run_dir: Path) -> dict[str, Any] | None:
 def write_done(run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Mark a run as finished. Raises OSError.
 
-    Args:
-        run_dir: the run's directory.
-        summary: `step`, `total_steps`, `stopped_early`, `best_step`, `exaflops`, and `evaluation`, the last
-            evaluation's values by evaluator/metric.
+    The summary has `step`, `total_steps`, `stopped_early`, `best_step`, `exaflops`, and `evaluation`, the last
+    evaluation's values by evaluator/metric.
     """
     write_text(run_dir / DONE_FILE, json.dumps(summary, indent=1) + "\n")
 
@@ -31,9 +29,7 @@ def write_done(run_dir: Path, summary: Mapping[str, Any]) -> None:
 def covered_files(run_dir: Path, checkpoints: str) -> dict[str, str]:
     """The files that a verification covers, as they are now: name -> sha256. What is not on this machine is left out.
 
-    Args:
-        run_dir: the run's directory.
-        checkpoints: the path or URL of its checkpoints. Their indices, which are listed, have the digests of the rest.
+    `checkpoints` is the path or URL of the checkpoints, whose indices, which are listed, have the digests of the rest.
     """
     indices = sorted(Path(checkpoints).glob(f"step-*/{INDEX_FILE}"))
     files = {name: run_dir / name for name in (RECIPE_FILE, METRICS_FILE, DONE_FILE)}
@@ -44,10 +40,8 @@ def covered_files(run_dir: Path, checkpoints: str) -> dict[str, str]:
 def write_verified(run_dir: Path, outcome: Mapping[str, Any]) -> None:
     """Write what a verification found beside the run. Raises OSError.
 
-    Args:
-        run_dir: the run's directory.
-        outcome: `exit_code`, `findings` (each `what`, `is_sound`, `detail`), `asked`, `versions`, and `files` as they
-            were when it began.
+    The outcome has `exit_code`, `findings` (each `what`, `is_sound`, `detail`), `asked`, `versions`, and `files` as
+    they were when it began.
     """
     now = datetime.now(UTC).isoformat(timespec="seconds")
     write_text(run_dir / VERIFIED_FILE, json.dumps({"version": 1, "time": now, **outcome}, indent=1) + "\n")

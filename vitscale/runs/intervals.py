@@ -16,16 +16,14 @@ def wilson_interval(share: float, samples: int) -> tuple[float, float]:
 
 
 def accuracy_intervals(values: Mapping[str, float], samples: int | None = None) -> dict[str, tuple[float, float]]:
-    """The intervals of those metrics that are shares of images; means over classes or draws have none.
+    """The intervals of those metrics, by name, that are shares of images; means over classes or draws have none.
 
-    Args:
-        values: metrics by name; `samples` among them is the number of images, `real_samples` that of `real_top1`.
-        samples: the number of images if `values` does not tell it.
+    `samples` among the values is the number of images, else the argument; `real_samples` is that of `real_top1`.
     """
-    found = {}
+    intervals = {}
     for name, value in values.items():
         if share := _OF_IMAGES.fullmatch(name):
             count = values.get(f"{share[1]}_samples" if share[1] else "samples", samples)
             if count and 0 <= value <= 1:
-                found[name] = wilson_interval(value, int(count))
-    return found
+                intervals[name] = wilson_interval(value, int(count))
+    return intervals

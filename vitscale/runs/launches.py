@@ -23,11 +23,7 @@ class Journal:
     """Writes launch.jsonl: lines with time (UTC), event, host and attempt (from 1), and the event's own fields.
 
     Lines wait until a rank has made the folder, or until a restart, so a launch that is refused before anything began
-    leaves no file. A folder that cannot be written is reported once, and only the lines are lost.
-
-    Args:
-        path: the path of launch.jsonl.
-        say: prints a line for people.
+    leaves no file. A folder that cannot be written is reported once, by `say`, and only the lines are lost.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None]) -> None:
@@ -63,44 +59,26 @@ class Journal:
 
 @dataclass(frozen=True)
 class Event:
-    """One line of launch.jsonl.
+    """One line of launch.jsonl."""
 
-    Attributes:
-        what: `started`, `restart` or `finished`.
-        time: when it was written, in seconds since 1970.
-        host: the host of the launch.
-        attempt: the launch's attempt, from 1.
-        cause: the cause, in words; "" if there is none.
-        exit_code: the launch's exit code, if it has finished.
-        pause_s: the pause before a restart, in seconds.
-    """
-
-    what: str
-    time: float
+    what: str  # `started`, `restart` or `finished`
+    time: float  # when it was written, in seconds since 1970
     host: str
-    attempt: int | None
-    cause: str
-    exit_code: int | None
-    pause_s: float
+    attempt: int | None  # of this launch, from 1
+    cause: str  # in words; "" if there is none
+    exit_code: int | None  # of the launch, if it has finished
+    pause_s: float  # before a restart
 
 
 @dataclass(frozen=True)
 class Launches:
-    """All launches of a run; the launches of several nodes that act together count as one.
-
-    Attributes:
-        count: the number of launches.
-        restarts: their restarts, oldest first.
-        last: the last event of any launch.
-        unfinished_on: the hosts whose last launch has not reported that it finished.
-        damaged: the number of unusable lines.
-    """
+    """All launches of a run; the launches of several nodes that act together count as one."""
 
     count: int
-    restarts: list[Event]
-    last: Event | None
-    unfinished_on: set[str]
-    damaged: int
+    restarts: list[Event]  # oldest first
+    last: Event | None  # of any launch
+    unfinished_on: set[str]  # the hosts whose last launch has not reported that it finished
+    damaged: int  # unusable lines
 
 
 def read_launches(path: Path) -> Launches:
@@ -136,15 +114,15 @@ def read_launches(path: Path) -> Launches:
             pause_s=number(row.get("pause_s")) or 0.0,
         )
         last_on[last.host] = last
-        if last.what == "started" and last.attempt == 1 and not _is_told(last, launches):
+        if last.what == "started" and last.attempt == 1 and not _is_repeated(last, launches):
             launches.append(last)
-        if last.what == "restart" and not _is_told(last, restarts):
+        if last.what == "restart" and not _is_repeated(last, restarts):
             restarts.append(last)
     unfinished_on = {host for host, event in last_on.items() if event.what != "finished"}
     return Launches(len(launches), restarts, last, unfinished_on, damaged)
 
 
-def _is_told(event: Event, told: list[Event]) -> bool:
-    """Whether another node has already reported this event, as the last one in `told`."""
-    last = told[-1] if told else event
+def _is_repeated(event: Event, earlier: list[Event]) -> bool:
+    """Whether another node has already reported this event, as the last one of `earlier`."""
+    last = earlier[-1] if earlier else event
     return last.host != event.host and last.attempt == event.attempt and abs(event.time - last.time) < _AT_ONCE_S

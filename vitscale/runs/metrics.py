@@ -48,12 +48,8 @@ Row = dict[str, Any]
 class MetricsLines:
     """Appends lines to a run's metrics.jsonl; only rank 0 has one.
 
-    Losing a metric is better than losing the run: a failed write is reported once, and training continues.
-
-    Args:
-        path: the path of metrics.jsonl, in a directory that exists.
-        resume_step: the step that training continues from, 0 for a new run. Lines of an earlier process about later
-            steps are dropped, because those steps are done again.
+    Losing a metric is better than losing the run: a failed write is reported once, and training continues. Lines of an
+    earlier process about steps after `resume_step`, 0 for a new run, are dropped, because those steps are done again.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:

@@ -4,6 +4,7 @@ Torch is not imported and no tensor is read. Each file is read when it is asked 
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,14 +15,13 @@ from typing import Any
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.storage import is_url
 from vitscale.recipe import Recipe, find_dataset
-from vitscale.runs.checkpoint_index import CheckpointIndex, data_root, find_path
-from vitscale.runs.checkpoints import Checkpoints, read_checkpoints
+from vitscale.runs.checkpoint_index import CheckpointIndex, Checkpoints, data_root, find_path, read_checkpoints
 from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.done import read_done
 from vitscale.runs.launches import Launches, read_launches
 from vitscale.runs.metrics import MetricsLog, Row
 from vitscale.runs.names import CHECKPOINTS, DONE_FILE, LAUNCH_FILE, METRICS_FILE, checkpoints_root
-from vitscale.runs.reading import count, number
+from vitscale.runs.reading import count, number, timestamp
 
 _GAPS_TOLD = 5
 _MOST_PARENTS = 20
@@ -29,29 +29,17 @@ _MOST_PARENTS = 20
 
 @dataclass(frozen=True)
 class Cost:
-    """What the steps of a run have cost.
+    """What the steps of a run have cost."""
 
-    Attributes:
-        step: the last step in the metrics.
-        images: the number of images that the run itself has trained on.
-        seconds: the time that all steps took.
-        device_seconds: the same, summed over devices; None if nothing tells how many there were.
-        exaflops: exaFLOPs up to that step, without those of a branch's trunk.
-        mfu: the mean over the device-seconds that have one, a fraction; None if none has.
-        world_size: the number of devices in the last steps; None as above.
-        world_sizes: all numbers of devices that it has run on.
-        is_world_size_assumed: whether there are steps whose world size is taken from the newest checkpoint.
-    """
-
-    step: int
-    images: int
-    seconds: float
-    device_seconds: float | None
-    exaflops: float
-    mfu: float | None
-    world_size: int | None
-    world_sizes: tuple[int, ...]
-    is_world_size_assumed: bool
+    step: int  # the last one in the metrics
+    images: int  # that the run itself has trained on
+    seconds: float  # that all steps took
+    device_seconds: float | None  # the same, summed over devices; None if nothing tells how many there were
+    exaflops: float  # up to that step, without those of a branch's trunk
+    mfu: float | None  # the mean over the device-seconds that have one, a fraction; None if none has
+    world_size: int | None  # the number of devices in the last steps; None as above
+    world_sizes: tuple[int, ...]  # all numbers of devices that it has run on
+    is_world_size_assumed: bool  # whether there are steps whose world size is taken from the newest checkpoint
 
     @property
     def images_per_s(self) -> float:
@@ -62,10 +50,7 @@ class Cost:
 class RunFiles:
     """The files of a run's directory, whichever are there; each is read when it is asked for, and once.
 
-    Args:
-        directory: the run's directory.
-        recipe: the recipe in that directory; None if it cannot be read.
-        log: reads the metrics; by default all lines of them.
+    `recipe` is the one in that directory, None if it cannot be read. `log` reads the metrics, by default all lines.
     """
 
     recipe: Recipe | None
@@ -123,14 +108,7 @@ class RunFiles:
 
 
 class Run(RunFiles):
-    """A run, finished or under way.
-
-    Args:
-        directory: the run's directory.
-        seen: the runs that led here by their `parent`; a circle ends there.
-
-    Attributes:
-        recipe: the recipe in that directory.
+    """A run, finished or under way. `seen`: the runs that led here by their `parent`; a circle ends there.
 
     Raises `RecipeError` if there is no run; properties raise `DataError` if the record that they read is broken.
     """
@@ -181,8 +159,8 @@ class Run(RunFiles):
         took = [
             (step - before) * line["step_time_s"] for (before, step), line in zip(pairwise(steps), lines, strict=True)
         ]
-        told = [count(line.get("world_size")) for line in lines]
-        worlds = [world or (None if self.index is None else self.index.world_size) for world in told]
+        stated = [count(line.get("world_size")) for line in lines]
+        worlds = [world or (None if self.index is None else self.index.world_size) for world in stated]
         known = [world for world in worlds if world is not None]
         device_seconds = [seconds * (world or 1) for seconds, world in zip(took, worlds, strict=True)]
         used = [
@@ -197,7 +175,7 @@ class Run(RunFiles):
             mfu=sum(mfu * time for mfu, time in used) / sum(time for _, time in used) if used else None,
             world_size=worlds[-1],
             world_sizes=tuple(sorted(set(known))),
-            is_world_size_assumed=self.index is not None and None in told,
+            is_world_size_assumed=self.index is not None and None in stated,
         )
 
     @property
@@ -260,6 +238,24 @@ class Run(RunFiles):
         """Path or URL of a dataset that the recipe names. Raises `RecipeError` and `DataError`."""
         root = self.recipe.data.root if self.index is None else data_root(self.recipe, self.index)
         return find_dataset(dataset, root)
+
+
+def restart_times(run_dir: Path) -> list[float]:
+    """Seconds from the end of an attempt to the beginning of the next attempt's first step, for each restart.
+
+    Restarts that reached no step are left out, and so are those whose steps a later attempt repeated, because their
+    lines of metrics are gone. The time until a launch notices that a rank hangs is not included. Raises `DataError` if
+    a file cannot be read.
+    """
+    run = RunFiles(run_dir, None)
+    ended = [(time, row["step_time_s"]) for row in run.metrics.rows if (time := timestamp(row.get("time"))) is not None]
+    failures = [event.time for event in run.launches.restarts]
+    times = []
+    for failure, next_failure in pairwise([*failures, math.inf]):
+        first = bisect_right(ended, failure, key=lambda line: line[0])
+        if first < len(ended) and ended[first][0] < next_failure:
+            times.append(max(0.0, ended[first][0] - ended[first][1] - failure))
+    return times
 
 
 def _gap_notes(steps: Sequence[int], every: int, first: int) -> list[str]:

@@ -1,58 +1,43 @@
-"""Clusters: where one command can start a run. Each module here is one, with `render` and `submit`."""
+"""Clusters: where one command can start a run. Each module here is one.
+
+`render(job)` in each returns exactly what would run or be submitted, as text that can be used by hand, and starts and
+asks nothing; `submit(job)` starts or submits the job and returns the exit code of `vitscale launch`. Both raise
+`RecipeError` for what cannot be started as asked.
+"""
 
 import importlib
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any, Protocol, TypeVar, cast
+from types import ModuleType
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.wording import describe_mistake
-from vitscale.launch.nodes import DEFAULT_PORT
-from vitscale.launch.pretraining import Pretraining
-
-CLUSTERS = {"local": "local", "hostfile": "hostfile", "slurm": "slurm", "k8s": "kubernetes"}
-"""Name on the command line -> module of this package."""
+from vitscale.launch.pretraining import Pretraining, option_words
 
 _Options = TypeVar("_Options", bound=BaseModel)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A pre-training and how to start it.
-
-    Attributes:
-        nodes: number of machines; None for all that the cluster has, or one.
-        node_rank, master: this machine's number and node 0's address, for clusters whose machines are each started by
-            hand.
-        options: options of the chosen cluster alone, as given; `read_options` checks them.
-    """
+    """A pre-training and how to start it."""
 
     what: Pretraining
-    nodes: int | None = None
-    node_rank: int | None = None
-    master: str | None = None
+    nodes: int | None = None  # None for all that the cluster has, or one
+    node_rank: int | None = None  # for clusters whose machines are each started by hand
+    master: str | None = None  # node 0's address, likewise
     max_restarts: int = 3
     wait_for_nodes_minutes: float = 10.0
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)  # the chosen cluster's own; `read_options` checks them
 
 
-class Cluster(Protocol):
-    """What a module of this package offers. Both raise `RecipeError` for what cannot be started as asked."""
-
-    def render(self, job: Job) -> str:
-        """Exactly what would run or be submitted, as text that can be used by hand. Starts and asks nothing."""
-
-    def submit(self, job: Job) -> int:
-        """Start or submit the job. Returns the exit code of `vitscale launch`."""
-
-
-def find_cluster(name: str) -> Cluster:
-    """The module of one of `CLUSTERS`."""
-    return cast(Cluster, importlib.import_module(f"{__name__}.{CLUSTERS[name]}"))
+def find_cluster(name: str) -> ModuleType:
+    """The module of a cluster, by its name on the command line."""
+    return importlib.import_module(f"{__name__}.{'kubernetes' if name == 'k8s' else name}")
 
 
 def read_options(job: Job, kind: type[_Options]) -> _Options:
@@ -71,15 +56,15 @@ def read_options(job: Job, kind: type[_Options]) -> _Options:
         raise RecipeError(f"--cluster-option {name}={job.options.get(name, '')}: {what}") from None
 
 
-def read_pairs(option: str, given: Sequence[str]) -> dict[str, str]:
-    """Read what was given as KEY=VALUE to a command's repeatable option. Raises `RecipeError`."""
-    found: dict[str, str] = {}
-    for pair in given:
-        key, is_there, value = pair.partition("=")
-        if not is_there or key in found:
+def read_pairs(option: str, pairs: Sequence[str]) -> dict[str, str]:
+    """The values of a command's repeatable option KEY=VALUE, by key. Raises `RecipeError`."""
+    values: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or key in values:
             raise RecipeError(f"{option} {pair}: expected KEY=VALUE, and each KEY once")
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def launch_command(
@@ -93,30 +78,21 @@ def launch_command(
 ) -> list[str]:
     """The `vitscale launch` to run on a node; without a master, srun tells each node its number.
 
-    Args:
-        node_rank: this node's number, or a placeholder that the cluster replaces by it.
-        ranks: the number of ranks of this node, in place of the job's.
+    `node_rank` may be a placeholder that the cluster replaces; `ranks` are this node's, in place of the job's.
     """
-    what = job.what
-    command = [*program, "launch", what.recipe]
-    if master:
-        command += ["--nodes", str(nodes), "--node-rank", node_rank, "--master", master]
-        command += ["--wait-for-nodes", f"{job.wait_for_nodes_minutes:g}"]
-    if ranks or what.ranks:
-        command += ["--ranks", str(ranks or what.ranks)]
-    if what.run_dir is not None:
-        command += ["--run-dir", str(what.run_dir)]
-    for setting in what.settings:
-        command += ["--set", setting]
-    if what.resume != "auto":
-        command += ["--resume", what.resume]
-    if what.time_limit_minutes is not None:
-        command += ["--time-limit", f"{what.time_limit_minutes:g}"]
-    if what.stop_at is not None:
-        command += ["--stop-at", str(what.stop_at)]
-    if what.smoke:
-        command.append("--smoke")
-    return [*command, "--max-restarts", str(job.max_restarts)]
+    what, wait = job.what, f"{job.wait_for_nodes_minutes:g}"
+    meeting = {"--nodes": nodes, "--node-rank": node_rank, "--master": master, "--wait-for-nodes": wait}
+    options = (meeting if master else {}) | {
+        "--ranks": ranks or what.ranks,
+        "--run-dir": what.run_dir,
+        "--set": what.settings,
+        "--resume": None if what.resume == "auto" else what.resume,
+        "--time-limit": None if what.time_limit_minutes is None else f"{what.time_limit_minutes:g}",
+        "--stop-at": what.stop_at,
+        "--smoke": what.smoke,
+        "--max-restarts": job.max_restarts,
+    }
+    return [*program, "launch", what.recipe, *option_words(options)]
 
 
 def shell_words(name: str, text: str) -> list[str]:
@@ -144,19 +120,3 @@ def shell_line(command: Sequence[str], environment: Mapping[str, str] | None = N
     """A command, with what it adds to the environment, as a line to paste into a shell. Raises as `one_line`."""
     added = [f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
     return one_line(" ".join([*added, shlex.join(command)]))
-
-
-__all__ = [
-    "CLUSTERS",
-    "DEFAULT_PORT",
-    "Cluster",
-    "Job",
-    "find_cluster",
-    "launch_command",
-    "one_line",
-    "read_options",
-    "read_pairs",
-    "refuse_node_options",
-    "shell_line",
-    "shell_words",
-]

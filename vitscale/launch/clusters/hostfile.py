@@ -10,14 +10,12 @@ import os
 import re
 import secrets
 import shlex
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
@@ -33,9 +31,7 @@ from vitscale.launch.environment import split_address
 from vitscale.launch.pretraining import launch_pretraining
 from vitscale.launch.rank import die_with
 from vitscale.launch.remote_shell import SILENCE_SECONDS
-from vitscale.launch.supervisor import PASSED_ON, say
-from vitscale.recipe import load_recipe, refuse_secrets
-from vitscale.runs.names import default_run_dir
+from vitscale.launch.supervisor import PASSED_ON, SignalWatch, say
 from vitscale.runs.reading import parse_object
 
 _LOST = 255  # ssh's exit code if it lost the connection, or never had one
@@ -44,6 +40,7 @@ _LATE_SECONDS = 5.0  # a network file system may show late what another machine 
 _NODE_WAIT_MINUTES = 1.0  # for the launches to meet: one that is lost does not come back
 _BEAT_SECONDS = 3.0
 _LOOK_EVERY_SECONDS = 0.05
+_ROOT = str(Path(vitscale.__file__).parents[1])
 _FORWARDED = re.compile(r"(VITSCALE|NCCL|GLOO|TORCH|OMP|PYTHON|UCX|FI)_?[A-Z0-9_]*|LD_LIBRARY_PATH")
 
 # What a host is asked before anything starts: one line of JSON.
@@ -150,18 +147,12 @@ class _Front:
             if short:
                 raise RecipeError(f"--ranks {job.what.ranks}: {', '.join(short)} has fewer slots in {options.hostfile}")
             self.hosts = [Host(host.name, job.what.ranks) for host in self.hosts]
-        recipe = refuse_secrets(
-            load_recipe(job.what.recipe, [] if job.what.smoke else job.what.settings), job.what.recipe
-        )
-        ranks, batch = sum(host.slots for host in self.hosts), recipe.batch.global_size
+        ranks, batch = sum(host.slots for host in self.hosts), job.what.load().batch.global_size
         if not job.what.smoke and batch % ranks:
             raise RecipeError(
                 f"{ranks} ranks do not divide batch.global {batch:,}: choose another --ranks a host, or --nodes"
             )
-        self._run_dir = job.what.run_dir or default_run_dir(job.what.recipe, smoke=job.what.smoke)
-        self._launches: list[_HostLaunch] = []
-        self._told: signal.Signals | None = None
-        self._told_at, self._at_once = 0.0, False
+        self._run_dir = job.what.directory
 
     # ---- What runs where ---------------------------------------------------------------------------------------------
 
@@ -169,92 +160,41 @@ class _Front:
         """The ssh command to a host; by default the one that keeps a launch there."""
         alive = ["-o", "ServerAliveInterval=5", "-o", f"ServerAliveCountMax={SILENCE_SECONDS / 5:.0f}"]
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={_ANSWER_SECONDS}", *alive]
-        root = str(Path(vitscale.__file__).parents[1])
-        program = f"import sys; sys.path.insert(0, {root!r}); from vitscale.launch.remote_shell import main; main()"
+        program = f"import sys; sys.path.insert(0, {_ROOT!r}); from vitscale.launch.remote_shell import main; main()"
         return [*self._ssh, "-T", *options, host.name, command or _python(program)]
 
     def command(self, node: int) -> list[str]:
         """`vitscale launch` for one of the hosts."""
-        program, first, ranks = [sys.executable, "-P", "-m", "vitscale"], self.hosts[0].name, self.hosts[node].slots
-        if len(self.hosts) == 1:
-            return launch_command(self._job, program, ranks=ranks)
-        address, port = split_address(self._job.master or first)
-        master = f"{address}:{port}"
-        return launch_command(
-            self._job, program, nodes=len(self.hosts), node_rank=str(node), master=master, ranks=ranks
-        )
+        program, ranks = [sys.executable, "-P", "-m", "vitscale"], self.hosts[node].slots
+        nodes, master = len(self.hosts), ""
+        if nodes > 1:
+            address, port = split_address(self._job.master or self.hosts[0].name)
+            master = f"{address}:{port}"
+        return launch_command(self._job, program, nodes=nodes, node_rank=str(node), master=master, ranks=ranks)
 
     # ---- The run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
         """Run until the job has ended on all hosts. Returns the exit code."""
-        with self._passing_signals_on():
+        launches: list[_HostLaunch] = []
+        with SignalWatch() as signals:
             self._check_all()
             names = ", ".join(f"{host.name} ({host.slots})" for host in self.hosts)
             say(f"starts on {names}, run directory {self._run_dir}")
             try:
-                self._start()
-                codes = self._watch()
+                for node, host in enumerate(self.hosts):
+                    start = {"folder": str(Path.cwd()), "environment": _environment(), "command": self.command(node)}
+                    launches.append(_HostLaunch(host, self.ssh(host), start))
+                codes = _watch(launches, signals)
             finally:
-                for launch in self._launches:
+                for launch in launches:
                     launch.kill()
-        code = _joint(codes)
+        known = [code for code in codes if code != _LOST]  # on which these agree
+        code = next((code for code in (EXIT_DONE, *FINAL) if code in known), [*known, EXIT_RETRY][0])
         lost = [host.name for host, end in zip(self.hosts, codes, strict=True) if end == _LOST]
-        if lost and code == EXIT_RETRY and self._told is None:
+        if lost and code == EXIT_RETRY and signals.told is None:
             say(f"repeat the command when {' and '.join(lost)} can be reached again, or with another --hostfile")
         return code
-
-    def _start(self) -> None:
-        for node, host in enumerate(self.hosts):
-            start = {"folder": str(Path.cwd()), "environment": _environment(), "command": self.command(node)}
-            self._launches.append(_HostLaunch(host, self.ssh(host), start))
-            if self._told is not None:  # told before there was a launch to pass it on to
-                self._launches[-1].send({"signal": PASSED_ON[self._told].name})
-
-    def _watch(self) -> list[int]:
-        beat_at, named = time.monotonic(), set()
-        while True:
-            codes = [launch.code() for launch in self._launches]
-            known = [code for code in codes if code is not None]
-            if len(known) == len(codes):
-                return known
-            for launch, code in zip(self._launches, codes, strict=True):
-                if code == _LOST and launch.host not in named:
-                    named.add(launch.host)
-                    say(
-                        f"the connection to {launch.host.name} is lost; the launches of the other hosts end their ranks"
-                    )
-            if self._at_once:
-                say("a second signal: ending all ranks at once")
-                return [EXIT_RETRY] * len(codes)
-            if time.monotonic() - beat_at > _BEAT_SECONDS:
-                beat_at = time.monotonic()
-                for launch in self._launches:
-                    launch.send({})
-            time.sleep(_LOOK_EVERY_SECONDS)
-
-    @contextlib.contextmanager
-    def _passing_signals_on(self) -> Iterator[None]:
-        handlers = {
-            number: signal.signal(number, self._pass_on)
-            for number in PASSED_ON
-            if signal.getsignal(number) is not signal.SIG_IGN
-        }
-        try:
-            yield
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        now = time.monotonic()
-        if self._told is None:
-            self._told, self._told_at = signal.Signals(number), now
-            for launch in self._launches:
-                launch.send({"signal": PASSED_ON[self._told].name})
-        elif now - self._told_at >= 1.0:
-            self._at_once = True
 
     # ---- The hosts ---------------------------------------------------------------------------------------------------
 
@@ -266,8 +206,21 @@ class _Front:
             token.touch()
         except OSError as error:
             raise RecipeError(f"{self._run_dir} cannot be written: {error.strerror}") from None
+        probe = _python(_PROBE.format(root=_ROOT, folder=str(Path.cwd()), late=_LATE_SECONDS, token=str(token)))
         try:
-            answers = self._ask(str(token))
+            probes = {
+                host: subprocess.Popen(
+                    self.ssh(host, probe),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    errors="replace",
+                    start_new_session=True,
+                )
+                for host in self.hosts
+            }
+            answers = {host: _answer(process) for host, process in probes.items()}
         finally:
             token.unlink()
         problems = []
@@ -284,23 +237,29 @@ class _Front:
                 "password, vitscale at the same path, and the run directory on a file system that all of them share"
             )
 
-    def _ask(self, token: str) -> dict[Host, dict[str, Any]]:
-        """Each host's answer to the probe: version, file and shares, or error."""
-        root, folder = str(Path(vitscale.__file__).parents[1]), str(Path.cwd())
-        probe = _python(_PROBE.format(root=root, folder=folder, late=_LATE_SECONDS, token=token))
-        asked = {
-            host: subprocess.Popen(
-                self.ssh(host, probe),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-            for host in self.hosts
-        }
-        return {host: _answer(process) for host, process in asked.items()}
+
+def _watch(launches: "Sequence[_HostLaunch]", signals: SignalWatch) -> list[int]:
+    """Pass signals on until all launches have ended. Returns their exit codes."""
+    beat_at, is_told = time.monotonic(), False
+    lost: set[_HostLaunch] = set()
+    while None in (codes := [launch.code() for launch in launches]):
+        for launch, code in zip(launches, codes, strict=True):
+            if code == _LOST and launch not in lost:
+                lost.add(launch)
+                say(f"the connection to {launch.host.name} is lost; the launches of the other hosts end their ranks")
+        if signals.at_once:
+            say("a second signal: ending all ranks at once")
+            return [EXIT_RETRY] * len(codes)
+        if signals.told is not None and not is_told:
+            is_told = True
+            for launch in launches:
+                launch.send({"signal": PASSED_ON[signals.told].name})
+        if time.monotonic() - beat_at > _BEAT_SECONDS:
+            beat_at = time.monotonic()
+            for launch in launches:
+                launch.send({})
+        time.sleep(_LOOK_EVERY_SECONDS)
+    return [code for code in codes if code is not None]
 
 
 class _HostLaunch:
@@ -335,6 +294,7 @@ class _HostLaunch:
 
 
 def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """A host's answer to the probe: version, file and shares, or error."""
     try:
         shown, complaint = process.communicate(timeout=3 * _ANSWER_SECONDS)
     except subprocess.TimeoutExpired:
@@ -346,15 +306,6 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
     return {"error": error, **(parse_object(shown.strip().rpartition("\n")[2].encode()) or {})}
 
 
-def _joint(codes: Sequence[int]) -> int:
-    """The exit code on which all launches agree, except those that were lost."""
-    known = [code for code in codes if code != _LOST]
-    for code in (EXIT_DONE, *FINAL):
-        if code in known:
-            return code
-    return known[0] if known else EXIT_RETRY
-
-
 def _python(program: str) -> str:
     """A Python program as a command for a remote shell."""
     return shlex.join([sys.executable, "-c", program])
@@ -363,5 +314,4 @@ def _python(program: str) -> str:
 def _environment() -> dict[str, str]:
     """The variables of ours that every host gets; none that is secret or differs between hosts."""
     chosen = {name: value for name, value in sorted(os.environ.items()) if _FORWARDED.fullmatch(name)}
-    root = str(Path(vitscale.__file__).parents[1])
-    return {**chosen, "PYTHONPATH": os.pathsep.join(filter(None, [root, chosen.get("PYTHONPATH")]))}
+    return {**chosen, "PYTHONPATH": os.pathsep.join(filter(None, [_ROOT, chosen.get("PYTHONPATH")]))}

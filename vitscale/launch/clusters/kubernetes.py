@@ -18,9 +18,9 @@ from pydantic import AfterValidator, BaseModel, Field
 from vitscale.ground.errors import EXIT_DONE, RecipeError
 from vitscale.ground.storage import is_url, without_file_scheme
 from vitscale.ground.wording import counted
-from vitscale.launch.clusters import DEFAULT_PORT, Job, launch_command, read_options, refuse_node_options
+from vitscale.launch.clusters import Job, launch_command, read_options, refuse_node_options
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL
-from vitscale.recipe import load_recipe, refuse_secrets
+from vitscale.launch.nodes import DEFAULT_PORT
 from vitscale.recipe.strict_yaml import dump_yaml
 from vitscale.runs.names import default_run_dir
 
@@ -52,28 +52,22 @@ _Claim = _matching(rf"{_SUBDOMAIN}(:/[^:/][^:]*)?", 4096, "characters CLAIM or C
 
 
 class KubernetesOptions(BaseModel):
-    """`--cluster-option`s of this cluster.
+    """`--cluster-option`s of this cluster."""
 
-    Attributes:
-        image: the pods' image, with `vitscale` on its path.
-        pvc: CLAIM[:MOUNT], the volume that all pods see at MOUNT and work in.
-        name: the name of all objects; by default the recipe's.
-        gpus: the GPUs of a pod, if not one a rank; 0 for ranks on CPUs.
-        user: the user and group that pods run as, whatever the image's; 0 for root.
-        secret: a secret whose entries become environment variables.
-        grace_s: seconds that a pod has to save when it is told to end.
-        cluster_domain: the end of all names in the cluster's DNS.
-    """
-
-    image: Annotated[str, _Image]
-    pvc: Annotated[str, _Claim]
-    name: Annotated[str, _Name] | None = None
+    image: Annotated[str, _Image]  # the pods' image, with `vitscale` on its path
+    pvc: Annotated[str, _Claim]  # CLAIM[:MOUNT], the volume that all pods see at MOUNT and work in
+    name: Annotated[str, _Name] | None = None  # of all objects; by default the recipe's
     namespace: Annotated[str, _Namespace] | None = None
-    gpus: Annotated[int, Field(ge=0)] | None = None
-    user: Annotated[int, Field(ge=0, le=2**31 - 1)] = 1000
-    secret: Annotated[str, _ObjectName] | None = None
-    grace_s: Annotated[int, Field(ge=1)] = 600
-    cluster_domain: Annotated[str, _ObjectName] = "cluster.local"
+    gpus: Annotated[int, Field(ge=0)] | None = None  # of a pod, if not one a rank; 0 for ranks on CPUs
+    user: Annotated[int, Field(ge=0, le=2**31 - 1)] = 1000  # and group, whatever the image's; 0 for root
+    secret: Annotated[str, _ObjectName] | None = None  # a secret whose entries become environment variables
+    grace_s: Annotated[int, Field(ge=1)] = 600  # seconds that a pod has to save when it is told to end
+    cluster_domain: Annotated[str, _ObjectName] = "cluster.local"  # the end of all names in the cluster's DNS
+
+    @property
+    def mount(self) -> PurePosixPath:
+        """Where pods see the volume."""
+        return PurePosixPath(posixpath.normpath(self.pvc.partition(":")[2] or "/workspace"))
 
 
 def render(job: Job) -> str:
@@ -82,10 +76,7 @@ def render(job: Job) -> str:
 
 
 def submit(job: Job) -> int:
-    """Submit the objects, and return without waiting for the job.
-
-    Raises `RecipeError` if kubectl is missing or refuses, and if the same job is there already.
-    """
+    """Submit the objects and return. Raises `RecipeError` if kubectl does not take them or the same job is there."""
     objects = _objects(job)
     try:
         answer = subprocess.run(["kubectl", "apply", "-f", "-"], input=_yaml(objects), capture_output=True, text=True)
@@ -124,13 +115,13 @@ def _checked_options(job: Job) -> KubernetesOptions:
         )
     if what.resume == "never":
         raise RecipeError("--resume never cannot be used with --cluster k8s: a restarted pod continues the run")
-    recipe = refuse_secrets(load_recipe(what.recipe, [] if what.smoke else what.settings), what.recipe)
+    recipe = what.load()
     if not what.smoke and recipe.batch.global_size % (nodes * what.ranks):
         raise RecipeError(
             f"{counted(nodes, 'node')} of {counted(what.ranks, 'rank')} do not divide batch.global "
             f"{recipe.batch.global_size:,}: choose another --ranks or --nodes"
         )
-    mount, run_dir = _mount(options), what.run_dir or default_run_dir(what.recipe, smoke=what.smoke)
+    mount, run_dir = options.mount, what.directory
     if not _is_below(mount, mount / run_dir):
         raise RecipeError(
             f"--run-dir {run_dir} is not below {mount}, where the claim is mounted: it would be lost with its pod"
@@ -158,14 +149,6 @@ def _name_of(job: Job) -> str:
     return name
 
 
-def _claim(options: KubernetesOptions) -> str:
-    return options.pvc.partition(":")[0]
-
-
-def _mount(options: KubernetesOptions) -> PurePosixPath:
-    return PurePosixPath(posixpath.normpath(options.pvc.partition(":")[2] or "/workspace"))
-
-
 # ---- Objects ---------------------------------------------------------------------------------------------------------
 
 
@@ -173,16 +156,16 @@ def _objects(job: Job) -> list[Object]:
     """The objects in the order in which they are needed; the job itself is the last one."""
     options = _checked_options(job)
     name, nodes = options.name or _name_of(job), job.nodes or 1
-    found = [
+    objects = [
         *([_recipe_file(job, name)] if _is_own_recipe(job) else []),
         _network_policy(name),
         *([_service(name)] if nodes > 1 else []),
         _indexed_job(job, options, name, nodes),
     ]
     if options.namespace is not None:
-        for one in found:
-            one["metadata"]["namespace"] = options.namespace
-    return found
+        for each in objects:
+            each["metadata"]["namespace"] = options.namespace
+    return objects
 
 
 def _network_policy(name: str) -> Object:
@@ -217,6 +200,7 @@ def _indexed_job(job: Job, options: KubernetesOptions, name: str, nodes: int) ->
     pod = _pod(job, options, name, nodes, master)
     if nodes > 1:
         pod["spec"]["subdomain"] = name
+    codes, minutes = {"containerName": _CONTAINER, "operator": "In"}, job.what.time_limit_minutes
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -225,41 +209,29 @@ def _indexed_job(job: Job, options: KubernetesOptions, name: str, nodes: int) ->
             "completionMode": "Indexed",
             "completions": nodes,
             "parallelism": nodes,
-            **_deadline(job),
-            **_job_policy(job, nodes),
+            # The time limit is the whole job's: that of a launch would end one pod and begin again for the next.
+            **({} if minutes is None else {"activeDeadlineSeconds": math.ceil(60 * minutes)}),
+            "backoffLimit": nodes * job.max_restarts,  # counted once a node: all pods of a run end together
+            # When a pod ends, the first rule that matches counts; failures that match none are counted.
+            "podFailurePolicy": {
+                "rules": [
+                    {"action": "FailJob", "onExitCodes": {**codes, "values": sorted(FINAL)}},
+                    {"action": "Ignore", "onExitCodes": {**codes, "values": sorted([EXIT_RETRY, EXIT_PREEMPTED])}},
+                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+                ]
+            },
             "template": pod,
         },
     }
 
 
-def _job_policy(job: Job, nodes: int) -> Object:
-    """What happens to the Job when a pod ends: the first rule that matches; failures that match none are counted."""
-    codes = {"containerName": _CONTAINER, "operator": "In"}
-    return {
-        "backoffLimit": nodes * job.max_restarts,  # counted once a node: all pods of a run end together
-        "podFailurePolicy": {
-            "rules": [
-                {"action": "FailJob", "onExitCodes": {**codes, "values": sorted(FINAL)}},
-                {"action": "Ignore", "onExitCodes": {**codes, "values": sorted([EXIT_RETRY, EXIT_PREEMPTED])}},
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            ]
-        },
-    }
-
-
-def _deadline(job: Job) -> Object:
-    """The time limit, as the whole job's: that of a launch would end one pod and begin again for the next."""
-    minutes = job.what.time_limit_minutes
-    return {} if minutes is None else {"activeDeadlineSeconds": math.ceil(60 * minutes)}
-
-
 def _pod(job: Job, options: KubernetesOptions, name: str, nodes: int, master: str) -> Object:
     mounts: list[Object] = [
-        {"name": "work", "mountPath": str(_mount(options))},
+        {"name": "work", "mountPath": str(options.mount)},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
     volumes: list[Object] = [
-        {"name": "work", "persistentVolumeClaim": {"claimName": _claim(options)}},
+        {"name": "work", "persistentVolumeClaim": {"claimName": options.pvc.partition(":")[0]}},
         # NCCL uses it between the GPUs of a node; the default size in containers is too small.
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]
@@ -271,7 +243,7 @@ def _pod(job: Job, options: KubernetesOptions, name: str, nodes: int, master: st
         "name": _CONTAINER,
         "image": options.image,
         "command": _command(job, nodes, master),
-        "workingDir": str(_mount(options)),
+        "workingDir": str(options.mount),
         "env": [{"name": "POD_NAMESPACE", "valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}}],
         "volumeMounts": mounts,
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
@@ -281,7 +253,7 @@ def _pod(job: Job, options: KubernetesOptions, name: str, nodes: int, master: st
     if gpus:
         container["resources"] = {"limits": {"nvidia.com/gpu": str(gpus)}}
     return {
-        "metadata": {"labels": _labels(name)},
+        "metadata": {"labels": _metadata(name)["labels"]},
         "spec": {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": options.grace_s,
@@ -307,11 +279,8 @@ def _command(job: Job, nodes: int, master: str) -> list[str]:
     if _is_own_recipe(job):
         file = f"{_RECIPE_FOLDER}/{_file_name(what.recipe)}"
         what = replace(what, recipe=file, settings=what.settings if what.smoke else ())
-    job = replace(job, what=what)
-    if nodes == 1:
-        command = launch_command(job)
-    else:
-        command = launch_command(job, nodes=nodes, node_rank=_NODE, master=master)
+    master = master if nodes > 1 else ""
+    command = launch_command(replace(job, what=what), nodes=nodes, node_rank=_NODE, master=master)
     return [word if word in (_NODE, master) else word.replace("$", "$$") for word in command]
 
 
@@ -325,15 +294,13 @@ def _recipe_file(job: Job, name: str) -> Object:
 
     Its name has a digest of its content, so that another recipe is another object: pods see changes of an object.
     """
-    what = job.what
-    recipe = load_recipe(what.recipe, [] if what.smoke else what.settings)
-    text = dump_yaml(recipe.dump())
+    text = dump_yaml(job.what.load().dump())
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {**_metadata(name), "name": f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"},
         "immutable": True,
-        "data": {_file_name(what.recipe): text},
+        "data": {_file_name(job.what.recipe): text},
     }
 
 
@@ -342,11 +309,7 @@ def _file_name(recipe: str) -> str:
 
 
 def _metadata(name: str) -> Object:
-    return {"name": name, "labels": _labels(name)}
-
-
-def _labels(name: str) -> Object:
-    return {"app.kubernetes.io/name": "vitscale", "app.kubernetes.io/instance": name}
+    return {"name": name, "labels": {"app.kubernetes.io/name": "vitscale", "app.kubernetes.io/instance": name}}
 
 
 class _Dumper(yaml.SafeDumper):

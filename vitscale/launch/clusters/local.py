@@ -12,7 +12,6 @@ def render(job: Job) -> str:
 
     Other nodes are assumed to have as many ranks as this one. The port where the ranks meet is chosen when they start.
     """
-    _refuse_options(job)
     place = _place(job)
     ranks = PretrainingRanks(job.what)
     own = ranks.fitting_here()
@@ -26,14 +25,10 @@ def render(job: Job) -> str:
 
 def submit(job: Job) -> int:
     """Run the job on this machine, now. Returns the exit code."""
-    _refuse_options(job)
     return launch_pretraining(job.what, _place(job), max_restarts=job.max_restarts)
 
 
 def _place(job: Job) -> ThisNode | None:
-    return find_place(job.nodes, job.node_rank, job.master, wait_s=60 * job.wait_for_nodes_minutes)
-
-
-def _refuse_options(job: Job) -> None:
     if job.options:
         raise RecipeError(f"--cluster-option {next(iter(job.options))}: --cluster local has no options")
+    return find_place(job.nodes, job.node_rank, job.master, wait_s=60 * job.wait_for_nodes_minutes)

@@ -19,9 +19,8 @@ from vitscale.launch.clusters import Job, launch_command, one_line, read_options
 from vitscale.launch.nodes import Layout
 from vitscale.launch.pretraining import PretrainingRanks
 from vitscale.launch.supervisor import say
-from vitscale.recipe import load_recipe, refuse_secrets
 from vitscale.runs.directory import check_run_dir
-from vitscale.runs.names import RECIPE_FILE, default_run_dir
+from vitscale.runs.names import RECIPE_FILE
 
 _SIGNAL_SECONDS = 300
 
@@ -76,18 +75,12 @@ sleep 60 # until Slurm ends this script
 
 
 class SlurmOptions(BaseModel):
-    """The `--cluster-option`s that are not sbatch's own.
-
-    Attributes:
-        tasks: what srun starts: a launch a node, which starts the ranks and watches them, or the ranks themselves.
-        python: the interpreter on the nodes, with what it runs in: "apptainer exec --nv vitscale.sif python".
-        srun: options for srun, such as those for containers.
-    """
+    """The `--cluster-option`s that are not sbatch's own."""
 
     model_config = ConfigDict(extra="forbid")
-    tasks: Literal["node", "rank"] = "node"
-    python: str = sys.executable
-    srun: str = ""
+    tasks: Literal["node", "rank"] = "node"  # srun starts a launch a node, which watches its ranks, or the ranks
+    python: str = sys.executable  # on the nodes, with what it runs in: "apptainer exec --nv vitscale.sif python"
+    srun: str = ""  # options for srun, such as those for containers
 
 
 def render(job: Job) -> str:
@@ -96,8 +89,7 @@ def render(job: Job) -> str:
     if job.master is not None:
         raise RecipeError("--master cannot be used with --cluster slurm: the job's first node is node 0")
     nodes, ranks = job.nodes or 1, job.what.ranks
-    run_dir = _run_dir(job)
-    recipe = refuse_secrets(load_recipe(job.what.recipe, [] if job.what.smoke else job.what.settings), job.what.recipe)
+    run_dir, recipe = job.what.directory, job.what.load()
     if ranks and not job.what.smoke and recipe.batch.global_size % (nodes * ranks):
         raise RecipeError(
             f"{counted(nodes, 'node')} of {counted(ranks, 'rank')} do not divide batch.global "
@@ -122,29 +114,19 @@ def render(job: Job) -> str:
         command = [*python, "-m", "vitscale.pretrain", *rank.command[2:]]
     options = {
         "job-name": run_dir.absolute().name,
-        "nodes": str(nodes),
-        "ntasks-per-node": str(ranks if own.tasks == "rank" else 1),
-        "chdir": str(Path.cwd()),
-        "output": str(run_dir.absolute()).replace("%", "%%") + "/slurm-%j.out",
-        "open-mode": "append",
-        "requeue": "",
-        "signal": f"TERM@{_SIGNAL_SECONDS}",
-        **_time_limit(job, of_sbatch),
-        **of_sbatch,
+        "nodes": nodes,
+        "ntasks-per-node": ranks if own.tasks == "rank" else 1,
     }
+    options |= _common(run_dir, "%j") | _time_limit(job, of_sbatch) | of_sbatch
     return _script(options, f"run_dir={shlex.quote(str(run_dir))}\n", own.srun, shlex.join(command), job.max_restarts)
 
 
 def render_array(jobs: Sequence[Job], name: str, folder: Path, log: str, at_once: int | None = None) -> str:
     """The batch script of a job array, whose n-th task is the n-th of these launches, each on one node.
 
-    Args:
-        name: the array's name.
-        folder: the folder for the output of the scripts; must exist when they start.
-        log: the file in each run directory that takes the output of its launch.
-        at_once: how many may run at a time; None for no limit.
-
-    The options are those of the first job. Raises `RecipeError` for impossible ones.
+    The output of the scripts goes to `folder`, which must exist when they start, that of each launch to the file `log`
+    in its run directory. At most `at_once` run at a time. The options are those of the first job. Raises `RecipeError`
+    for impossible ones.
     """
     own, of_sbatch = _read_options(jobs[0])
     if own.tasks != "node":
@@ -153,27 +135,31 @@ def render_array(jobs: Sequence[Job], name: str, folder: Path, log: str, at_once
     cases = []
     for index, job in enumerate(jobs):
         command = shlex.join(launch_command(job, [*python, "-m", "vitscale"]))
-        cases.append(one_line(f"    {index}) run_dir={shlex.quote(str(_run_dir(job)))}; set -- {command} ;;") + "\n")
-    options = {
-        "job-name": name,
-        "array": f"0-{len(jobs) - 1}" + (f"%{at_once}" if at_once else ""),
-        "nodes": "1",
-        "ntasks-per-node": "1",
-        "chdir": str(Path.cwd()),
-        "output": str(folder.absolute()).replace("%", "%%") + "/slurm-%A_%a.out",
-        "open-mode": "append",
-        "requeue": "",
-        "signal": f"TERM@{_SIGNAL_SECONDS}",
-        **of_sbatch,
-    }
+        run_dir = shlex.quote(str(job.what.directory))
+        cases.append(one_line(f"    {index}) run_dir={run_dir}; set -- {command} ;;") + "\n")
+    array = f"0-{len(jobs) - 1}" + (f"%{at_once}" if at_once else "")
+    options = (
+        {"job-name": name, "array": array, "nodes": 1, "ntasks-per-node": 1} | _common(folder, "%A_%a") | of_sbatch
+    )
     chosen = f'case $SLURM_ARRAY_TASK_ID in\n{"".join(cases)}esac\nexec >>"$run_dir"/{shlex.quote(log)} 2>&1\n'
     return _script(options, chosen, own.srun, '"$@"', jobs[0].max_restarts)
 
 
-def _script(options: Mapping[str, str], begin: str, srun: str, command: str, max_requeues: int) -> str:
+def _common(folder: Path, job: str) -> dict[str, object]:
+    """The options of every script: it runs in this folder, and writes its output, with the job's number, to another."""
+    return {
+        "chdir": Path.cwd(),
+        "output": str(folder.absolute()).replace("%", "%%") + f"/slurm-{job}.out",
+        "open-mode": "append",
+        "requeue": "",
+        "signal": f"TERM@{_SIGNAL_SECONDS}",
+    }
+
+
+def _script(options: Mapping[str, object], begin: str, srun: str, command: str, max_requeues: int) -> str:
     """A batch script that runs a command on every node of its job; `begin` sets run_dir."""
-    given = [(name, f"={shlex.quote(value)}" if value else "") for name, value in options.items()]
-    lines = [one_line(f"#SBATCH --{name}{value}") for name, value in given]
+    values = {name: shlex.quote(str(value)) if value else "" for name, value in options.items()}
+    lines = [one_line(f"#SBATCH --{name}{'=' if value else ''}{value}") for name, value in values.items()]
     starts = shlex.join(["setsid", "--wait", "srun", "--kill-on-bad-exit=0", "--wait=30", *shell_words("srun", srun)])
     head = "\n".join(["#!/bin/bash", *lines])
     return f"{head}\n\n{begin}max_requeues={max_requeues}\n{_BEFORE}{one_line(f'{starts} {command}')}\n{_AFTER}"
@@ -181,7 +167,7 @@ def _script(options: Mapping[str, str], begin: str, srun: str, command: str, max
 
 def submit(job: Job) -> int:
     """Submit the script. Returns the exit code of `vitscale launch`. Raises `RecipeError` if Slurm does not take it."""
-    script, run_dir = render(job), _run_dir(job)
+    script, run_dir = render(job), job.what.directory
     try:
         make_folder(run_dir)
     except OSError as error:
@@ -200,10 +186,6 @@ def hand_in(script: str) -> str:
     if answer.returncode:
         raise RecipeError(f"sbatch rejected the job: {answer.stderr.strip()}")
     return answer.stdout.strip().partition(";")[0]  # the name of the cluster follows, if there are several
-
-
-def _run_dir(job: Job) -> Path:
-    return job.what.run_dir or default_run_dir(job.what.recipe, smoke=job.what.smoke)
 
 
 def _read_options(job: Job) -> tuple[SlurmOptions, dict[str, str]]:

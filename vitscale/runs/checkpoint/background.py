@@ -4,7 +4,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -17,12 +16,7 @@ from vitscale.runs.checkpoint_index import CheckpointIndex
 
 
 class Outcome(NamedTuple):
-    """The result of a save.
-
-    Attributes:
-        step: the checkpoint's step.
-        error: what went wrong, in words; None if nothing did.
-    """
+    """The result of saving the checkpoint of a step: what went wrong, in words, or None."""
 
     step: int
     error: str | None
@@ -57,7 +51,7 @@ class BackgroundSaver:
         self._outcomes: list[Outcome] = []
         self._unfinished = 0
         self._changed = threading.Condition()  # guards the two above
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, Callable[[], None], bool] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if background:
             # A daemon, so that the process can end even if a file system or a network never answers.
@@ -65,13 +59,10 @@ class BackgroundSaver:
             self._thread.start()
 
     def save(self, index: CheckpointIndex, fragments: list[Fragment], best: int | None) -> float:
-        """Save what this rank owns, then delete old checkpoints, as `CheckpointStore.retain` does.
+        """Save what this rank owns, then delete old checkpoints. Returns the seconds that the caller had to wait.
 
         The tensors may change as soon as this returns. It first waits for an unfinished save, because it reuses that
         save's memory.
-
-        Returns:
-            The seconds that the caller had to wait.
         """
         begin = time.monotonic()
         if self._thread is not None:
@@ -84,7 +75,7 @@ class BackgroundSaver:
             self._failed_step = None
             self._store.retain(self._keep, best, self._keep_every, self._tail)
 
-        self._do(lambda: self._attempt(index.step, work, is_save=True))
+        self._do(index.step, work, is_save=True)
         return time.monotonic() - begin
 
     def amend(self, step: int, selection: dict[str, Any]) -> None:
@@ -97,7 +88,7 @@ class BackgroundSaver:
             if step != self._failed_step:
                 self._store.amend(step, selection)
 
-        self._do(lambda: self._attempt(step, work, is_save=False))
+        self._do(step, work, is_save=False)
 
     def finished(self) -> int:
         """The number of outcomes available on this rank; the ranks can agree on the smallest of these numbers."""
@@ -107,9 +98,9 @@ class BackgroundSaver:
     def outcomes(self, count: int | None = None) -> list[Outcome]:
         """The next `count` outcomes, or all available ones, in the order of the calls; each is returned once."""
         with self._changed:
-            given = self._outcomes[:count]
-            del self._outcomes[: len(given)]
-        return given
+            first = self._outcomes[:count]
+            del self._outcomes[: len(first)]
+        return first
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is queued or in progress; returns False if that takes longer than `timeout_s`."""
@@ -125,25 +116,23 @@ class BackgroundSaver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:  # after an error other ranks may be gone, and the thread would wait for them
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # after an error other ranks may be gone, and the thread would wait for them
             self.close()
 
-    def _do(self, attempt: Callable[[], None]) -> None:
+    def _do(self, step: int, work: Callable[[], None], *, is_save: bool) -> None:
         with self._changed:
             self._unfinished += 1
         if self._thread is None:
-            attempt()
+            self._attempt(step, work, is_save)
         else:
-            self._queue.put(attempt)
+            self._queue.put((step, work, is_save))
 
     def _work(self) -> None:
         while (attempt := self._queue.get()) is not None:
-            attempt()
+            self._attempt(*attempt)
 
-    def _attempt(self, step: int, work: Callable[[], None], *, is_save: bool) -> None:
+    def _attempt(self, step: int, work: Callable[[], None], is_save: bool) -> None:
         error = None
         try:
             if self.first is not None:

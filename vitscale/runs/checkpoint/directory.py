@@ -1,8 +1,9 @@
 """The directory of a run's checkpoints: a folder on a file system that all ranks share, or a URL.
 
-Each method's docstring says which ranks call it; `CheckpointStore` coordinates them. If the directory cannot be reached
-or written, which says nothing about its checkpoints, methods raise OSError, StorageError or RecipeError (the package
-for this kind of URL is missing); if a checkpoint is missing or damaged, CheckpointError.
+`LocalDirectory` and `RemoteDirectory` have the same methods, and so have the files of one checkpoint in each. Their
+docstrings, in the local classes, say which ranks call them; `CheckpointStore` coordinates the ranks. If the directory
+cannot be reached or written, which says nothing about its checkpoints, methods raise OSError, StorageError or
+RecipeError (the package for this kind of URL is missing); if a checkpoint is missing or damaged, CheckpointError.
 """
 
 import errno
@@ -10,118 +11,56 @@ import hashlib
 import os
 import re
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from stat import S_ISREG
-from typing import Protocol
+from typing import TypeVar
 
 from vitscale.ground.errors import CheckpointError
 from vitscale.ground.files.durable import make_folder, remove_leftovers, rename, write_text
 from vitscale.ground.files.fetching import Promise, WrongContentError, fetch, with_pauses
 from vitscale.ground.files.locks import locked, noted
 from vitscale.ground.files.machine_folder import MachineFolder
-from vitscale.ground.storage import (
-    is_url,
-    join,
-    names_in,
-    put,
-    read_bytes,
-    remove,
-    remove_folder,
-)
+from vitscale.ground.storage import is_url, join, names_in, put, read_bytes, remove, remove_folder
 from vitscale.recipe import Recipe
 from vitscale.runs.checkpoint.format import Fragment, verify_file, write_rank_file
-from vitscale.runs.checkpoint_index import CheckpointIndex, FileEntry, index_text, parse_index, read_index
-from vitscale.runs.checkpoints import steps_among, steps_at
+from vitscale.runs.checkpoint_index import (
+    CheckpointIndex,
+    FileEntry,
+    index_text,
+    parse_index,
+    read_index,
+    steps_among,
+    steps_at,
+)
 from vitscale.runs.names import INDEX_FILE, checkpoints_root, step_folder
 
 _SET_ASIDE = "unusable-index.json"
 _LEFT = re.compile(r"\.(building|deleting)-step-[0-9]{8,}(\.[0-9a-f]{8})?")
 _NAME = r"(rank-[0-9]{5,}\.safetensors|index\.json)"
 _FILE = re.compile(rf"{_NAME}|\.{_NAME}\.[0-9a-f]{{8}}\.part")
-
-
-class Files(Protocol):
-    """The files of one checkpoint, available as files on this machine. Any rank may call any method.
-
-    Attributes:
-        where: the checkpoint's path or URL.
-    """
-
-    where: str
-
-    def verified(self, entry: FileEntry) -> Path:
-        """The file's local path, after all its bytes were verified: now, or when it was copied to this machine."""
-
-    def path(self, entry: FileEntry) -> Path:
-        """The file's local path, without verifying it: some rank must have done that."""
-
-    def release(self) -> None:
-        """Remove the copies on this machine. Paths returned before must not be used any more."""
-
-
-class Directory(Protocol):
-    """What `CheckpointStore` needs from a directory of checkpoints.
-
-    Attributes:
-        root: the directory's path or URL.
-    """
-
-    root: str
-
-    def steps(self) -> list[int]:
-        """The steps of the checkpoints, oldest first; not yet verified."""
-
-    def begin(self, step: int) -> None:
-        """One rank: remove what interrupted saves left behind, and prepare for `write`."""
-
-    def write(self, step: int, name: str, fragments: list[Fragment]) -> FileEntry:
-        """Every rank: write its own file, under its own name; if that fails, nothing of it is left."""
-
-    def finish(self, index: CheckpointIndex) -> None:
-        """One rank: turn the files, once all are written, into a checkpoint, replacing one of the same step."""
-
-    def abandon(self, step: int) -> None:
-        """One rank, in place of `finish`: remove what was written. Raises nothing."""
-
-    def files(self, step: int) -> Files:
-        """The files of a checkpoint. Raises nothing."""
-
-    def read_index(self, step: int) -> CheckpointIndex:
-        """Read a checkpoint's index."""
-
-    def write_index(self, index: CheckpointIndex) -> None:
-        """One rank: replace the index of a checkpoint."""
-
-    def set_aside(self, step: int) -> None:
-        """One rank: make a checkpoint no longer count as one, but leave its files for a person to look at."""
-
-    def remove(self, step: int) -> None:
-        """One rank: remove a checkpoint if it exists; a removal that is interrupted leaves no damaged checkpoint."""
-
-
-def checkpoint_directory(recipe: Recipe, run_dir: Path) -> Directory:
-    """The directory of a run's checkpoints, as its recipe says."""
-    root = checkpoints_root(recipe, run_dir)
-    return RemoteDirectory(root, recipe.data.cache.folder()) if is_url(root) else LocalDirectory(Path(root))
+_Result = TypeVar("_Result")
 
 
 # ---- A folder --------------------------------------------------------------------------------------------------------
 
 
 class LocalFiles:
-    """The files of a checkpoint in a folder."""
+    """The files of a checkpoint in a folder, whose path or URL is `where`. Any rank may call any method."""
 
     def __init__(self, folder: Path) -> None:
         self.where = str(folder)
         self._folder = folder
 
     def verified(self, entry: FileEntry) -> Path:
+        """The file's path on this machine, after all its bytes were verified: now, or when it was copied here."""
         path = self.path(entry)
         verify_file(path, entry)
         return path
 
     def path(self, entry: FileEntry) -> Path:
+        """The file's path on this machine, without verifying it: some rank must have done that."""
         path = self._folder / entry.path
         with suppress(OSError):  # if it is missing, whoever opens it says so
             if not S_ISREG(path.lstat().st_mode):
@@ -129,11 +68,11 @@ class LocalFiles:
         return path
 
     def release(self) -> None:
-        pass
+        """Remove the copies on this machine. Paths returned before must not be used any more."""
 
 
 class LocalDirectory:
-    """A folder of checkpoints.
+    """A folder of checkpoints; `root` is its path, or URL.
 
     A checkpoint is built under a hidden name and renamed when it is complete, so that a final name always means a
     complete checkpoint. `index.json` verifies it again, also for file systems on which a rename is not atomic.
@@ -150,6 +89,7 @@ class LocalDirectory:
         return self._folder(step, ".building-")
 
     def steps(self) -> list[int]:
+        """The steps of the checkpoints, oldest first; not yet verified."""
         return steps_at(self.root)
 
     def tidy(self) -> None:
@@ -170,14 +110,17 @@ class LocalDirectory:
                 write_text(latest, name)
 
     def begin(self, step: int) -> None:
+        """One rank: remove what interrupted saves left behind, and prepare for `write`."""
         make_folder(self._root)
         self.tidy()
         self._building(step).mkdir()
 
     def write(self, step: int, name: str, fragments: list[Fragment]) -> FileEntry:
+        """Every rank: write its own file, under its own name; if that fails, nothing of it is left."""
         return write_rank_file(self._building(step) / name, fragments)
 
     def finish(self, index: CheckpointIndex) -> None:
+        """One rank: turn the files, once all are written, into a checkpoint, replacing one of the same step."""
         building, final = self._building(index.step), self._folder(index.step)
         write_text(building / INDEX_FILE, index_text(index))
         self.remove(index.step)
@@ -185,28 +128,32 @@ class LocalDirectory:
         self._note_latest(index.step)
 
     def abandon(self, step: int) -> None:
+        """One rank, in place of `finish`: remove what was written. Raises nothing."""
         _remove_files(self._building(step))
 
     def files(self, step: int) -> LocalFiles:
+        """The files of a checkpoint. Raises nothing."""
         return LocalFiles(self._folder(step))
 
     def read_index(self, step: int) -> CheckpointIndex:
+        """Read a checkpoint's index."""
         return read_index(self._folder(step), step)
 
     def write_index(self, index: CheckpointIndex) -> None:
+        """One rank: replace the index of a checkpoint."""
         write_text(self._folder(index.step) / INDEX_FILE, index_text(index))
 
     def set_aside(self, step: int) -> None:
+        """One rank: make a checkpoint no longer count as one, but leave its files for a person to look at."""
         aside = self._folder(step, ".unusable-")
         _remove_files(aside)
         self._folder(step).rename(aside)
 
     def remove(self, step: int) -> None:
-        folder = self._folder(step)
+        """One rank: remove a checkpoint if it exists; a removal that is interrupted leaves no damaged checkpoint."""
+        folder, token = self._folder(step), secrets.token_hex(4)  # an earlier trash may hold another's files
         if folder.exists():
-            # Renamed first: an interrupted deletion must not look like a damaged checkpoint.
-            trash = self._folder(step, ".deleting-")
-            trash = trash.with_name(f"{trash.name}.{secrets.token_hex(4)}")  # an earlier one may hold another's files
+            trash = self._root / f".deleting-{folder.name}.{token}"
             folder.rename(trash)
             _remove_files(trash)
 
@@ -255,11 +202,8 @@ class RemoteDirectory:
     """Checkpoints below a URL, where nothing can be renamed.
 
     Files are written under their final names; `index.json`, which makes them a checkpoint, is written last and removed
-    first. Ranks write their files to this machine before they upload them, and read them from copies on this machine.
-
-    Args:
-        root: the URL.
-        cache: a folder on this machine; its subfolder `vitscale-checkpoints` is used.
+    first. Ranks write their files to this machine before they upload them, and read them from copies on this machine,
+    in `vitscale-checkpoints` below the folder `cache`.
     """
 
     def __init__(self, root: str, cache: Path) -> None:
@@ -270,23 +214,24 @@ class RemoteDirectory:
         folder = join(self.root, step_folder(step))
         return join(folder, name) if name else folder
 
-    def _folders(self) -> list[int]:
-        return steps_among(names_in(self.root))
+    def _upload(self, step: int, name: str, write: Callable[[Path], _Result]) -> _Result:
+        """Upload what `write` writes to a path on this machine; returns its result."""
+        with MachineFolder(self._machine, f"upload-{secrets.token_hex(4)}") as folder:
+            result = write(folder.path / name)
+            put(folder.path / name, self._url(step, name))
+        return result
 
     def steps(self) -> list[int]:
         return steps_at(self.root)
 
     def begin(self, step: int) -> None:
-        for other in self._folders():
+        for other in steps_among(names_in(self.root)):
             if not {INDEX_FILE, _SET_ASIDE} & set(names_in(self._url(other))):
                 remove_folder(self._url(other))
         self.remove(step)
 
     def write(self, step: int, name: str, fragments: list[Fragment]) -> FileEntry:
-        with MachineFolder(self._machine, f"upload-{secrets.token_hex(4)}") as folder:
-            entry = write_rank_file(folder.path / name, fragments)
-            put(folder.path / name, self._url(step, name))
-        return entry
+        return self._upload(step, name, lambda path: write_rank_file(path, fragments))
 
     def finish(self, index: CheckpointIndex) -> None:
         self.write_index(index)
@@ -310,16 +255,11 @@ class RemoteDirectory:
         return with_pauses(read, CheckpointError)
 
     def write_index(self, index: CheckpointIndex) -> None:
-        with MachineFolder(self._machine, f"upload-{secrets.token_hex(4)}") as folder:
-            path = folder.path / INDEX_FILE
-            path.write_text(index_text(index), encoding="utf-8")
-            put(path, self._url(index.step, INDEX_FILE))
+        self._upload(index.step, INDEX_FILE, lambda path: path.write_bytes(index_text(index).encode()))
 
     def set_aside(self, step: int) -> None:
-        with MachineFolder(self._machine, f"upload-{secrets.token_hex(4)}") as folder:
-            path = folder.path / INDEX_FILE
-            path.write_bytes(read_bytes(self._url(step, INDEX_FILE)))
-            put(path, self._url(step, _SET_ASIDE))
+        content = read_bytes(self._url(step, INDEX_FILE))
+        self._upload(step, _SET_ASIDE, lambda path: path.write_bytes(content))
         remove(self._url(step, INDEX_FILE))
 
     def remove(self, step: int) -> None:
@@ -353,3 +293,15 @@ def _fetch(url: str, entry: FileEntry, path: Path) -> None:
         except FileNotFoundError:
             raise CheckpointError(f"{url}: {os.strerror(errno.ENOENT)}") from None
     part.rename(path)
+
+
+# ---- Either ----------------------------------------------------------------------------------------------------------
+
+Directory = LocalDirectory | RemoteDirectory
+Files = LocalFiles | RemoteFiles
+
+
+def checkpoint_directory(recipe: Recipe, run_dir: Path) -> Directory:
+    """The directory of a run's checkpoints, as its recipe says."""
+    root = checkpoints_root(recipe, run_dir)
+    return RemoteDirectory(root, recipe.data.cache.folder()) if is_url(root) else LocalDirectory(Path(root))

@@ -41,23 +41,14 @@ ReadPiece = Callable[[str, str, int, int], Tensor]
 
 @dataclass(frozen=True)
 class OpenWeights:
-    """Weights of which no value is read yet.
+    """Weights of which no value is read yet."""
 
-    Attributes:
-        title: what the weights are called in messages.
-        source: names and shapes, and how to read.
-        description: the model that they are for; None if they do not say, and nobody else does.
-        facts: what identifies the weights, besides their files.
-        files: name -> sha256; of a checkpoint only.
-        recipe: the recipe that a checkpoint was trained with; None for a file.
-    """
-
-    title: str
-    source: Source
-    description: Description | None
-    facts: dict[str, Any]
-    files: dict[str, str] = field(default_factory=dict)
-    recipe: Recipe | None = None
+    title: str  # for messages
+    source: Source  # names and shapes, and how to read
+    description: Description | None  # the model that they are for; None if they do not say, and nobody else does
+    facts: dict[str, Any]  # what identifies the weights, besides their files
+    files: dict[str, str] = field(default_factory=dict)  # of a checkpoint: name -> sha256
+    recipe: Recipe | None = None  # that a checkpoint was trained with
 
     @property
     def model(self) -> ModelBlock | None:
@@ -94,12 +85,9 @@ class OpenWeights:
             model: the `model` block, for files that do not name it.
             image_size: the size to which position embeddings are resampled; by default that of the weights.
             drop_head: leave the head out; one that the weights do not have is left out anyway.
-            report: as in `parameters`.
 
-        Returns:
-            The description, the model on the meta device, and parameter's name -> reader.
-
-        Raises as `describe` and `parameters` do.
+        Returns the description, the model on the meta device, and parameter's name -> reader. Raises as `describe` and
+        `parameters` do.
         """
         own = describe(self.source, model, image_size, self.description)
         if model is None and self.description is None:
@@ -205,11 +193,11 @@ def open_model(
         block = {"name": source, "head": head, "num_classes": num_classes}
         return _fresh(Description(block, image_size or 224, num_classes), seed)
     recipe, reader = open_run(path, step, report)
-    found = of_checkpoint(path, str(reader.folder), reader.index, reader.read, None if use_average else MASTER)
-    assert found.description is not None
-    if edits := differences(found.description.model, recipe.dump()["model"], "model."):
+    weights = of_checkpoint(path, str(reader.folder), reader.index, reader.read, None if use_average else MASTER)
+    assert weights.description is not None
+    if edits := differences(weights.description.model, recipe.dump()["model"], "model."):
         report(f"{path / RECIPE_FILE} was edited ({'; '.join(edits)}); what was trained is exported")
-    return replace(found, description=replace(found.description, eval_crop=recipe.data.eval_crop))
+    return replace(weights, description=replace(weights.description, eval_crop=recipe.data.eval_crop))
 
 
 def _fresh(description: Description, seed: int) -> OpenWeights:

@@ -23,8 +23,6 @@ from vitscale.runs.names import INDEX_FILE
 
 _WORD = 4  # bytes of an element
 _NO_PIECES = np.empty((4, 0), np.int64)
-
-
 _Pieces = NDArray[np.int64]
 """The pieces of one parameter's state of one kind, (4, pieces), by their place in it. Rows: first element, element
 after the last, number of the file in the index, byte of the file where they begin. Not Python objects, since every rank
@@ -35,15 +33,7 @@ class CheckpointReader:
     """Reads one checkpoint's tensors by parameter and position, and only when they are asked for.
 
     Files at a URL are fetched when the first of their tensors is asked for; the copies are removed with the reader.
-
-    Args:
-        files: the checkpoint's files.
-        index: the checkpoint's index.
-        layouts: each file's layout, by the file's path in the index.
-
-    Attributes:
-        index: the checkpoint's index.
-        folder: the checkpoint's path or URL.
+    `layouts` are by the file's path in the index; `folder` is the checkpoint's path or URL.
 
     Raises `CheckpointError` unless the fragments cover every parameter and its state exactly once.
     """
@@ -75,12 +65,12 @@ class CheckpointReader:
                 kind, name, start = parse_key(key)
                 rows[kind, name].extend((start, start + length, number, byte))
                 byte += _WORD * length
-        found = {}
+        pieces = {}
         for place in list(rows):
             table = np.array(rows.pop(place)).reshape(-1, 4)
             starts, stops, _, _ = table.T
-            found[place] = table[np.lexsort((stops, starts))].T.copy()
-        return found
+            pieces[place] = table[np.lexsort((stops, starts))].T.copy()
+        return pieces
 
     def _check_cover(self, kind: str, name: str, length: int) -> None:
         starts, stops, _, _ = self._pieces.get((kind, name), _NO_PIECES)
@@ -135,10 +125,7 @@ class CheckpointReader:
         return torch.from_numpy(result)
 
     def parameter(self, name: str, kind: str = MASTER) -> Tensor:
-        """One whole parameter, or its state of another kind, in its own shape: fp32, on the CPU.
-
-        Raises `CheckpointError` if the checkpoint does not have it.
-        """
+        """A whole parameter, or its state of another kind, in its shape: fp32, on the CPU. Raises `CheckpointError`."""
         if name not in self.index.shapes:
             raise CheckpointError(f"{self.folder}: no parameter {name!r} in it")
         shape = self.index.shape_of(kind, name)

@@ -33,23 +33,17 @@ class CheckpointStore:
 
     Args:
         directory: the directory of the checkpoints; a path means a folder that all ranks share.
-        rank: this process's rank.
         gather: gathers over all ranks, 0, 1, ...; by default for a single process.
         share: broadcasts over the same ranks. By default it is a `gather`, in which every rank sends every other one as
             many bytes as the longest object has: for an index, which grows with the number of ranks, that is too much
             with a thousand ranks.
-
-    Attributes:
-        root: the directory's path or URL.
     """
 
     def __init__(
         self, directory: Directory | Path, *, rank: int = 0, gather: Gather = alone, share: Share | None = None
     ) -> None:
         self.directory = LocalDirectory(directory) if isinstance(directory, Path) else directory
-        self.root = self.directory.root
-        self.rank = rank
-        self.gather = gather
+        self.root, self.rank, self.gather = self.directory.root, rank, gather
         self._share = share or (lambda value: gather(value)[0])
 
     def steps(self) -> list[int]:
@@ -73,23 +67,22 @@ class CheckpointStore:
             if self.rank == 0:
                 self.directory.abandon(index.step)
             raise
-        doing = f"step {index.step} is saved, but newer checkpoints, which are unusable, cannot be set aside"
-        self._on_first_rank(doing, lambda: self._set_aside_after(index.step))
 
-    def _set_aside_after(self, step: int) -> None:
-        for later in self.directory.steps():
-            if later > step:  # unusable, or this run would have resumed from it
-                self.directory.set_aside(later)
+        def set_aside_later() -> None:
+            for later in self.directory.steps():
+                if later > index.step:  # unusable, or this run would have resumed from it
+                    self.directory.set_aside(later)
+
+        doing = f"step {index.step} is saved, but newer checkpoints, which are unusable, cannot be set aside"
+        self._on_first_rank(doing, set_aside_later)
 
     def newest(self, report: Callable[[str], None]) -> CheckpointReader | None:
         """The newest checkpoint of which every byte verifies; None if there are no checkpoints at all.
 
         Each rank verifies its share of the files. A damaged checkpoint is skipped and `report`ed.
 
-        Raises:
-            CheckpointError: there are checkpoints but none can be read (a run never starts over silently), or the
-                directory cannot be read at all.
-            StorageError: a URL does not answer, which says nothing about its checkpoints.
+        Raises `CheckpointError` if there are checkpoints but none can be read (a run never starts over silently), or
+        the directory cannot be read at all, and `StorageError` if a URL does not answer, which says nothing about them.
         """
         first_problem = ""
         steps: list[int] = self._on_first_rank("its checkpoints cannot be listed", self.directory.steps)
@@ -114,13 +107,12 @@ class CheckpointStore:
     def open(self, step: int) -> CheckpointReader:
         """The checkpoint of one step, verified. Raises as `newest`, and `CheckpointError` if it does not exist."""
         doing = f"the checkpoint of step {step} cannot be read now"
-        found = self._on_first_rank(doing, lambda: _or_problem(lambda: [index_text(self.directory.read_index(step))]))
-        if isinstance(found, str):
-            raise _Unusable([found])
-        index = parse_index(found[0].encode(), f"{self.root}, step {step}")
+        read = self._on_first_rank(doing, lambda: _or_problem(lambda: [index_text(self.directory.read_index(step))]))
+        if isinstance(read, str):
+            raise _Unusable([read])
+        index = parse_index(read[0].encode(), f"{self.root}, step {step}")
         files = self.directory.files(step)
-        ranks = len(self.gather(None))
-        own = index.files[self.rank :: ranks]
+        own = index.files[self.rank :: len(self.gather(None))]
         layouts: dict[str, Layout | str] = {}
         for of_rank in self._together(doing, lambda: {entry.path: _verify(files, entry) for entry in own}):
             layouts |= of_rank
@@ -142,10 +134,7 @@ class CheckpointStore:
         self._on_first_rank(f"the index of step {step} cannot be amended", write)
 
     def retain(self, keep: int, best: int | None, keep_every: int | None = None, tail: int | None = None) -> None:
-        """Delete all checkpoints but the newest `keep`, `best`, `tail`, and those at multiples of `keep_every`.
-
-        Raises as `save` does.
-        """
+        """Delete all but the newest `keep`, `best`, `tail` and multiples of `keep_every`. Raises as `save` does."""
 
         def delete() -> None:
             for step in self.directory.steps()[:-keep]:

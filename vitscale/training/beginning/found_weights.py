@@ -19,7 +19,7 @@ from vitscale.recipe import Init, Normalise, read_recipe
 from vitscale.recipe.families import Model
 from vitscale.runs.checkpoint import CheckpointIndex, CheckpointStore, LocalDirectory, checkpoint_directory
 from vitscale.runs.checkpoint.opening import OpenWeights, of_checkpoint, of_file
-from vitscale.runs.checkpoints import steps_among
+from vitscale.runs.checkpoint_index import steps_among
 from vitscale.runs.names import INDEX_FILE, RECIPE_FILE
 from vitscale.training.deepspeed.distributed import World
 
