@@ -80,7 +80,7 @@ def by_deepspeed() -> Iterator[None]:
     """Engines that are built inside take, measure and clip their gradients as DeepSpeed does by itself."""
     from vitscale.training.deepspeed import config, engine
 
-    as_on_several = {"is_single": lambda *_: False}
+    as_on_several: dict[str, Any] = {"is_single": lambda *_: False}
     with (
         mock.patch.multiple(config, **as_on_several),
         mock.patch.multiple(engine, **as_on_several, ZeroUpdate=lambda *_, **__: None),

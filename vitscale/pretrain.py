@@ -32,7 +32,7 @@ from vitscale.ground.interruption import Interruption  # noqa: E402
 from vitscale.ground.machine import divide_memory_finely, share_cores  # noqa: E402
 from vitscale.ground.safe_text import indented, protect_output  # noqa: E402
 from vitscale.launch import Pretraining, read_environment  # noqa: E402
-from vitscale.recipe import Recipe, override, smoke_form  # noqa: E402
+from vitscale.recipe import override, smoke_form  # noqa: E402
 
 if TYPE_CHECKING:
     from vitscale.training.beginning.run_plan import RunPlan

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vitscale.cli.looking import Settings
+from vitscale.cli.options import Settings
 from vitscale.ground.errors import ProofError
 
 _SHOWN = 10

@@ -97,7 +97,7 @@ def _spread(
     whole = {
         type(module).__name__
         for module in model.modules()
-        if [*module.parameters(recurse=False)] and [*module.children()]
+        if any(True for _ in module.parameters(recurse=False)) and any(True for _ in module.children())
     }
     try:
         places = infer_auto_device_map(model, {**limits}, no_split_module_classes=sorted(whole), dtype=dtype)

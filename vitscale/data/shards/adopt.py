@@ -102,7 +102,7 @@ def adopt(
             path=_relative(file, out),
             samples=shard.samples,
             first_uid=0,
-            adopted=Adopted(**used, checksums=checksums),
+            adopted=Adopted(image_field=image_field, label_field=label_field, checksums=checksums),
             **scanned.digests._asdict(),
         )
         Manifest(

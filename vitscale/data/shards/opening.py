@@ -106,8 +106,13 @@ def shard_file(manifest: Manifest, index: int, path: Path, expected_bytes: int |
     adopted = manifest.shards[index].adopted
     if adopted is None:
         return ShardFile(path, expected_bytes)
-    fields = {"image_field": adopted.image_field, "label_field": adopted.label_field}
-    return ForeignShard(path, **fields, crc=manifest.checksums(index), expected_bytes=expected_bytes)
+    return ForeignShard(
+        path,
+        image_field=adopted.image_field,
+        label_field=adopted.label_field,
+        crc=manifest.checksums(index),
+        expected_bytes=expected_bytes,
+    )
 
 
 def open_shard_file(manifest: Manifest, index: int, path: Path) -> ShardFile:

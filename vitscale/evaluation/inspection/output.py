@@ -7,6 +7,7 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vitscale.evaluation.inspection.figures import InspectionFigure
 from vitscale.ground.page import (
@@ -37,7 +38,7 @@ def write(
     """Write all figures and the page into a folder that exists. Raises OSError."""
     drawn = []
     for figure in figures:
-        size = {"width": figure.width, "height": figure.height}
+        size: dict[str, Any] = {"width": figure.width, "height": figure.height}
         svg = draw(figure.key.replace("_", "-"), figure.title, figure.put, **size).svg
         about, numbers = (figure.key, figure.title, figure.caption), (list(figure.columns), finite_rows(figure.rows))
         drawn.append(NumberedDrawing(*about, *numbers, svg, figure.width))

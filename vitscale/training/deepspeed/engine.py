@@ -171,7 +171,11 @@ class Engine:
         differing: dict[str, dict[str, list[int] | None]] = {}
         for kind in self.moment_kinds():
             kept = {name: self._kept.get(name, {}).get(kind) for name in self.shapes}
-            other = {name: shape and list(shape) for name, shape in kept.items() if shape != tuple(self.shapes[name])}
+            other = {
+                name: None if shape is None else list(shape)
+                for name, shape in kept.items()
+                if shape != tuple(self.shapes[name])
+            }
             differing |= {kind: other} if other else {}
         return differing
 

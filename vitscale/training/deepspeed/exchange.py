@@ -77,8 +77,8 @@ class _ReduceScatter:
         if self._is_by_parts:
             # gloo's reduce-scatter is an all-reduce, which sends twice as much.
             self._received = torch.empty_like(values)
-            both = (each.view(torch.uint8) for each in (self._received, values))  # not every backend has every dtype
-            self._work = dist.all_to_all_single(*both, group=group, async_op=True)
+            received, sent = self._received.view(torch.uint8), values.view(torch.uint8)  # gloo has not every dtype
+            self._work = dist.all_to_all_single(received, sent, group=group, async_op=True)
         else:
             self._received = values.new_empty(len(values) // self._ranks)
             self._work = dist.reduce_scatter_tensor(self._received, values, group=group, async_op=True)

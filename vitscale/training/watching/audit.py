@@ -121,7 +121,11 @@ class Audit:
         mine = [(piece.name, piece.start, piece.length) for piece in self._engine.pieces]
         by_rank = [mine] if self._engine.is_replicated else gather(mine)
         order = {name: index for index, name in enumerate(self._trained)}
-        places = [_Fragment(*piece, rank) for rank, pieces in enumerate(by_rank) for piece in pieces]
+        places = [
+            _Fragment(name, start, length, rank)
+            for rank, pieces in enumerate(by_rank)
+            for name, start, length in pieces
+        ]
         self._places = sorted(places, key=lambda place: (order[place.name], place.start))
         self._index = {(place.name, place.start): index for index, place in enumerate(self._places)}
         by_name = groupby(range(len(self._places)), key=lambda row: self._places[row].name)
@@ -135,8 +139,8 @@ class Audit:
             self._rows[name] = rows[0] if rows else 0, torch.tensor(lengths, dtype=torch.int64)
 
     def _find(self, check: str, what: str, where: Piece | _Fragment | None, *missing: float) -> None:
-        place = () if where is None else (where.name, where.start, where.length)
-        self._findings.append(Finding(check, self._world.rank, what, *place, missing=missing or None))
+        name, start, length = ("", 0, 0) if where is None else (where.name, where.start, where.length)
+        self._findings.append(Finding(check, self._world.rank, what, name, start, length, missing or None))
 
     # ---- Gradients ---------------------------------------------------------------------------------------------------
 
