@@ -92,7 +92,8 @@ def commands() -> Iterator[str]:
 def _of_command(command: Any, name: str) -> Iterator[str]:
     command = command.load() if isinstance(command, LaterCommand) else command
     yield name
-    hints = typing.get_type_hints(inspect.unwrap(command.callback)) if command.callback else {}
+    of_callback = inspect.signature(command.callback, eval_str=True).parameters if command.callback else {}
+    hints = {key: each.annotation for key, each in of_callback.items()}
     for parameter in command.params:
         called = "|".join(sorted([*parameter.opts, *parameter.secondary_opts]))
         shown = called if parameter.param_type_name == "option" else parameter.name.upper()
