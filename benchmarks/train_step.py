@@ -1,7 +1,8 @@
 """Time and memory of our trainer's step, against a plain PyTorch loop with timm's model of the same shape.
 
     python benchmarks/train_step.py [--models ViT-Ti/16 ViT-B/16] [--batch 32] [--zero 0] [--rounds 7] [--compile]
-                                    [--pool cls|mean] [--device cpu|cuda] [--against CHECKOUT] [--json]
+                                    [--pool cls|mean] [--precision bf16|fp32] [--device cpu|cuda] [--against CHECKOUT]
+                                    [--json]
 
 Contenders, each a process of its own: `trainer`, ours as a recipe runs it, with fp32 masters under DeepSpeed;
 `recomputed`, the same with the activations of every block recomputed; `fp8`, the same with products in float8, which
@@ -84,7 +85,7 @@ def recipe_of(who: str, model: str, folder: str, options: argparse.Namespace) ->
     """What the trainer trains."""
     recompute = int(who == "recomputed")
     parallelism = {"zero_stage": options.zero, "compile": options.compile, "activation_checkpointing": recompute}
-    precision = "fp8" if who == "fp8" else "bf16"
+    precision = "fp8" if who == "fp8" else options.precision
     blocks: dict[str, Any] = {"model": {"pool": options.pool}, "parallelism": parallelism}
     blocks |= {"optimizer": {"name": who}} if who in OPTIMIZERS else {}
     return make_recipe(model, options.batch, folder=folder, precision=precision, **blocks)
@@ -243,7 +244,8 @@ class Contender:
         program, what = checkout / "benchmarks" / "train_step.py", "trainer" if who == "before" else who
         command = [sys.executable, str(program), "--work", what, f"{folder}/{who}", "--models", model]
         command += ["--batch", str(options.batch), "--zero", str(options.zero), "--pool", options.pool]
-        command += ["--device", options.device, *(["--compile"] if options.compile else [])]
+        command += ["--precision", options.precision, "--device", options.device]
+        command += ["--compile"] if options.compile else []
         Path(folder, who).mkdir()
         devices = {"CUDA_VISIBLE_DEVICES": ""} if options.device == "cpu" else {}
         environment = {**os.environ, "PYTHONPATH": str(checkout), **devices}
@@ -344,6 +346,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "fp32"), help="the trainer's")
     parser.add_argument("--against", type=Path, help="a checkout of this project, whose trainer takes its turns too")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--work", nargs=2, metavar=("WHO", "FOLDER"), help=argparse.SUPPRESS)
