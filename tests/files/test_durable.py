@@ -129,7 +129,8 @@ def test_what_a_killed_process_left_is_removed_and_what_is_being_written_is_not(
 
 @pytest.mark.parametrize("writer", ["folder", "file"])
 def test_the_next_writer_removes_what_was_left_of_its_own_name(tmp_path, writer):
-    with subprocess.Popen([sys.executable, "-c", HELD, str(tmp_path)], stdout=subprocess.PIPE) as killed:
+    held = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}  # a standard input of nothing would let it end
+    with subprocess.Popen([sys.executable, "-c", HELD, str(tmp_path)], **held) as killed:
         killed.stdout.readline()
         killed.kill()
     if writer == "folder":
