@@ -30,6 +30,13 @@ DataRoot = Annotated[
     str | None, Option("--data-root", metavar="DIR", help="Where the run's data are, if they were moved.")
 ]
 Json = Annotated[bool, Option("--json", help="Print one JSON object.")]
+Dataset = Annotated[str, Argument(help="A dataset's folder or manifest.json, here or at a URL (s3://, gs://).")]
+ImageField = Annotated[str | None, Option(help="Column, feature or suffix of the image.", show_default="detected")]
+Workers = Annotated[int | None, Option(min=1, help="Processes.", show_default="one per core")]
+Hardware = Annotated[str, Option(metavar="NAME", help="h100, h200, a100-pcie, ...")]
+Mfu = Annotated[
+    float | None, Option(metavar="FRACTION", help="Share of their peak that devices reach while computing.")
+]
 Embedding = Annotated[
     Path | None, Option(metavar="RUN|WEIGHTS", help="Your model: its features judge candidates, too.")
 ]

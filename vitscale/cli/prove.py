@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from vitscale.cli.options import Settings
 from vitscale.ground.errors import ProofError
@@ -12,13 +12,13 @@ _SHOWN = 10
 
 
 def prove(
-    recipe: Annotated[str, typer.Argument(help="A file, or the stem of a recipe that comes with vitscale.")],
+    recipe: Annotated[str, Argument(help="A file, or the stem of a recipe that comes with vitscale.")],
     ranks: Annotated[
         int | None,
-        typer.Option("--world", min=1, max=1024, help="Ranks.", show_default="one per CUDA device, or 2 on CPUs"),
+        Option("--world", min=1, max=1024, help="Ranks.", show_default="one per CUDA device, or 2 on CPUs"),
     ] = None,
     settings: Settings = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that was found as JSON.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print all that was found as JSON.")] = False,
 ) -> None:
     """Compare ten updates of a recipe's engine, around a small model of its family, with plain torch.
 

@@ -7,11 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
+from vitscale.cli.console import say
+from vitscale.cli.options import DataRoot
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.files.durable import new_folder
-from vitscale.ground.table import Console
 from vitscale.ground.wording import counted
 
 if TYPE_CHECKING:
@@ -25,19 +26,17 @@ _RENDERED = 1000  # sightings of all samples together that are written as PNG
 def seen(
     samples: Annotated[
         list[str],
-        typer.Argument(metavar="IMAGE|UID|LIST...", help="Images, folders, uids, lists of uids; - for a list."),
+        Argument(metavar="IMAGE|UID|LIST...", help="Images, folders, uids, lists of uids; - for a list."),
     ],
-    run: Annotated[Path, typer.Option(metavar="RUN", help="A run's directory.")],
+    run: Annotated[Path, Option(metavar="RUN", help="A run's directory.")],
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="New folder for the pixels that were seen, as PNG.")
+        Path | None, Option(metavar="FOLDER", help="New folder for the pixels that were seen, as PNG.")
     ] = None,
     near: Annotated[
-        bool, typer.Option("--near", help="Find copies of the images, too, as `vitscale dedup` does: reads all data.")
+        bool, Option("--near", help="Find copies of the images, too, as `vitscale dedup` does: reads all data.")
     ] = False,
-    root: Annotated[
-        str | None, typer.Option("--data-root", metavar="DIR", help="Where the run's data are, if they were moved.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per sample.")] = False,
+    root: DataRoot = None,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object per sample.")] = False,
 ) -> None:
     """Say at which steps a run has seen an image, and with which crop."""
     from PIL import Image
@@ -46,14 +45,12 @@ def seen(
     from vitscale.about.checks.named_samples import named_samples
     from vitscale.about.checks.seen import History
 
-    history = History(run, root)
-    console, rendered = Console(), 0
+    history, rendered = History(run, root), 0
     if not as_json:
         unseen = f", {counted(history.left_out, 'batch')} left out" if history.left_out else ""
-        _say(
-            console,
+        say(
             f"{run}: {counted(history.steps, 'step')} up to its newest checkpoint{unseen}, in "
-            f"{counted(history.epochs, 'epoch')} of {history.manifest.where}",
+            f"{counted(history.epochs, 'epoch')} of {history.manifest.where}"
         )
     with ExitStack() as stack:
         folder = None if out is None else stack.enter_context(new_folder(str(out), "--out"))
@@ -74,9 +71,9 @@ def seen(
                 print(json.dumps({"asked": sample.name, "why": sample.why, "uid": uid, "seen": steps}))
             else:
                 for line in _lines(sample, sightings, history.epochs):
-                    _say(console, line)
+                    say(line)
     if out is not None and not as_json:
-        _say(console, f"written: {out}: {counted(rendered, 'picture')}")
+        say(f"written: {out}: {counted(rendered, 'picture')}")
 
 
 def _lines(sample: "NamedSample", sightings: Sequence["Sighting"], epochs: int) -> Iterator[str]:
@@ -100,7 +97,3 @@ def _lines(sample: "NamedSample", sightings: Sequence["Sighting"], epochs: int) 
         yield f"  {step}, epoch {each.epoch}, slot {each.slot}: {width} x {height} from ({left}, {top}){how}"
     if len(sightings) > _SHOWN:
         yield f"  and {len(sightings) - _SHOWN:,} more: --json has all"
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -5,30 +5,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
+from vitscale.cli.options import DataRoot
 from vitscale.ground.errors import DataError
 
 _SHOWN = {True: "ok", False: "BAD", None: "--"}
 
 
 def verify(
-    run: Annotated[Path, typer.Argument(help="A run's directory.")],
-    steps: Annotated[int, typer.Option(min=0, max=10**9, help="Number of steps to take again, at most.")] = 50,
-    seed: Annotated[int, typer.Option(min=0, max=2**32, help="Seed for choosing the steps.")] = 0,
+    run: Annotated[Path, Argument(help="A run's directory.")],
+    steps: Annotated[int, Option(min=0, max=10**9, help="Number of steps to take again, at most.")] = 50,
+    seed: Annotated[int, Option(min=0, max=2**32, help="Seed for choosing the steps.")] = 0,
     ranks: Annotated[
-        int | None, typer.Option("--world", min=1, max=1024, help="Ranks.", show_default="the run's, or 1")
+        int | None, Option("--world", min=1, max=1024, help="Ranks.", show_default="the run's, or 1")
     ] = None,
-    root: Annotated[
-        str | None, typer.Option("--data-root", metavar="DIR", help="Where the run's data are, if they were moved.")
-    ] = None,
+    root: DataRoot = None,
     report: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A report whose results.json is compared, too.")
+        Path | None, Option(metavar="FOLDER", help="A report whose results.json is compared, too.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Take all steps and evaluations again.")] = False,
-    no_shards: Annotated[bool, typer.Option("--no-shards", help="Do not read all of the training data.")] = False,
-    no_evaluations: Annotated[bool, typer.Option("--no-evaluations", help="Do not evaluate again.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per finding.")] = False,
+    everything: Annotated[bool, Option("--all", help="Take all steps and evaluations again.")] = False,
+    no_shards: Annotated[bool, Option("--no-shards", help="Do not read all of the training data.")] = False,
+    no_evaluations: Annotated[bool, Option("--no-evaluations", help="Do not evaluate again.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object per finding.")] = False,
 ) -> None:
     """Check a run against its own files, by evaluating it again, and by taking some of its steps again."""
     from vitscale.about.checks.verifying import Asked, verify_run

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
+from vitscale.cli.options import DataRoot, Json
 from vitscale.ground.storage import is_url
 from vitscale.ground.wording import counted
 
@@ -14,22 +15,20 @@ from vitscale.ground.wording import counted
 def without(
     samples: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="LIST|UID|IMAGE...", help="What to leave out: lists of uids, uids, images, folders; - for a list."
         ),
     ],
-    run: Annotated[Path, typer.Option(metavar="RUN", help="A run's directory.")],
+    run: Annotated[Path, Option(metavar="RUN", help="A run's directory.")],
     out: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="New: for the dataset without them (a view) and the branch's recipe."),
+        Option(metavar="FOLDER", help="New: for the dataset without them (a view) and the branch's recipe."),
     ] = None,
     near: Annotated[
-        bool, typer.Option("--near", help="Copies of the images, too, as `vitscale dedup` finds them: reads all data.")
+        bool, Option("--near", help="Copies of the images, too, as `vitscale dedup` finds them: reads all data.")
     ] = False,
-    root: Annotated[
-        str | None, typer.Option("--data-root", metavar="DIR", help="Where the run's data are, if they were moved.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    root: DataRoot = None,
+    as_json: Json = False,
 ) -> None:
     """Go on without some images: from which step a run has to branch off that has not seen them, and what it costs.
 
