@@ -9,18 +9,3 @@ from vitscale.launch.pretraining import Pretraining, PretrainingRanks
 from vitscale.launch.rank import RankCommand
 from vitscale.launch.restarts import Launch
 from vitscale.launch.supervisor import Supervisor
-
-__all__ = [
-    "FirstNode",
-    "Launch",
-    "OtherNode",
-    "Pretraining",
-    "PretrainingRanks",
-    "RankCommand",
-    "Supervisor",
-    "ThisNode",
-    "count_devices",
-    "find_place",
-    "fitting",
-    "read_environment",
-]

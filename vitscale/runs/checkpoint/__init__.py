@@ -6,20 +6,3 @@ from vitscale.runs.checkpoint.format import Fragment, bytes_needed
 from vitscale.runs.checkpoint.reader import CheckpointReader
 from vitscale.runs.checkpoint.store import CheckpointStore, Gather
 from vitscale.runs.checkpoint_index import EMA, MASTER, CheckpointIndex
-
-__all__ = [
-    "EMA",
-    "MASTER",
-    "BackgroundSaver",
-    "CheckpointIndex",
-    "CheckpointReader",
-    "CheckpointStore",
-    "Directory",
-    "Fragment",
-    "Gather",
-    "LocalDirectory",
-    "Outcome",
-    "RemoteDirectory",
-    "bytes_needed",
-    "checkpoint_directory",
-]

@@ -60,13 +60,7 @@ class Update:
 
 
 class Learner:
-    """Trains an objective under DeepSpeed. All ranks make one and call its methods together.
-
-    Attributes:
-        own_work: measures the seconds of this rank's forward passes.
-        began_with: what identifies the weights that the run began with, if its recipe has an `init`.
-        learns_from: what identifies the weights of its teacher, if it has one from a file or a run.
-    """
+    """Trains an objective under DeepSpeed. All ranks make one and call its methods together."""
 
     def __init__(self, plan: RunPlan, world: World, say: Callable[[str], None]) -> None:
         self._recipe, self._plan, self._world, self._say = plan.recipe, plan, world, say
@@ -77,6 +71,7 @@ class Learner:
         normalise = torch.compile(to_model_input, fullgraph=True, dynamic=False) if is_compiled else to_model_input
         self._to_input = TrainingInput(plan.recipe, normalise)
         self.own_work = OwnWork(world.device)
+        # What identifies the weights that it began with, if the recipe has an `init`, and those of its teacher, if any.
         self.began_with: dict[str, Any] | None = None
         self._average: WeightAverage | None = None
         teacher, self.learns_from = load_teacher(plan.recipe, list(plan.manifest.class_names), world, say)

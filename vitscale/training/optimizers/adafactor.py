@@ -74,18 +74,13 @@ class Adafactor(WholeTensorOptimizer):
 
 
 class _Slab:
-    """A piece of a gradient, padded with zeros to whole indices of the tensor's first side.
-
-    Attributes:
-        values: a copy, (indices touched, other sides ...).
-        piece: where the piece lies in `values`, 1-D.
-    """
+    """A piece of a gradient, padded with zeros to whole indices of the tensor's first side."""
 
     def __init__(self, part: Part, piece: Piece) -> None:
         width = math.prod(part.shape[1:])
-        self._first, stop = piece.start // width, -(-(piece.start + piece.length) // width)
-        self._stop = stop
-        self.values = piece.flat.new_zeros(stop - self._first, *part.shape[1:])
+        self._first, self._stop = piece.start // width, -(-(piece.start + piece.length) // width)
+        # A copy, (indices touched, other sides ...), and where the piece lies in it, 1-D.
+        self.values = piece.flat.new_zeros(self._stop - self._first, *part.shape[1:])
         self.piece = self.values.view(-1).narrow(0, piece.start - self._first * width, piece.length)
         self.piece.copy_(piece.of_gradient())
 
