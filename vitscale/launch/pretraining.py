@@ -12,11 +12,10 @@ import vitscale
 from vitscale.ground.errors import PeerLostError, PreemptedError, RecipeError
 from vitscale.ground.machine import count_devices
 from vitscale.ground.wording import counted
-from vitscale.launch.first_node import FirstNode
 from vitscale.launch.nodes import Layout, OneNode, ThisNode, fitting
-from vitscale.launch.other_node import OtherNode
 from vitscale.launch.rank import RankCommand
 from vitscale.launch.restarts import Launch, Nodes
+from vitscale.launch.several_nodes import FirstNode, OtherNode
 from vitscale.launch.supervisor import Supervisor, say
 from vitscale.recipe import Recipe, load_recipe, refuse_secrets
 from vitscale.runs.directory import in_use, is_held

@@ -3,6 +3,5 @@
 from vitscale.runs.checkpoint.background import BackgroundSaver, Outcome
 from vitscale.runs.checkpoint.directory import Directory, LocalDirectory, RemoteDirectory, checkpoint_directory
 from vitscale.runs.checkpoint.format import Fragment, bytes_needed
-from vitscale.runs.checkpoint.reader import CheckpointReader
-from vitscale.runs.checkpoint.store import CheckpointStore, Gather
+from vitscale.runs.checkpoint.store import CheckpointReader, CheckpointStore, Gather
 from vitscale.runs.checkpoint_index import EMA, MASTER, CheckpointIndex
