@@ -63,13 +63,6 @@ class MetricsLines:
 
     def training(self, step: int, values: Mapping[str, float | str]) -> None:
         """Write training metrics after `step` updates."""
-        self._append(step, values)
-
-    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Write an evaluation's values, by evaluator/metric, after `step` updates."""
-        self._append(step, {f"{OF_EVALUATIONS}{key}": value for key, value in values.items()})
-
-    def _append(self, step: int, values: Mapping[str, float | str]) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         row = {"step": step, "time": now, **{key: _json_value(value) for key, value in values.items()}}
         try:
@@ -81,6 +74,10 @@ class MetricsLines:
             self._line_is_torn = False
         except OSError as error:
             self.report(error)
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Write an evaluation's values, by evaluator/metric, after `step` updates."""
+        self.training(step, {f"{OF_EVALUATIONS}{key}": value for key, value in values.items()})
 
     def report(self, error: OSError) -> None:
         """Report, only once, that metrics are being lost."""
