@@ -17,14 +17,12 @@ from typer import Argument, Exit, Option, Typer
 from typer.core import TyperGroup
 
 from vitscale.about.status import RunReader, RunStatus
-from vitscale.about.studies.engine import Engine, LocalEngine
+from vitscale.about.studies.engine import Engine, LocalEngine, RayEngine, SlurmEngine
 from vitscale.about.studies.expansion import Entry, Expansion, expand
 from vitscale.about.studies.outcomes import Progress, check_unchanged
-from vitscale.about.studies.ray import RayEngine
 from vitscale.about.studies.reading import find_study, list_studies, load_study, study_schema
 from vitscale.about.studies.results import RESULTS_FILE, About
 from vitscale.about.studies.running import StudyRun
-from vitscale.about.studies.slurm import SlurmEngine
 from vitscale.cli.options import Hardware, Json, Mfu
 from vitscale.flops.hardware import find_device
 from vitscale.ground.errors import RecipeError, VitscaleError
