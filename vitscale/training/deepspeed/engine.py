@@ -43,21 +43,14 @@ def build_optimizer(recipe: Recipe, objective: Objective, bucket: int | None = N
     """The recipe's optimizer, torch's or one of ours, over the groups of `parameter_groups`; raises as that does.
 
     The learning rate is 0 until `set_rates`, which runs before each step: DeepSpeed creates some of its state by a step
-    with zero gradients, and that must not decay the weights.
-
-    Args:
-        bucket: the largest number of elements in a group; None for no limit.
+    with zero gradients, and that must not decay the weights. A group has at most `bucket` elements, if that is given.
     """
     groups = parameter_groups(recipe, objective)
     return rule_of(recipe.optimizer).build(groups if bucket is None else in_buckets(groups, bucket))
 
 
 class Engine:
-    """DeepSpeed's engine around an objective. All ranks make one; its weights are not set before `load`.
-
-    Args:
-        config: what `derive_config` returns.
-    """
+    """DeepSpeed's engine around an objective, by `derive_config`. All ranks make one; `load` sets its weights."""
 
     shapes: dict[str, list[int]]  # of whole parameters by name, in the model's order, under ZeRO 3 too
     masters: list[Tensor]  # the fp32 tensors that the optimizer updates, hence the keys of its state

@@ -245,8 +245,7 @@ class Audit:
     def _check_updates(self, squares: Sequence[float]) -> None:
         """Check that masters and moments follow from the earlier ones, and are what a checkpoint would hold.
 
-        Args:
-            squares: sums of squares of the gradients that the ranks computed, by fragment.
+        `squares` are sums of squares of the gradients that the ranks computed, by fragment.
         """
         saved: dict[tuple[str, int], dict[str, Tensor]] = {}
         for fragment in self._to_save():

@@ -1,14 +1,19 @@
-"""`vitscale prove`: the command line of vitscale.about.checks.proving."""
+"""`vitscale prove` and `verify`: a recipe's updates beside plain torch, and a run against its own files."""
 
 import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from vitscale.cli.options import Settings
-from vitscale.ground.errors import ProofError
+from vitscale.cli.options import DataRoot, Settings
+from vitscale.ground.errors import DataError, ProofError
+from vitscale.ground.table import Column, Console, ResultTable, render
+from vitscale.ground.wording import counted
 
-_SHOWN = 10
+_SHOWN = 10  # findings of a proof
+_VERDICTS = {True: "ok", False: "BAD", None: "--"}
 
 
 def prove(
@@ -25,12 +30,8 @@ def prove(
     Gradients, updates, moments, averages and weights each have a limit, which follows from the number formats.
     """
     from vitscale.about.checks.proving import prove_recipe
-    from vitscale.ground.table import Console
 
-    console = Console(stderr=True)
-    found = prove_recipe(
-        recipe, settings or [], ranks, lambda line: console.print(line, style="dim", markup=False, highlight=False)
-    )
+    found = prove_recipe(recipe, settings or [], ranks, _tell)
     if as_json:
         print(json.dumps(found, indent=1))
     else:
@@ -42,9 +43,6 @@ def prove(
 
 
 def _print_table(found: dict[str, Any]) -> None:
-    from vitscale.ground.table import Column, ResultTable, render
-    from vitscale.ground.wording import counted
-
     aspects = ("gradient", "update", "moments", "average")
     rows = [
         {**dict.fromkeys(aspects), **group, "weights": "OTHERS" if group["weights"]["error"] else "as masters"}
@@ -76,3 +74,43 @@ def _cell(worst: dict[str, Any]) -> str:
 def _colour(worst: dict[str, Any] | None) -> str:
     is_within = worst is None or (worst["error"] is not None and worst["error"] <= worst["limit"])
     return "" if is_within else "bold red"
+
+
+def _tell(line: str) -> None:
+    Console(stderr=True).print(line, style="dim", markup=False, highlight=False)
+
+
+# ---- Runs ------------------------------------------------------------------------------------------------------------
+
+
+def verify(
+    run: Annotated[Path, Argument(help="A run's directory.")],
+    steps: Annotated[int, Option(min=0, max=10**9, help="Number of steps to take again, at most.")] = 50,
+    seed: Annotated[int, Option(min=0, max=2**32, help="Seed for choosing the steps.")] = 0,
+    ranks: Annotated[
+        int | None, Option("--world", min=1, max=1024, help="Ranks.", show_default="the run's, or 1")
+    ] = None,
+    root: DataRoot = None,
+    report: Annotated[
+        Path | None, Option(metavar="FOLDER", help="A report whose results.json is compared, too.")
+    ] = None,
+    everything: Annotated[bool, Option("--all", help="Take all steps and evaluations again.")] = False,
+    no_shards: Annotated[bool, Option("--no-shards", help="Do not read all of the training data.")] = False,
+    no_evaluations: Annotated[bool, Option("--no-evaluations", help="Do not evaluate again.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object per finding.")] = False,
+) -> None:
+    """Check a run against its own files, by evaluating it again, and by taking some of its steps again."""
+    from vitscale.about.checks.verifying import Asked, verify_run
+
+    findings, where = [], None if report is None else str(report)
+    asked = Asked(steps, seed, ranks, root, where, not no_shards, not no_evaluations, everything)
+    for finding in verify_run(run, asked, _tell):
+        line = f"{_VERDICTS[finding.is_sound]:<3}  {finding.what}: {finding.detail}"
+        print(json.dumps(asdict(finding)) if as_json else line, flush=True)
+        findings.append(finding)
+    if asked.exit_code(findings):
+        unsound = [finding.what for finding in findings if finding.is_sound is False]
+        missed = [finding.what for finding in findings if finding.is_sound is None]
+        if unsound:
+            raise DataError(f"{run} is not what it says: {'; '.join(unsound)}")
+        raise DataError(f"--all: not everything of {run} could be looked at: {'; '.join(missed)}")
