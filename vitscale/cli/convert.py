@@ -24,7 +24,7 @@ from data_tools.sources import Kind, SourceOptions
 from data_tools.splits import parse_splits
 from data_tools.views import write_subset
 from vitscale.cli.command_line import HELP, Version, run
-from vitscale.cli.options import Embedding, ImageField, ImageSize, ModelName, Workers, opened_embedder
+from vitscale.cli.options import Embedding, ImageField, ImageSize, ModelName, Workers, given_options, opened_embedder
 from vitscale.data.shards import DEFAULT_CAPACITY
 from vitscale.data.shards.beton import expected_bytes
 from vitscale.data.shards.images import JPEG_QUALITY, ImageOptions
@@ -172,16 +172,10 @@ def command(
 
 def _refuse(context: Context, main: str, *useless: str, all_but: tuple[str, ...] = ()) -> None:
     """Raise RecipeError if options were given that have no effect together with `main`."""
-    given = [
-        parameter.opts[0]
-        for parameter in context.command.params
-        if parameter.name is not None
-        and (parameter.name in useless if useless else parameter.name not in all_but)
-        and (source := context.get_parameter_source(parameter.name)) is not None
-        and source.name == "COMMANDLINE"
-    ]
-    if given:
-        raise RecipeError(f"{', '.join(given)} cannot be used with {main}")
+    given = given_options(context)
+    refused = [flag for name, flag in given.items() if (name in useless if useless else name not in all_but)]
+    if refused:
+        raise RecipeError(f"{', '.join(refused)} cannot be used with {main}")
 
 
 def _tell(console: Console, out: str, outcome: Outcome, tasks: TaskRange | None = None) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option, Typer
+from typer import Argument, Context, Option, Typer
 
 from vitscale.cli.command_line import HELP, Version, run
+from vitscale.cli.options import given_options
 from vitscale.flops import reports
 from vitscale.flops.estimate import Estimate, estimate
 from vitscale.flops.hardware import find_device
@@ -42,6 +43,7 @@ app = Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mo
 
 @app.command(context_settings=HELP)
 def command(
+    context: Context,
     recipes: Annotated[
         list[str] | None,
         Argument(metavar="RECIPE", help="Files, or stems of recipes that come with vitscale; all by default."),
@@ -69,20 +71,7 @@ def command(
     version: Version = False,
 ) -> None:
     """What recipes cost: parameters, multiply-adds and exaFLOPs, beside the paper's figures."""
-    given = {
-        "RECIPE": recipes,
-        "--set": settings,
-        "--samples": samples,
-        "--format": form if form != "table" else None,
-        "--breakdown": breakdown or None,
-        "--budget": budget,
-        "--hardware": hardware,
-        "--devices": devices,
-        "--mfu": mfu,
-        "--price": price,
-        "--run": runs,
-    }
-    _check({option for option, value in given.items() if value is not None})
+    _check({"RECIPE" if name == "recipes" else flag for name, flag in given_options(context).items()})
     _check_numbers({"--budget": budget, "--mfu": mfu, "--price": price})
     device = None if hardware is None else find_device(hardware)
     if runs:

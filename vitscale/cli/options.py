@@ -8,7 +8,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument, Exit, Option
+from typer import Argument, Context, Exit, Option
 
 from vitscale.ground.errors import RecipeError, VitscaleError
 from vitscale.ground.storage import read_text
@@ -124,6 +124,16 @@ def with_model_options(*left_out: str) -> Callable[[Callable[..., None]], Callab
         return called
 
     return decorated
+
+
+def given_options(context: Context) -> dict[str, str]:
+    """Parameter -> flag, or name of an argument, of all that stands on the command line."""
+    sources = {each: context.get_parameter_source(str(each.name)) for each in context.command.params}
+    return {
+        str(each.name): each.opts[0]
+        for each, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    }
 
 
 def refuse(why: str, options: dict[str, Any]) -> None:

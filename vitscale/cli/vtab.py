@@ -13,6 +13,7 @@ from data_tools.vtab.ids import IDS_NAME, Ids
 from data_tools.vtab.prepare import DATASETS, Prepared, is_prepared, verify_prepared
 from data_tools.vtab.prepare import prepare as prepare_task
 from data_tools.vtab.tasks import ORIGINS
+from vitscale.cli.console import say
 from vitscale.cli.options import Workers
 from vitscale.ground.errors import DataError, RecipeError, VitscaleError
 from vitscale.ground.safe_text import printable
@@ -66,17 +67,13 @@ def prepare(
             failed.append(task)
             errors.print(f"[red]{task}: {escape(str(error))}[/red]", highlight=False, soft_wrap=True)
             continue
-        _tell(console, prepared, out)
+        _tell(prepared, out)
         if not prepared.counts:
             missing.append(task)
     done = len(asked) - len(missing) - len(failed)
-    console.print(
-        f"prepared in {escape(str(out))}: {done} of {counted(len(asked), 'task')}"
-        + (f"; missing: {', '.join(missing)}" if missing else "")
-        + (f"; failed: {', '.join(failed)}" if failed else ""),
-        highlight=False,
-        soft_wrap=True,
-    )
+    rest = f"; missing: {', '.join(missing)}" if missing else ""
+    rest += f"; failed: {', '.join(failed)}" if failed else ""
+    say(f"prepared in {out}: {done} of {counted(len(asked), 'task')}{rest}")
     if failed or not done or (tasks and missing):
         raise Exit(DataError.exit_code)
 
@@ -143,7 +140,7 @@ def _state(task: str, folders: Sequence[Path]) -> tuple[str, str | None, list[st
     return f"found: {search.copy.layout}", str(search.copy.folder), doubt
 
 
-def _tell(console: Console, prepared: Prepared, out: Path) -> None:
+def _tell(prepared: Prepared, out: Path) -> None:
     if not prepared.counts:
         assert prepared.search is not None
         lines = _missing(prepared.task, prepared.search)
@@ -154,7 +151,7 @@ def _tell(console: Console, prepared: Prepared, out: Path) -> None:
         if prepared.doubt is not None:
             lines.append(f"  note: these are not the published 1,000 images ({prepared.doubt}); --ids FILE pins them")
     for line in lines:
-        console.print(escape(printable(line)), highlight=False, soft_wrap=True)
+        say(printable(line))
 
 
 def _missing(task: str, search: Search) -> list[str]:

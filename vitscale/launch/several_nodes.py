@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vitscale.ground.errors import PeerLostError, RecipeError
+from vitscale.ground.errors import PeerLostError, RecipeError, VitscaleError
 from vitscale.launch.connections import (
     LOOK_EVERY_SECONDS,
     RECONNECT_SECONDS,
@@ -31,7 +31,6 @@ from vitscale.launch.nodes import (
     FromFirst,
     Hello,
     Layout,
-    NodeEndedError,
     ThisNode,
     ToFirst,
     another_port,
@@ -92,7 +91,8 @@ class FirstNode:
             self._poll()
             for other in self._others.values():
                 if other.left is not None:
-                    raise NodeEndedError(f"{other.name} ended: {other.left.why}", other.left.code or EXIT_RETRY)
+                    why = f"{other.name} ended: {other.left.why}"
+                    raise VitscaleError(why).with_code(other.left.code or EXIT_RETRY)
             missing = self._missing()
         others = [self._others[node] for node in range(1, self._place.nodes)]
         counts = [devices, *(other.devices for other in others)]
@@ -271,7 +271,7 @@ class OtherNode:
                     return self._layout
                 # A node that reconnects may find the others about to restart: only a decision to end counts here.
                 if self._decision is not None and not self._decision.restarts:
-                    raise NodeEndedError(f"node 0 ended: {self._decision.why}", self._decision.code)
+                    raise VitscaleError(f"node 0 ended: {self._decision.why}").with_code(self._decision.code)
                 if self._supervisor.told:
                     return None
                 time.sleep(LOOK_EVERY_SECONDS)

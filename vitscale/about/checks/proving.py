@@ -84,9 +84,8 @@ def _launch(folder: Path, ranks: int) -> None:
         raise KeyboardInterrupt  # nothing was saved: as of any other command
     end = cause(ends)
     if end is not None or supervisor.told is not None:
-        error = VitscaleError("nothing was proved" + ("" if end is None else f": {end.describe().strip()}"))
-        error.exit_code = EXIT_PREEMPTED if end is None else end.code
-        raise error
+        why = "" if end is None else f": {end.describe().strip()}"
+        raise VitscaleError(f"nothing was proved{why}").with_code(EXIT_PREEMPTED if end is None else end.code)
 
 
 # ---- The small form --------------------------------------------------------------------------------------------------
