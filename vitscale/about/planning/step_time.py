@@ -152,10 +152,7 @@ def step_time(
         seconds[collective.phase] += count * one.total
         latency += count * one.latency
     in_passes = seconds["passes"] + seconds["backward"]
-    if recipe.parallelism.exchanges:
-        hidden = _overlapped(recipe, parameters, cluster.devices, seconds, compute, recompute)
-    else:
-        hidden = min(in_passes, _hides(recipe, cluster.devices, compute, recompute))
+    hidden = _hidden(recipe, parameters, cluster.devices, seconds, compute, recompute)
     return StepTime(
         compute=compute,
         recompute=recompute,
@@ -183,19 +180,7 @@ def overlaps(recipe: Recipe) -> bool:
     return stage > 0 and bool(stage == 3 if asked is None else asked)
 
 
-def _hides(recipe: Recipe, world_size: int, compute: float, recompute: float) -> float:
-    """The seconds of message time that computing hides."""
-    if not overlaps(recipe):
-        return 0.0
-    if recipe.parallelism.zero_stage == 3:
-        return HIDDEN * (compute + recompute)
-    # Gradients alone, and in stage 1 only those of the last micro-batch.
-    _, accumulation = recipe.split(world_size)
-    backward = _BACKWARD * compute + recompute
-    return HIDDEN * backward / (accumulation if recipe.parallelism.zero_stage == 1 else 1)
-
-
-def _overlapped(
+def _hidden(
     recipe: Recipe,
     parameters: Parameters,
     world_size: int,
@@ -203,15 +188,23 @@ def _overlapped(
     compute: float,
     recompute: float,
 ) -> float:
-    """The seconds of message time that computing hides, with buckets that are sent as soon as they are full."""
+    """The seconds of message time that computing hides."""
     stage, (_, accumulation) = recipe.parallelism.zero_stage, recipe.split(world_size)
+    backward = _BACKWARD * compute + recompute
+    if not recipe.parallelism.exchanges:
+        if not overlaps(recipe):
+            return 0.0
+        # Below stage 3 gradients alone, and in stage 1 only those of the last micro-batch.
+        busy = compute + recompute if stage == 3 else backward
+        return min(seconds["passes"] + seconds["backward"], HIDDEN * busy / (accumulation if stage == 1 else 1))
+    # Buckets are sent as soon as they are full.
     total = sum(parameters.trained)
     bucket = min(1.0, elements_in_flight(recipe)["reduce_bucket_size"] / total)
     block = sum(sum(layer.trained) for layer in parameters.layers if layer.block == 0) / total
     # A compiled block waits for all its weights.
     awaited = max(bucket, block) if recipe.parallelism.compiles else bucket
     times = accumulation if stage == 2 else 1
-    backward = (_BACKWARD * compute + recompute) / accumulation * times  # stage 1 sends only in the last one
+    backward = backward / accumulation * times  # stage 1 sends only in the last one
     forward = (1 - _BACKWARD) * compute / accumulation  # new weights are awaited only in the first one
     gradients, weights = seconds["backward"] * (1 - bucket / times), seconds["passes"] * (1 - awaited)
     return min(gradients, OVERLAPPED * backward) + min(weights, OVERLAPPED * forward)
