@@ -40,7 +40,7 @@ from vitscale.runs.reading import count, number, read_object
 from vitscale.runs.run import Run
 from vitscale.training.beginning.found_weights import Named, digests, find_weights
 from vitscale.training.beginning.run_plan import plan_run
-from vitscale.training.loop.state import Selection
+from vitscale.training.loop.state import SelectionState
 
 _Values = Mapping[str, float | None]
 _RESULTS_FILE = "results.json"  # of a study or a report
@@ -270,7 +270,7 @@ class _Verification:
         """Check what DONE and results.json repeat, and gather what is recorded of evaluations."""
         done, newest, rule = self.done, self.newest, self.trained.selection
         wrong: dict[str, list[str]] = {}
-        said, state, best = dict(self.log.evaluations), Selection.of(newest.selection), Selection()
+        said, state, best = dict(self.log.evaluations), SelectionState.of(newest.selection), SelectionState()
         for step, values in self.log.evaluations:
             self.recorded[step].append((METRICS_FILE, values))
         for step in said if newest.selection else ():

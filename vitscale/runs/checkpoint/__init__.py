@@ -1,6 +1,6 @@
 """Checkpoints as sets of parameter fragments. Knows nothing of DeepSpeed."""
 
-from vitscale.runs.checkpoint.background import BackgroundSaver, Outcome
+from vitscale.runs.checkpoint.background import BackgroundSaver, SaveOutcome
 from vitscale.runs.checkpoint.directory import Directory, LocalDirectory, RemoteDirectory, checkpoint_directory
 from vitscale.runs.checkpoint.format import Fragment, bytes_needed
 from vitscale.runs.checkpoint.store import CheckpointReader, CheckpointStore, Gather

@@ -31,7 +31,7 @@ from vitscale.training.deepspeed.lean_deepspeed import deepspeed
 from vitscale.training.deepspeed.profile import OwnWork, part
 from vitscale.training.watching import replicas
 from vitscale.training.watching.anomalies import Anomaly, Kind, Suspects
-from vitscale.training.watching.audit import Audit, Finding
+from vitscale.training.watching.audit import Audit, Discrepancy
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Update:
     mean_loss: float | None = None  # over the global batch, if there is a limit
     gradient_norm: float = math.nan  # of the global mean gradient, before clipping
     anomaly: Kind | None = None  # why the update was not made; None if it was
-    findings: list[Finding] = field(default_factory=list)  # of an audit, on all ranks
+    findings: list[Discrepancy] = field(default_factory=list)  # of an audit, on all ranks
 
     def add(self, losses: Losses, counts: Tensor | None) -> Tensor:
         """Add a micro-batch's losses. Returns them, with 0 for those that do not count (where `counts` is False)."""
