@@ -104,14 +104,11 @@ def plan(
             network=None if network is None else network * _GB,
             memory=None if memory is None else memory * _GB,
             efficiency=mfu,
-        )
-        made = make_plan(
-            estimated,
-            cluster,
-            price=price,
             storage=None if storage is None else storage * _GB,
-            failures=None if mtbf is None else make_failures(cluster.nodes, mtbf, restart, repair, restarts),
+            price=price,
         )
+        failures = None if mtbf is None else make_failures(cluster.nodes, mtbf, restart, repair, restarts)
+        made = make_plan(estimated, cluster, failures)
     if as_json:
         print(json.dumps(_as_data(made), indent=1, allow_nan=False))
         return

@@ -169,8 +169,8 @@ def plan(
         from vitscale.about.planning.cluster import make_cluster  # torch takes seconds
         from vitscale.about.studies.cost import cost_of
 
-        cluster = make_cluster(device, devices // slots, efficiency=mfu)
-        cost = cost_of(loaded, expansion, cluster, slots, samples=samples, price=price, say=status.update)
+        cluster = make_cluster(device, devices // slots, efficiency=mfu, price=price)
+        cost = cost_of(loaded, expansion, cluster, slots, samples, status.update)
     if as_json:
         content = asdict(cost) | {"study": file.stem, "device": device.name, "devices": devices, "slots": slots}
         print(json.dumps(content, indent=1, allow_nan=False))
