@@ -26,7 +26,7 @@ from vitscale.flops.accounting import exaflops
 from vitscale.flops.work import recipe_work
 from vitscale.ground.errors import EXIT_DONE, CheckpointError, DataError, VitscaleError
 from vitscale.ground.versions import versions
-from vitscale.ground.wording import counted, ranges
+from vitscale.ground.wording import counted, listed, ranges
 from vitscale.launch import count_devices
 from vitscale.recipe import Recipe, differences, override
 from vitscale.recipe.datasets import find_dataset
@@ -252,8 +252,7 @@ class _Verification:
             ("a line after the end", {step for step in taken | measured if step > end}),
         ):
             if found:
-                more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
-                wrong.append(f"{what} of step {min(found):,}{more}")
+                wrong.append(f"{what} of step {listed([f'{step:,}' for step in sorted(found)], 1)}")
         for step, row in self.rows.items():
             follows: dict[str, Any] = {"lr": plan.rates(step - 1).learning_rate, "images_seen": step * batch}
             follows |= {"exaflops": self._exaflops(step), "images_per_s": batch / row["step_time_s"]}
