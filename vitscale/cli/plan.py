@@ -115,12 +115,12 @@ def plan(
     print(_heading(made), end="\n\n")
     render(_table(made, made.choices if every_micro_batch else _shortlist(made)), "table")
     best = made.best
-    if best is None:
+    if best is None or made.totals is None:
         print("Nothing fits. More devices, stage 3, parallelism.offload=optimizer or a smaller model may.")
     else:
-        chosen, *lines = _of_the_best(made, best)
+        chosen, *lines = _of_the_best(made.totals, made.cluster, best)
         print(chosen)  # to be copied: one line
-        for line in [*lines, *([] if made.goodput is None else _of_failures(made, made.goodput))]:
+        for line in [*lines, *([] if made.goodput is None else _of_failures(made.totals, made.goodput))]:
             print(line[:16] + hanging(line[16:], 16))
     print("\nAssumed:")
     for assumption in made.assumptions:
@@ -225,9 +225,8 @@ def _row(cluster: "Cluster", choice: "Choice") -> Row:
 # ---- The best --------------------------------------------------------------------------------------------------------
 
 
-def _of_the_best(plan: "ClusterPlan", best: "Choice") -> list[str]:
-    totals, cluster, time = plan.totals, plan.cluster, best.time
-    assert totals is not None, "there is a best choice"
+def _of_the_best(totals: "Totals", cluster: "Cluster", best: "Choice") -> list[str]:
+    time = best.time
     lines = [f"best            {' '.join(f'--set {setting}' for setting in best.settings())}"]
     parts = {
         "computing": time.compute,
@@ -288,12 +287,11 @@ def _of_network(row: Row) -> str:
     )
 
 
-def _of_failures(plan: "ClusterPlan", goodput: "Goodput") -> list[str]:
-    assert plan.totals is not None, "there is a best choice"
+def _of_failures(totals: "Totals", goodput: "Goodput") -> list[str]:
     share = percent(1)
     best, now = goodput.by_spares[0], ""
-    if goodput.useful is not None and plan.totals.checkpoint_every_s is not None:
-        now = f"; every {plan.totals.checkpoint_every_s / 60:,.1f} minutes {share(goodput.useful)}"
+    if goodput.useful is not None and totals.checkpoint_every_s is not None:
+        now = f"; every {totals.checkpoint_every_s / 60:,.1f} minutes {share(goodput.useful)}"
     lines = [
         f"failures        one every {short(goodput.failure_every_s / 3600)} hours",
         f"useful time     {share(best.useful)} with a checkpoint every {goodput.best_every_s / 60:,.1f} minutes{now}; "

@@ -109,12 +109,11 @@ class LocalEngine:
     def start(self, works: Sequence[Pretraining]) -> None:
         """Start these launches, each in a free slot. Raises `PeerLostError` if a process cannot be started."""
         for what in works:
-            assert what.run_dir is not None
             environment = self._free.pop(0)
             try:
-                self._running[what.run_dir.name] = start_launch(what, environment), environment
+                self._running[what.directory.name] = start_launch(what, environment), environment
             except OSError as error:
-                raise PeerLostError(f"{what.run_dir}: a launch cannot be started: {error}") from None
+                raise PeerLostError(f"{what.directory}: a launch cannot be started: {error}") from None
 
     def ended(self) -> Mapping[str, int]:
         """Name -> exit code; for a launch that was killed, the code for "repeat"."""
@@ -141,9 +140,8 @@ class LocalEngine:
 
 def start_launch(what: Pretraining, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
     """Start `vitscale launch` for one entry; it dies with the calling thread. Raises OSError."""
-    assert what.run_dir is not None
-    make_folder(what.run_dir)
-    with FileIO(what.run_dir / LOG_FILE, "a", opener=regular) as log:
+    make_folder(what.directory)
+    with FileIO(what.directory / LOG_FILE, "a", opener=regular) as log:
         return subprocess.Popen(
             launch_command(Job(what), [sys.executable, "-P", "-m", "vitscale"]),
             stdin=subprocess.DEVNULL,
@@ -184,12 +182,11 @@ class SlurmEngine:
 
     def start(self, works: Sequence[Pretraining]) -> None:
         """Submit one array. Raises `RecipeError` if sbatch does not take it."""
-        run_dirs = [what.run_dir for what in works if what.run_dir is not None]
-        for run_dir in run_dirs:
-            make_folder(run_dir)
+        for what in works:
+            make_folder(what.directory)
         jobs = [Job(what, options=self._options) for what in works]
         number = hand_in(render_array(jobs, self._folder.absolute().name, self._folder, LOG_FILE, self._slots))
-        self._jobs |= {run_dir.name: f"{number}_{index}" for index, run_dir in enumerate(run_dirs)}
+        self._jobs |= {what.directory.name: f"{number}_{index}" for index, what in enumerate(works)}
         write_text(self._folder / JOBS_FILE, json.dumps(self._jobs, indent=1) + "\n")
 
     def ended(self) -> Mapping[str, int]:
@@ -276,9 +273,8 @@ class RayEngine:
 
     def start(self, works: Sequence[Pretraining]) -> None:
         for what in works:
-            assert what.run_dir is not None
-            absolute = replace(what, recipe=str(Path(what.recipe).absolute()), run_dir=what.run_dir.absolute())
-            self._tasks[self._perform.remote(absolute)] = what.run_dir.name
+            absolute = replace(what, recipe=str(Path(what.recipe).absolute()), run_dir=what.directory.absolute())
+            self._tasks[self._perform.remote(absolute)] = what.directory.name
 
     def ended(self) -> Mapping[str, int]:
         """Name -> exit code. Raises `RecipeError` if a node lacks what it needs."""
