@@ -1,4 +1,4 @@
-"""Numbers and lists in sentences (`2 shards`, `0-3, 7`, `a, b and 3 more`), and mistakes found by pydantic, in our words."""
+"""Numbers and lists in sentences (`2 shards`, `0-3, 7`, `a, b and 3 more`), and pydantic's mistakes in our words."""
 
 from collections.abc import Sequence
 from typing import Any
