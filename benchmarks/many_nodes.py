@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 
 from vitscale.ground.machine import free_port
-from vitscale.launch.first_node import FirstNode
 from vitscale.launch.nodes import Account, Decision, ThisNode
+from vitscale.launch.several_nodes import FirstNode
 from vitscale.launch.supervisor import Supervisor
 
 GOALS = {"meeting_s": 10.0, "naming_s": 40.0, "memory_mb": 200.0, "cores": 1.0}

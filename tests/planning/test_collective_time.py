@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 
 from vitscale.about.planning.cluster import Cluster, make_cluster
-from vitscale.about.planning.collective_time import collective_time
 from vitscale.about.planning.communication import Kind
+from vitscale.about.planning.step_time import collective_time
 from vitscale.flops.hardware import find_device
 
 H100, L4 = find_device("h100"), find_device("l4")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitscale.recipe import schema
-from vitscale.training.loop.state import Selection
+from vitscale.training.loop.state import SelectionState
 
 METRIC = "validation/top1"
 VALUES = st.lists(st.one_of(st.floats(0, 1), st.just(math.nan)), min_size=1, max_size=20)
@@ -16,7 +16,7 @@ VALUES = st.lists(st.one_of(st.floats(0, 1), st.just(math.nan)), min_size=1, max
 
 def told(rule, values):
     """What is known after each evaluation; the steps are 10, 20 and so on."""
-    known = [Selection()]
+    known = [SelectionState()]
     for index, value in enumerate(values, 1):
         known.append(known[-1].after(rule, 10 * index, {METRIC: value}))
     return known[1:]
@@ -32,12 +32,12 @@ def test_the_best_is_the_first_of_the_best_and_patience_counts_from_it(values, m
         assert (selection.best, selection.best_step, selection.evaluated) == (best, first, 10 * count)
         assert selection.without_better == count - (0 if first is None else first // 10)
         assert selection.is_out_of_patience(rule) == (selection.without_better >= patience)
-        assert Selection.of(json.loads(json.dumps(selection.state()))) == selection
+        assert SelectionState.of(json.loads(json.dumps(selection.state()))) == selection
 
 
 def test_without_a_rule_nothing_is_selected():
-    selection = Selection().after(None, 7, {METRIC: 0.5})
-    assert selection == Selection(evaluated=7) and not selection.is_out_of_patience(None)
+    selection = SelectionState().after(None, 7, {METRIC: 0.5})
+    assert selection == SelectionState(evaluated=7) and not selection.is_out_of_patience(None)
 
 
 def test_a_best_step_that_cannot_be_saved_gives_way_to_the_one_before():
@@ -49,4 +49,4 @@ def test_a_best_step_that_cannot_be_saved_gives_way_to_the_one_before():
 
 
 def test_indices_of_before_do_not_say_what_was_evaluated():
-    assert Selection.of({"best": 0.5, "best_step": 3, "without_better": 1}).evaluated == 0
+    assert SelectionState.of({"best": 0.5, "best_step": 3, "without_better": 1}).evaluated == 0

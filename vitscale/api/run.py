@@ -98,7 +98,7 @@ class Recipe(recipes.Recipe):
         if estimated.work is None:
             check_known(estimated)
         self.split(devices)
-        return make_plan(estimated, make_cluster(find_device(hardware), devices, nodes=nodes), price=price)
+        return make_plan(estimated, make_cluster(find_device(hardware), devices, nodes=nodes, price=price))
 
     def _repr_html_(self) -> str:
         data, schedule = self.data, self.schedule

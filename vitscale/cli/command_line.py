@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Annotated, Any, cast
 
 import typer
+from typer import BadParameter, Exit, Option, Typer
 
 from vitscale.ground.errors import EXIT_DONE, EXIT_INTERRUPTED, DataError, RecipeError, VitscaleError
 from vitscale.ground.files.durable import forbid_writing_by_everybody
@@ -22,21 +23,19 @@ from vitscale.ground.safe_text import indented, protect_output, shown
 HELP = {"help_option_names": ["-h", "--help"]}
 """A command's settings, which its subcommands inherit."""
 
-_UsageError: Any = typer.BadParameter.__base__  # of the click that typer brings, or of click itself
+_UsageError: Any = BadParameter.__base__  # of the click that typer brings, or of click itself
 _TYPES = {"int": "N", "float": "NUMBER", "str": "TEXT", "path": "PATH"}
 
 
 def _show_versions(is_asked: bool) -> None:
     if is_asked:
         show_versions(as_json=False)
-        raise typer.Exit(EXIT_DONE)
+        raise Exit(EXIT_DONE)
 
 
 Version = Annotated[
     bool,
-    typer.Option(
-        "--version", callback=_show_versions, is_eager=True, help="Print the versions in use; with --json as JSON."
-    ),
+    Option("--version", callback=_show_versions, is_eager=True, help="Print the versions in use; with --json as JSON."),
 ]
 
 
@@ -52,7 +51,7 @@ def show_versions(*, as_json: bool) -> None:
         print(f"{name:<{max(map(len, found))}}  {version}")
 
 
-def run(app: typer.Typer) -> None:
+def run(app: Typer) -> None:
     """Run a command with this process's arguments, and end the process.
 
     An error that a person can fix ends with one line and the exit code of its `VitscaleError`, a bug with its trace and
@@ -113,7 +112,7 @@ def reader_is_gone() -> bool:
     return isinstance(file, _File) and file.is_dropped
 
 
-def _call(app: typer.Typer) -> int:
+def _call(app: Typer) -> int:
     if sorted(sys.argv[1:]) == ["--json", "--version"]:
         show_versions(as_json=True)
         return EXIT_DONE
@@ -145,7 +144,7 @@ def _complain(message: str) -> None:
 # ---- Help ------------------------------------------------------------------------------------------------------------
 
 
-def readable_command(app: typer.Typer) -> Any:
+def readable_command(app: Typer) -> Any:
     """An app's command, with N, NUMBER, TEXT and PATH in its help instead of <int range>, <list[str]> and so on."""
     command = typer.main.get_command(app)
     _name_types(command)

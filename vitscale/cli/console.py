@@ -4,8 +4,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import typer
 from rich.markup import escape
+from typer import Exit
 
 from vitscale.ground.errors import EXIT_INTERRUPTED
 from vitscale.ground.safe_text import printable
@@ -14,20 +14,20 @@ from vitscale.ground.table import Console
 
 @contextmanager
 def interruptible(state: str) -> Iterator[None]:
-    """Ctrl-C, or what a scheduler ends a job by, gives one line, not a trace. Raises typer.Exit(130)."""
+    """Ctrl-C, or what a scheduler ends a job by, gives one line, not a trace. Raises Exit(130)."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
         Console(stderr=True).print(f"interrupted: {state}", highlight=False, soft_wrap=True)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise Exit(EXIT_INTERRUPTED) from None
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def say(line: str) -> None:
-    """Print a line literally to standard output, whatever the terminal's width."""
-    Console().print(line, markup=False, highlight=False, soft_wrap=True)
+def say(line: str, console: Console | None = None) -> None:
+    """Print a line literally, by default to standard output, whatever the terminal's width."""
+    (console or Console()).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def plain(text: str) -> str:

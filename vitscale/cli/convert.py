@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.markup import escape
 from rich.table import Table
+from typer import Argument, Context, Exit, Option, Typer
 
 from data_tools.classes import read_classes
 from data_tools.conversion import convert, dry_run, merge
@@ -24,7 +24,7 @@ from data_tools.sources import Kind, SourceOptions
 from data_tools.splits import parse_splits
 from data_tools.views import write_subset
 from vitscale.cli.command_line import HELP, Version, run
-from vitscale.cli.options import Embedding, ImageSize, ModelName, opened_embedder
+from vitscale.cli.options import Embedding, ImageField, ImageSize, ModelName, Workers, given_options, opened_embedder
 from vitscale.data.shards import DEFAULT_CAPACITY
 from vitscale.data.shards.beton import expected_bytes
 from vitscale.data.shards.images import JPEG_QUALITY, ImageOptions
@@ -32,96 +32,86 @@ from vitscale.ground.errors import EXIT_INTERRUPTED, RecipeError, VitscaleError
 from vitscale.ground.table import Console
 from vitscale.ground.wording import counted
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @app.command(no_args_is_help=True, context_settings=HELP)
 def command(
-    context: typer.Context,
+    context: Context,
     src: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             help="Folder of class folders, tar(s), list (csv, jsonl), parquet, TFRecord, CIFAR, or another dataset; "
             "a path, URL or quoted pattern such as 's3://bucket/train-{000..127}.tar'.",
             show_default=False,
         ),
     ] = None,
-    out: Annotated[
-        str | None, typer.Argument(help="Folder or URL of the dataset; new or empty.", show_default=False)
-    ] = None,
-    kind: Annotated[Kind | None, typer.Option("--format", help="Format of SRC.", show_default="detected")] = None,
+    out: Annotated[str | None, Argument(help="Folder or URL of the dataset; new or empty.", show_default=False)] = None,
+    kind: Annotated[Kind | None, Option("--format", help="Format of SRC.", show_default="detected")] = None,
     labels: Annotated[
-        str | None, typer.Option(help="A list of labels for a folder or tar without class folders.", metavar="FILE")
+        str | None, Option(help="A list of labels for a folder or tar without class folders.", metavar="FILE")
     ] = None,
     classes: Annotated[
         Path | None,
-        typer.Option(help="Class order: a file with one name per line, or a dataset.", show_default="sorted"),
+        Option(help="Class order: a file with one name per line, or a dataset.", show_default="sorted"),
     ] = None,
-    unlabelled: Annotated[bool, typer.Option("--unlabelled", help="Give no image a label.")] = False,
-    image_field: Annotated[
-        str | None, typer.Option(help="Column, feature or suffix of the image.", show_default="detected")
-    ] = None,
+    unlabelled: Annotated[bool, Option("--unlabelled", help="Give no image a label.")] = False,
+    image_field: ImageField = None,
     label_field: Annotated[
-        str | None, typer.Option(help="Column, feature or key of the label.", show_default="detected")
+        str | None, Option(help="Column, feature or key of the label.", show_default="detected")
     ] = None,
-    short_side: Annotated[int | None, typer.Option(min=1, help="Shrink to at most so many pixels.")] = None,
-    long_side: Annotated[int | None, typer.Option(min=1, help="Shrink to at most so many pixels.")] = None,
-    quality: Annotated[int, typer.Option(min=1, max=100, help="Quality of re-encoded JPEGs.")] = JPEG_QUALITY,
+    short_side: Annotated[int | None, Option(min=1, help="Shrink to at most so many pixels.")] = None,
+    long_side: Annotated[int | None, Option(min=1, help="Shrink to at most so many pixels.")] = None,
+    quality: Annotated[int, Option(min=1, max=100, help="Quality of re-encoded JPEGs.")] = JPEG_QUALITY,
     pass_through: Annotated[
-        bool, typer.Option("--pass-through/--no-pass-through", help="Store sound JPEGs byte for byte.")
+        bool, Option("--pass-through/--no-pass-through", help="Store sound JPEGs byte for byte.")
     ] = True,
     shard_samples: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_SHARD_SAMPLES, help="Images per shard.", show_default=f"{DEFAULT_CAPACITY:,}"),
+        Option(min=1, max=MAX_SHARD_SAMPLES, help="Images per shard.", show_default=f"{DEFAULT_CAPACITY:,}"),
     ] = None,
     shard_bytes: Annotated[
-        str | None, typer.Option(help="Instead: approximate size of a shard, such as 512MB.", metavar="SIZE")
+        str | None, Option(help="Instead: approximate size of a shard, such as 512MB.", metavar="SIZE")
     ] = None,
-    shuffle_seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the global shuffle.")] = 0,
+    shuffle_seed: Annotated[int, Option(min=0, max=2**63 - 1, help="Seed of the global shuffle.")] = 0,
     split: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="Several datasets OUT/NAME: val=10000, val=2%, test=@keys.txt, 'train=a*/*', train=rest.",
             metavar="NAME=WHAT",
         ),
     ] = None,
     limit: Annotated[
-        str | None, typer.Option(help="Take only this many images (10k), chosen at random.", metavar="COUNT")
+        str | None, Option(help="Take only this many images (10k), chosen at random.", metavar="COUNT")
     ] = None,
     subset: Annotated[
         str | None,
-        typer.Option(
-            help="OUT becomes the first COUNT samples (9M) of the dataset SRC; nothing is copied.", metavar="COUNT"
-        ),
+        Option(help="OUT becomes the first COUNT samples (9M) of the dataset SRC; nothing is copied.", metavar="COUNT"),
     ] = None,
     dedup_against: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Leave out copies of the test images in INDEX, made by `vitscale dedup index`.", metavar="INDEX"
-        ),
+        Option(help="Leave out copies of the test images in INDEX, made by `vitscale dedup index`.", metavar="INDEX"),
     ] = None,
     embedding: Embedding = None,
     embedding_model: ModelName = None,
     embedding_size: ImageSize = None,
-    is_dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be written: counts, bytes, time.")
-    ] = False,
+    is_dry_run: Annotated[bool, Option("--dry-run", help="Show what would be written: counts, bytes, time.")] = False,
     max_reject_rate: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Largest share of images that cannot be stored.")
+        float, Option(min=0.0, max=1.0, help="Largest share of images that cannot be stored.")
     ] = 0.01,
     allow_unlabelled: Annotated[
-        bool, typer.Option("--allow-unlabelled", help="Allow any share of images without a label, not just 1 %.")
+        bool, Option("--allow-unlabelled", help="Allow any share of images without a label, not just 1 %.")
     ] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one per core")] = None,
-    engine: Annotated[Engine, typer.Option(help="Where shards are written: this machine, or a Ray cluster.")] = "local",
+    workers: Workers = None,
+    engine: Annotated[Engine, Option(help="Where shards are written: this machine, or a Ray cluster.")] = "local",
     task_range: Annotated[
-        str | None, typer.Option(help="Only piece i of n of the shards, i from 0, for job arrays.", metavar="i/n")
+        str | None, Option(help="Only piece i of n of the shards, i from 0, for job arrays.", metavar="i/n")
     ] = None,
     merge_out: Annotated[
-        str | None, typer.Option("--merge", help="Finish OUT, whose task ranges are all done.", metavar="OUT")
+        str | None, Option("--merge", help="Finish OUT, whose task ranges are all done.", metavar="OUT")
     ] = None,
     work: Annotated[
-        Path | None, typer.Option(help="Local folder for lists and spools.", show_default="in OUT, or the cache")
+        Path | None, Option(help="Local folder for lists and spools.", show_default="in OUT, or the cache")
     ] = None,
     version: Version = False,
 ) -> None:
@@ -174,24 +164,18 @@ def command(
         _tell(console, out, convert(request, out, machine, console), tasks)
     except VitscaleError as error:
         say(errors, f"[red]error: {escape(str(error))}[/red]")
-        raise typer.Exit(error.exit_code) from None
+        raise Exit(error.exit_code) from None
     except KeyboardInterrupt:
         errors.print("[red]interrupted: no manifest was written; repeat the command to continue[/red]")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise Exit(EXIT_INTERRUPTED) from None
 
 
-def _refuse(context: typer.Context, main: str, *useless: str, all_but: tuple[str, ...] = ()) -> None:
+def _refuse(context: Context, main: str, *useless: str, all_but: tuple[str, ...] = ()) -> None:
     """Raise RecipeError if options were given that have no effect together with `main`."""
-    given = [
-        parameter.opts[0]
-        for parameter in context.command.params
-        if parameter.name is not None
-        and (parameter.name in useless if useless else parameter.name not in all_but)
-        and (source := context.get_parameter_source(parameter.name)) is not None
-        and source.name == "COMMANDLINE"
-    ]
-    if given:
-        raise RecipeError(f"{', '.join(given)} cannot be used with {main}")
+    given = given_options(context)
+    refused = [flag for name, flag in given.items() if (name in useless if useless else name not in all_but)]
+    if refused:
+        raise RecipeError(f"{', '.join(refused)} cannot be used with {main}")
 
 
 def _tell(console: Console, out: str, outcome: Outcome, tasks: TaskRange | None = None) -> None:

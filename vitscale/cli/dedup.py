@@ -9,68 +9,63 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.table import Table
+from typer import Argument, Option, Typer
 
 from data_tools.dedup.settings import PRESETS, Preset, Settings
 from data_tools.machine import Machine
 from data_tools.report import ProgressDisplay
 from data_tools.sources.source import Source
-from vitscale.cli.console import interruptible, plain
-from vitscale.cli.options import Embedding, ImageSize, ModelName, opened_embedder
+from vitscale.cli.console import interruptible, plain, say
+from vitscale.cli.options import Dataset, Embedding, ImageField, ImageSize, Json, ModelName, Workers, opened_embedder
 from vitscale.data.shards import MANIFEST_NAME, Manifest
 from vitscale.ground import storage
 from vitscale.ground.errors import DataError, RecipeError
-from vitscale.ground.safe_text import without_secrets
+from vitscale.ground.safe_text import printable, without_secrets
 from vitscale.ground.table import Console
 from vitscale.ground.wording import counted
 
 _NAMED = re.compile(r"([^/=:]+)=(.+)", re.DOTALL)
 _SUFFIXES = re.compile(r"(\.[A-Za-z][A-Za-z0-9]*)+$")
 
-app = typer.Typer(
+app = Typer(
     help="Keep test images out of training data.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
 
-Dataset = Annotated[str, typer.Argument(help="A dataset's folder or manifest.json, here or at a URL (s3://, gs://).")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one per core")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Distance = Annotated[int | None, typer.Option(help="Largest distance (of 256 bits) at which a hash decides.")]
-Candidates = Annotated[int | None, typer.Option(help="Largest distance at which pictures are compared.")]
-Correlation = Annotated[float | None, typer.Option(help="Least correlation of those pictures, 0 to 1.")]
-Cosine = Annotated[float | None, typer.Option(help="Least cosine of --embedding features, 0 to 1.")]
+Distance = Annotated[int | None, Option(help="Largest distance (of 256 bits) at which a hash decides.")]
+Candidates = Annotated[int | None, Option(help="Largest distance at which pictures are compared.")]
+Correlation = Annotated[float | None, Option(help="Least correlation of those pictures, 0 to 1.")]
+Cosine = Annotated[float | None, Option(help="Least cosine of --embedding features, 0 to 1.")]
 
 
 @app.command()
 def index(
     testsets: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="TESTSET...", help="Anything that vitscale-convert reads; NAME=PATH sets its name in reports."
         ),
     ],
-    out: Annotated[str, typer.Option(help="Folder of the index; new or empty.")],
+    out: Annotated[str, Option(help="Folder of the index; new or empty.")],
     preset: Annotated[
-        Preset | None, typer.Option(help="Kind of images to expect.", show_default="by the images' size")
+        Preset | None, Option(help="Kind of images to expect.", show_default="by the images' size")
     ] = None,
     level: Annotated[
         int | None,
-        typer.Option(min=0, max=3, help="How many crops of a test image are indexed.", show_default="2; 3 if small"),
+        Option(min=0, max=3, help="How many crops of a test image are indexed.", show_default="2; 3 if small"),
     ] = None,
     distance: Distance = None,
     candidates: Candidates = None,
     correlation: Correlation = None,
     min_quality: Annotated[
-        int | None, typer.Option(help="Least quality of a hash, 0 (flat) to 100; below, only equal pixels count.")
+        int | None, Option(help="Least quality of a hash, 0 (flat) to 100; below, only equal pixels count.")
     ] = None,
     embedding: Embedding = None,
     embedding_model: ModelName = None,
     embedding_size: ImageSize = None,
     cosine: Cosine = None,
-    kind: Annotated[str | None, typer.Option("--format", help="Format of TESTSET.", show_default="detected")] = None,
-    image_field: Annotated[
-        str | None, typer.Option(help="Column, feature or suffix of the image.", show_default="detected")
-    ] = None,
+    kind: Annotated[str | None, Option("--format", help="Format of TESTSET.", show_default="detected")] = None,
+    image_field: ImageField = None,
     workers: Workers = None,
 ) -> None:
     """Make an index, by which copies of these test images are recognised. Settings hold for all of them."""
@@ -99,7 +94,7 @@ def index(
             tick=lambda images, bad: view.update(sum(one.images for one in done) + images, bad),
             told=done.append,
         )
-    _say(console, f"{out}:")
+    say(printable(f"{out}:"))
     table = Table("test set")
     for heading in ("images", "hashes", "level"):
         table.add_column(heading, justify="right")
@@ -110,21 +105,18 @@ def index(
         table.add_row(plain(one.name), *counts, one.preset, _rule(one.settings, embedder is not None))
     console.print(table)
     if preset is None:
-        _say(console, "presets were chosen by the size of the images; --preset photo|small|exact says otherwise")
+        say("presets were chosen by the size of the images; --preset photo|small|exact says otherwise")
     for one in done:
         if one.unreadable:
-            _say(
-                console,
-                f"warning: {counted(one.unreadable, 'image')} of {one.name} cannot be decoded: only copies of their "
-                "same bytes will be found",
-            )
+            images = f"{counted(one.unreadable, 'image')} of {printable(one.name)}"
+            say(f"warning: {images} cannot be decoded: only copies of their same bytes will be found")
 
 
 @app.command()
 def find(
     dataset: Dataset,
-    indexes: Annotated[list[str], typer.Argument(metavar="INDEX...", help="Folders that `index` made.")],
-    out: Annotated[str, typer.Option(help="Folder of the report; new or empty.")],
+    indexes: Annotated[list[str], Argument(metavar="INDEX...", help="Folders that `index` made.")],
+    out: Annotated[str, Option(help="Folder of the report; new or empty.")],
     distance: Distance = None,
     candidates: Candidates = None,
     correlation: Correlation = None,
@@ -154,10 +146,10 @@ def find(
             tick=view.update,
         )
     if found.made_anew:
-        _say(
-            errors,
+        say(
             f"note: the tables of {counted(found.made_anew, 'shard')} have no fingerprints of this version: all of "
             "their images were decoded, and `pixels` are those of the stored JPEGs, not of what these were made of",
+            errors,
         )
     if as_json:
         print(json.dumps({"out": out, "files": found.files, **described(found.matcher, found.tally)}, indent=1))
@@ -165,17 +157,17 @@ def find(
     console = Console()
     for table in tables(found.matcher, found.tally):
         console.print(table)
-    _say(console, f"written: {out}: {', '.join(found.files)}")
+    say(printable(f"written: {out}: {', '.join(found.files)}"))
     if found.tally.removed:
-        _say(console, f"nothing was removed yet: vitscale dedup apply {dataset} {out} OUT")
+        say(printable(f"nothing was removed yet: vitscale dedup apply {dataset} {out} OUT"))
 
 
 @app.command()
 def apply(
     dataset: Dataset,
-    found: Annotated[str, typer.Argument(help="The folder that `find` wrote.")],
-    out: Annotated[str, typer.Argument(help="A new or empty folder; beside the dataset if that is at a URL.")],
-    is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed.")] = False,
+    found: Annotated[str, Argument(help="The folder that `find` wrote.")],
+    out: Annotated[str, Argument(help="A new or empty folder; beside the dataset if that is at a URL.")],
+    is_dry_run: Annotated[bool, Option("--dry-run", help="Show what would be removed.")] = False,
 ) -> None:
     """Write a dataset without what `find` found; the old one stays."""
     from data_tools.dedup.applying import Removal, write_view
@@ -192,12 +184,9 @@ def apply(
         table.add_row(plain(name), f"{count:,}")
     console.print(table)
     vanished = f" and without {counted(removal.emptied, 'shard')} of which nothing is left" if removal.emptied else ""
-    _say(
-        console,
-        f"{out}: {left:,} of {counted(old.num_samples, 'sample')}, without "
-        f"{len(removal.uids):,} {'copy' if len(removal.uids) == 1 else 'copies'}{vanished}"
-        + (" (a dry run: nothing was written)" if is_dry_run else ""),
-    )
+    copies = f"{len(removal.uids):,} {'copy' if len(removal.uids) == 1 else 'copies'}{vanished}"
+    unwritten = " (a dry run: nothing was written)" if is_dry_run else ""
+    say(printable(f"{out}: {left:,} of {counted(old.num_samples, 'sample')}, without {copies}{unwritten}"))
 
 
 def _opened(src: str, kind: str | None, image_field: str | None) -> Source:
@@ -260,7 +249,3 @@ def _rule(settings: Settings, with_model: bool) -> str:
         return "equal bytes or pixels"
     judges = f"correlation {settings.correlation:g}" + (f" or cosine {settings.cosine:g}" if with_model else "")
     return f"<= {settings.distance} bits; <= {settings.candidates} and {judges}"
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(plain(line), highlight=False, soft_wrap=True)

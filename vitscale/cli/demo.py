@@ -112,15 +112,7 @@ def _command(console: Console, name: str, *arguments: str | int | Path) -> None:
     console.print(f"$ {shlex.join([name, *texts])}", style="bold", highlight=False, soft_wrap=True)
     program = Path(sys.executable).with_name(name)  # whether or not the environment is activated
     if code := subprocess.run([str(program) if program.exists() else name, *texts], check=False).returncode:
-        raise DemoError(f"the command above ended with code {code}; its own message says why", code)
-
-
-class DemoError(VitscaleError):
-    """A step of the demo failed; the demo ends with the step's own exit code."""
-
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.exit_code = code
+        raise VitscaleError(f"the command above ended with code {code}; its own message says why").with_code(code)
 
 
 def _closing_table(

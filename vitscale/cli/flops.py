@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Context, Option, Typer
 
 from vitscale.cli.command_line import HELP, Version, run
+from vitscale.cli.options import given_options
 from vitscale.flops import reports
 from vitscale.flops.estimate import Estimate, estimate
 from vitscale.flops.hardware import find_device
@@ -37,54 +38,40 @@ _RANGES = {
 }
 _MOST = 2**53  # whole numbers up to here are exact as floats
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @app.command(context_settings=HELP)
 def command(
+    context: Context,
     recipes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RECIPE", help="Files, or stems of recipes that come with vitscale; all by default."),
+        Argument(metavar="RECIPE", help="Files, or stems of recipes that come with vitscale; all by default."),
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of every recipe.")
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a field of every recipe.")
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, max=_MOST, help="Training samples, where epochs are of other data.")
+        int | None, Option(min=1, max=_MOST, help="Training samples, where epochs are of other data.")
     ] = None,
-    form: Annotated[Form, typer.Option("--format", help="What to print.")] = "table",
-    breakdown: Annotated[bool, typer.Option("--breakdown", help="Where FLOPs and parameters are.")] = False,
+    form: Annotated[Form, Option("--format", help="What to print.")] = "table",
+    breakdown: Annotated[bool, Option("--breakdown", help="Where FLOPs and parameters are.")] = False,
     budget: Annotated[
-        float | None, typer.Option(metavar="EXAFLOPS", help="List what fits, the paper's best results first.")
+        float | None, Option(metavar="EXAFLOPS", help="List what fits, the paper's best results first.")
     ] = None,
-    hardware: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Hours and energy on h200, a100, tpuv3, ...")
-    ] = None,
-    devices: Annotated[int | None, typer.Option(min=1, max=_MOST, help="Number of devices.")] = None,
+    hardware: Annotated[str | None, Option(metavar="NAME", help="Hours and energy on h200, a100, tpuv3, ...")] = None,
+    devices: Annotated[int | None, Option(min=1, max=_MOST, help="Number of devices.")] = None,
     mfu: Annotated[
-        float | None, typer.Option(metavar="FRACTION", help="The share of their peak that training reaches: 0.45.")
+        float | None, Option(metavar="FRACTION", help="The share of their peak that training reaches: 0.45.")
     ] = None,
-    price: Annotated[float | None, typer.Option(help="Price of one device for one hour.")] = None,
+    price: Annotated[float | None, Option(help="Price of one device for one hour.")] = None,
     runs: Annotated[
-        list[Path] | None, typer.Option("--run", metavar="DIR", help="What a run has cost so far; may be repeated.")
+        list[Path] | None, Option("--run", metavar="DIR", help="What a run has cost so far; may be repeated.")
     ] = None,
     version: Version = False,
 ) -> None:
     """What recipes cost: parameters, multiply-adds and exaFLOPs, beside the paper's figures."""
-    given = {
-        "RECIPE": recipes,
-        "--set": settings,
-        "--samples": samples,
-        "--format": form if form != "table" else None,
-        "--breakdown": breakdown or None,
-        "--budget": budget,
-        "--hardware": hardware,
-        "--devices": devices,
-        "--mfu": mfu,
-        "--price": price,
-        "--run": runs,
-    }
-    _check({option for option, value in given.items() if value is not None})
+    _check({"RECIPE" if name == "recipes" else flag for name, flag in given_options(context).items()})
     _check_numbers({"--budget": budget, "--mfu": mfu, "--price": price})
     device = None if hardware is None else find_device(hardware)
     if runs:

@@ -8,7 +8,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument, Exit, Option
+from typer import Argument, Context, Exit, Option
 
 from vitscale.ground.errors import RecipeError, VitscaleError
 from vitscale.ground.storage import read_text
@@ -30,6 +30,13 @@ DataRoot = Annotated[
     str | None, Option("--data-root", metavar="DIR", help="Where the run's data are, if they were moved.")
 ]
 Json = Annotated[bool, Option("--json", help="Print one JSON object.")]
+Dataset = Annotated[str, Argument(help="A dataset's folder or manifest.json, here or at a URL (s3://, gs://).")]
+ImageField = Annotated[str | None, Option(help="Column, feature or suffix of the image.", show_default="detected")]
+Workers = Annotated[int | None, Option(min=1, help="Processes.", show_default="one per core")]
+Hardware = Annotated[str, Option(metavar="NAME", help="h100, h200, a100-pcie, ...")]
+Mfu = Annotated[
+    float | None, Option(metavar="FRACTION", help="Share of their peak that devices reach while computing.")
+]
 Embedding = Annotated[
     Path | None, Option(metavar="RUN|WEIGHTS", help="Your model: its features judge candidates, too.")
 ]
@@ -117,6 +124,16 @@ def with_model_options(*left_out: str) -> Callable[[Callable[..., None]], Callab
         return called
 
     return decorated
+
+
+def given_options(context: Context) -> dict[str, str]:
+    """Parameter -> flag, or name of an argument, of all that stands on the command line."""
+    sources = {each: context.get_parameter_source(str(each.name)) for each in context.command.params}
+    return {
+        str(each.name): each.opts[0]
+        for each, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    }
 
 
 def refuse(why: str, options: dict[str, Any]) -> None:

@@ -6,8 +6,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
+from vitscale.cli.options import Hardware, Mfu, Settings
 from vitscale.flops.estimate import estimate
 from vitscale.flops.hardware import find_device
 from vitscale.flops.reports import check_known
@@ -33,44 +34,38 @@ _ON_PAPER = (
 
 
 def plan(
-    recipe: Annotated[str, typer.Argument(help="A file, or the stem of one that comes with vitscale.")],
-    devices: Annotated[int, typer.Option(min=1, max=_MOST, help="Number of devices on all nodes.")],
-    hardware: Annotated[str, typer.Option(metavar="NAME", help="h100, h200, a100-pcie, ...")],
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe's field.")
-    ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, max=_MOST, help="Number of nodes.")] = None,
+    recipe: Annotated[str, Argument(help="A file, or the stem of one that comes with vitscale.")],
+    devices: Annotated[int, Option(min=1, max=_MOST, help="Number of devices on all nodes.")],
+    hardware: Hardware,
+    settings: Settings = None,
+    nodes: Annotated[int | None, Option(min=1, max=_MOST, help="Number of nodes.")] = None,
     devices_per_node: Annotated[
-        int | None, typer.Option(min=1, max=_MOST, help="Devices per node, instead of --nodes.")
+        int | None, Option(min=1, max=_MOST, help="Devices per node, instead of --nodes.")
     ] = None,
-    network: Annotated[float | None, typer.Option(metavar="GB/s", help="Bandwidth from a node to the others.")] = None,
-    memory: Annotated[float | None, typer.Option(metavar="GB", help="Memory of one device.")] = None,
-    mfu: Annotated[
-        float | None, typer.Option(metavar="FRACTION", help="Share of their peak that devices reach while computing.")
-    ] = None,
+    network: Annotated[float | None, Option(metavar="GB/s", help="Bandwidth from a node to the others.")] = None,
+    memory: Annotated[float | None, Option(metavar="GB", help="Memory of one device.")] = None,
+    mfu: Mfu = None,
     storage: Annotated[
-        float | None, typer.Option(metavar="GB/s", help="Rate at which all nodes together write checkpoints.")
+        float | None, Option(metavar="GB/s", help="Rate at which all nodes together write checkpoints.")
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, max=2**53, help="Number of training samples, if there is no dataset.")
+        int | None, Option(min=1, max=2**53, help="Number of training samples, if there is no dataset.")
     ] = None,
-    price: Annotated[float | None, typer.Option(help="Price of one device for one hour.")] = None,
-    mtbf: Annotated[
-        float | None, typer.Option(metavar="HOURS", help="Mean time between two failures of one node.")
-    ] = None,
+    price: Annotated[float | None, Option(help="Price of one device for one hour.")] = None,
+    mtbf: Annotated[float | None, Option(metavar="HOURS", help="Mean time between two failures of one node.")] = None,
     restart: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="With --mtbf: time from a failure to the next step.")
+        float | None, Option(metavar="SECONDS", help="With --mtbf: time from a failure to the next step.")
     ] = None,
     restart_of: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Instead of --restart: a run whose restarts are measured.")
+        Path | None, Option(metavar="RUN", help="Instead of --restart: a run whose restarts are measured.")
     ] = None,
     repair: Annotated[
-        float | None, typer.Option(metavar="HOURS", help="With --mtbf: time until a failed node is usable again.")
+        float | None, Option(metavar="HOURS", help="With --mtbf: time until a failed node is usable again.")
     ] = None,
     every_micro_batch: Annotated[
-        bool, typer.Option("--all", help="Show every micro-batch, not the best one of each stage and recomputation.")
+        bool, Option("--all", help="Show every micro-batch, not the best one of each stage and recomputation.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with every micro-batch.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object, with every micro-batch.")] = False,
 ) -> None:
     """Say what a recipe needs on a cluster: memory, traffic, time.
 
@@ -109,26 +104,23 @@ def plan(
             network=None if network is None else network * _GB,
             memory=None if memory is None else memory * _GB,
             efficiency=mfu,
-        )
-        made = make_plan(
-            estimated,
-            cluster,
-            price=price,
             storage=None if storage is None else storage * _GB,
-            failures=None if mtbf is None else make_failures(cluster.nodes, mtbf, restart, repair, restarts),
+            price=price,
         )
+        failures = None if mtbf is None else make_failures(cluster.nodes, mtbf, restart, repair, restarts)
+        made = make_plan(estimated, cluster, failures)
     if as_json:
         print(json.dumps(_as_data(made), indent=1, allow_nan=False))
         return
     print(_heading(made), end="\n\n")
     render(_table(made, made.choices if every_micro_batch else _shortlist(made)), "table")
     best = made.best
-    if best is None:
+    if best is None or made.totals is None:
         print("Nothing fits. More devices, stage 3, parallelism.offload=optimizer or a smaller model may.")
     else:
-        chosen, *lines = _of_the_best(made, best)
+        chosen, *lines = _of_the_best(made.totals, made.cluster, best)
         print(chosen)  # to be copied: one line
-        for line in [*lines, *([] if made.goodput is None else _of_failures(made, made.goodput))]:
+        for line in [*lines, *([] if made.goodput is None else _of_failures(made.totals, made.goodput))]:
             print(line[:16] + hanging(line[16:], 16))
     print("\nAssumed:")
     for assumption in made.assumptions:
@@ -233,9 +225,8 @@ def _row(cluster: "Cluster", choice: "Choice") -> Row:
 # ---- The best --------------------------------------------------------------------------------------------------------
 
 
-def _of_the_best(plan: "ClusterPlan", best: "Choice") -> list[str]:
-    totals, cluster, time = plan.totals, plan.cluster, best.time
-    assert totals is not None, "there is a best choice"
+def _of_the_best(totals: "Totals", cluster: "Cluster", best: "Choice") -> list[str]:
+    time = best.time
     lines = [f"best            {' '.join(f'--set {setting}' for setting in best.settings())}"]
     parts = {
         "computing": time.compute,
@@ -296,12 +287,11 @@ def _of_network(row: Row) -> str:
     )
 
 
-def _of_failures(plan: "ClusterPlan", goodput: "Goodput") -> list[str]:
-    assert plan.totals is not None, "there is a best choice"
+def _of_failures(totals: "Totals", goodput: "Goodput") -> list[str]:
     share = percent(1)
     best, now = goodput.by_spares[0], ""
-    if goodput.useful is not None and plan.totals.checkpoint_every_s is not None:
-        now = f"; every {plan.totals.checkpoint_every_s / 60:,.1f} minutes {share(goodput.useful)}"
+    if goodput.useful is not None and totals.checkpoint_every_s is not None:
+        now = f"; every {totals.checkpoint_every_s / 60:,.1f} minutes {share(goodput.useful)}"
     lines = [
         f"failures        one every {short(goodput.failure_every_s / 3600)} hours",
         f"useful time     {share(best.useful)} with a checkpoint every {goodput.best_every_s / 60:,.1f} minutes{now}; "

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from vitscale.cli.options import Settings
 from vitscale.ground.errors import RecipeError
@@ -19,7 +19,7 @@ _EXIT_DIFFERENT = 1
 def recipe(
     names: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             metavar="NAME",
             help="A file, or the stem of one that comes with vitscale; --diff: two of them; --explain: a field's key, "
             "for a field of your own package after a recipe that names it.",
@@ -27,10 +27,10 @@ def recipe(
     ] = None,
     settings: Settings = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Say what the field (data.flip) or block (data) means; without one, all.")
+        bool, Option("--explain", help="Say what the field (data.flip) or block (data) means; without one, all.")
     ] = False,
-    diff: Annotated[bool, typer.Option("--diff", help="Say what two recipes differ in (exit code 1).")] = False,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes, for editors.")] = False,
+    diff: Annotated[bool, Option("--diff", help="Say what two recipes differ in (exit code 1).")] = False,
+    schema: Annotated[bool, Option("--schema", help="Print the JSON schema of recipes, for editors.")] = False,
 ) -> None:
     """Check a recipe and print it in full; without a name, list all."""
     asked = names or []
@@ -68,4 +68,4 @@ def show_difference(names: Sequence[str], settings: Sequence[str]) -> None:
     found = differences(one, other, free=())
     print("\n".join(found) or "equal")
     if found:
-        raise typer.Exit(_EXIT_DIFFERENT)
+        raise Exit(_EXIT_DIFFERENT)

@@ -9,13 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.table import Table
+from typer import Argument, Exit, Option, Typer
 
-from vitscale.cli.console import interruptible, plain
+from vitscale.cli.console import interruptible, plain, say
+from vitscale.cli.options import Dataset, Json
 from vitscale.data.shards import MANIFEST_NAME, Manifest
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.durable import durable_file
+from vitscale.ground.safe_text import printable
 from vitscale.ground.storage import without_file_scheme
 from vitscale.ground.table import Console, hanging
 from vitscale.ground.wording import counted
@@ -23,19 +25,16 @@ from vitscale.ground.wording import counted
 _LINE_SECONDS = 10.0
 _SHOWN_DAMAGE = 100
 
-app = typer.Typer(
+app = Typer(
     help="Look at, check, export, adopt datasets.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
-
-Dataset = Annotated[str, typer.Argument(help="A dataset's folder or manifest.json, here or at a URL (s3://, gs://).")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command()
 def info(
     dataset: Dataset,
     classes: Annotated[
-        bool, typer.Option("--classes", help="Open the shards: samples of each class, size of images.")
+        bool, Option("--classes", help="Open the shards: samples of each class, size of images.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -73,10 +72,10 @@ def info(
             rows[f"{which} shard"] = f"{shard['path']}, {shard['bytes']:,} bytes"
     rows |= {f"option {name}": json.dumps(value) for name, value in sorted(facts["options"].items())}
     width = max(map(len, rows))
-    _say(plain(facts["manifest"]))
+    say(printable(facts["manifest"]))
     for name, value in rows.items():
         if value is not None:
-            _say(f"  {name:<{width}}  {hanging(plain(value), width + 4)}")
+            say(f"  {name:<{width}}  {hanging(printable(value), width + 4)}")
     if found is not None:
         table = _table("samples of each class", "label", "class", "samples")
         for label, (name, count) in enumerate(found.classes.items()):
@@ -90,11 +89,11 @@ def info(
 def verify(
     dataset: Dataset,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of shards read at a time.", show_default="one per core")
+        int | None, Option(min=1, help="Number of shards read at a time.", show_default="one per core")
     ] = None,
-    decode: Annotated[bool, typer.Option("--decode", help="Decode every image, too, as training will.")] = False,
+    decode: Annotated[bool, Option("--decode", help="Decode every image, too, as training will.")] = False,
     stock: Annotated[
-        bool, typer.Option("--stock", help="Read every image by stock FFCV, too, and compare its pixels with ours.")
+        bool, Option("--stock", help="Read every image by stock FFCV, too, and compare its pixels with ours.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -121,29 +120,29 @@ def verify(
             if len(verdict.damage) > _SHOWN_DAMAGE:
                 console.print(f"... and {len(verdict.damage) - _SHOWN_DAMAGE:,} more; --json lists all")
         for note in verdict.notes:
-            _say(f"note: {plain(note)}")
+            say(f"note: {printable(note)}")
         rate = verdict.bytes / max(seconds, 1e-9) / 1e6
         by_stock = f", all read by FFCV {ffcv.version}" if ffcv is not None else ""
         result = f"DAMAGED: {counted(len(verdict.damage), 'finding')}; read" if verdict.damage else "whole:"
-        _say(
+        say(
             f"{result} {counted(verdict.shards, 'shard')}, "
             f"{counted(verdict.samples, 'sample')}{', all decoded' if decode else ''}{by_stock}, "
             f"{verdict.bytes:,} bytes in {seconds:,.1f} s ({rate:,.1f} MB/s)"
         )
         if verdict.damage:
-            _say(
+            say(
                 "Copy these files again from where they are whole, or convert the dataset again. What a run does with "
                 "damaged samples: data.bad_samples"
             )
     if verdict.damage:
-        raise typer.Exit(DataError.exit_code)
+        raise Exit(DataError.exit_code)
 
 
 @app.command()
 def head(
     dataset: Dataset,
-    count: Annotated[int, typer.Option("-n", min=1, max=400, help="Samples.")] = 16,
-    out: Annotated[Path | None, typer.Option(help="A .png to draw their pictures into.")] = None,
+    count: Annotated[int, Option("-n", min=1, max=400, help="Samples.")] = 16,
+    out: Annotated[Path | None, Option(help="A .png to draw their pictures into.")] = None,
 ) -> None:
     """List the first samples, and draw a contact sheet of them."""
     from vitscale.data.shards.contact_sheet import contact_sheet, first_samples
@@ -165,7 +164,7 @@ def head(
                 sheet.save(file, "PNG")
         except OSError as error:
             raise RecipeError(f"--out {out}: cannot be written ({error.strerror})") from error
-        _say(f"drawn: {plain(str(out))}")
+        say(f"drawn: {printable(str(out))}")
 
 
 @app.command()
@@ -173,12 +172,10 @@ def split(
     dataset: Dataset,
     parts: Annotated[
         str,
-        typer.Option(help="Shares of the samples, such as 98,2, or with names train98=98,dev=2.", metavar="SHARES"),
+        Option(help="Shares of the samples, such as 98,2, or with names train98=98,dev=2.", metavar="SHARES"),
     ],
-    out: Annotated[
-        str | None, typer.Option(help="The folder of the parts' folders.", show_default="that of DATASET")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the division.")] = 0,
+    out: Annotated[str | None, Option(help="The folder of the parts' folders.", show_default="that of DATASET")] = None,
+    seed: Annotated[int, Option(min=0, help="Seed of the division.")] = 0,
 ) -> None:
     """Divide a dataset at random into parts; nothing is copied."""
     from data_tools.views import parse_parts, place_of_parts, write_parts
@@ -194,7 +191,7 @@ def split(
 @app.command()
 def export(
     dataset: Dataset,
-    out: Annotated[str, typer.Argument(help="A new or empty folder.")],
+    out: Annotated[str, Argument(help="A new or empty folder.")],
 ) -> None:
     """Write the images back as files in class folders, unchanged."""
     from vitscale.data.shards.export import export
@@ -207,18 +204,16 @@ def export(
 
 @app.command()
 def adopt(
-    file: Annotated[str, typer.Argument(help="A .beton that FFCV wrote; it stays where and as it is.")],
-    out: Annotated[
-        str | None, typer.Argument(help="A new or empty folder.", show_default="FILE without its suffix")
-    ] = None,
+    file: Annotated[str, Argument(help="A .beton that FFCV wrote; it stays where and as it is.")],
+    out: Annotated[str | None, Argument(help="A new or empty folder.", show_default="FILE without its suffix")] = None,
     classes: Annotated[
-        Path | None, typer.Option(help="Class names by label: a text file, one per line, or a dataset.")
+        Path | None, Option(help="Class names by label: a text file, one per line, or a dataset.")
     ] = None,
-    image_field: Annotated[str | None, typer.Option(help="Which field has the images, if there are several.")] = None,
+    image_field: Annotated[str | None, Option(help="Which field has the images, if there are several.")] = None,
     label_field: Annotated[
-        str | None, typer.Option(help="Which integer field has the labels, if there are several; none for no labels.")
+        str | None, Option(help="Which integer field has the labels, if there are several; none for no labels.")
     ] = None,
-    decode: Annotated[bool, typer.Option("--decode", help="Decode every image, too, as training will.")] = False,
+    decode: Annotated[bool, Option("--decode", help="Decode every image, too, as training will.")] = False,
 ) -> None:
     """Make a dataset of a single .beton, without a copy of it."""
     from data_tools.classes import read_classes
@@ -235,10 +230,10 @@ def adopt(
     stored = [counted(count, what) for what, count in kinds.items() if count]
     label = "no labels" if adoption.label_field is None else f"labels from {adoption.label_field!r}"
     unused = f"; not used: {', '.join(map(repr, adoption.unused_fields))}" if adoption.unused_fields else ""
-    _say(plain(f"{out}: {' and '.join(stored)} of {file}, {counted(len(manifest.class_names), 'class')}"))
-    _say(plain(f"images from {adoption.image_field!r}, {label}{unused}"))
+    say(printable(f"{out}: {' and '.join(stored)} of {file}, {counted(len(manifest.class_names), 'class')}"))
+    say(printable(f"images from {adoption.image_field!r}, {label}{unused}"))
     if names is None and manifest.class_names:
-        _say(plain(f"classes are called 0 to {len(manifest.class_names) - 1:,}; --classes names them"))
+        say(printable(f"classes are called 0 to {len(manifest.class_names) - 1:,}; --classes names them"))
 
 
 @contextmanager
@@ -255,13 +250,13 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         return
     said = time.monotonic()
 
-    def say(done: int) -> None:
+    def show(done: int) -> None:
         nonlocal said
         if time.monotonic() - said >= _LINE_SECONDS:
             said = time.monotonic()
             console.print(f"{done:,} of {total:,} {what}", highlight=False)
 
-    yield say
+    yield show
 
 
 def _table(title: str, *headings: str) -> Table:
@@ -272,8 +267,3 @@ def _table(title: str, *headings: str) -> Table:
         else:
             table.add_column(heading, overflow="fold")
     return table
-
-
-def _say(text: str) -> None:
-    """Print a line that no terminal's width cuts."""
-    Console().print(text, highlight=False, soft_wrap=True)

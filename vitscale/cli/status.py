@@ -9,10 +9,10 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
+from typer import Argument, Exit, Option
 
 from vitscale.about.status import NoRunYetError, RunReader, RunStatus
 from vitscale.about.status.liveness import duration
@@ -36,20 +36,20 @@ Outcome = RunStatus | VitscaleError
 
 
 def status(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Directories of runs.")],
+    runs: Annotated[list[str], Argument(metavar="RUN...", help="Directories of runs.")],
     watch: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--watch",
             help="Look again every 2 s, from before a run begins until all are done. On a terminal the figures stay in "
             "place; elsewhere a line (with --json an object) is printed when a run has got on.",
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each run.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object a line for each run.")] = False,
     hardware: Annotated[
-        str | None, typer.Option(metavar="NAME", help="h200, a100, ...: for energy, and MFU where it was not logged.")
+        str | None, Option(metavar="NAME", help="h200, a100, ...: for energy, and MFU where it was not logged.")
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0, max=_MOST, help="Price of one device for one hour.")] = None,
+    price: Annotated[float | None, Option(min=0, max=_MOST, help="Price of one device for one hour.")] = None,
 ) -> None:
     """Say how runs are doing: step, loss, speed, time left, cost.
 
@@ -66,7 +66,7 @@ def status(
 
 
 def _show(readers: Mapping[str, RunReader], as_json: bool) -> None:
-    """Print how runs are doing. Raises typer.Exit with the code of the first one that has no answer."""
+    """Print how runs are doing. Raises Exit with the code of the first one that has no answer."""
     outcomes = _read(readers)
     if as_json:
         for status in _known(outcomes):
@@ -82,7 +82,7 @@ def _show(readers: Mapping[str, RunReader], as_json: bool) -> None:
 def _watch(readers: Mapping[str, RunReader], as_json: bool) -> None:
     """Show how runs are doing until each is done or has no answer any more; one that has not begun is waited for.
 
-    Raises typer.Exit with the code of the first of the latter, or with 130 when a person has seen enough.
+    Raises Exit with the code of the first of the latter, or with 130 when a person has seen enough.
     """
     console = _console()
     can_redraw = console.is_terminal and not console.is_dumb_terminal
@@ -103,7 +103,7 @@ def _watch(readers: Mapping[str, RunReader], as_json: bool) -> None:
                     break
                 time.sleep(_EVERY_S)
     except KeyboardInterrupt:
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise Exit(EXIT_INTERRUPTED) from None
     _end(outcomes)
 
 
@@ -149,7 +149,7 @@ def _complain(error: VitscaleError) -> None:
 
 def _end(outcomes: Mapping[str, Outcome]) -> None:
     if errors := _errors(outcomes):
-        raise typer.Exit(errors[0].exit_code)
+        raise Exit(errors[0].exit_code)
 
 
 def _console() -> Console:

@@ -10,21 +10,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Exit, Option, Typer
 from typer.core import TyperGroup
 
 from vitscale.about.status import RunReader, RunStatus
-from vitscale.about.studies.engine import Engine, LocalEngine
+from vitscale.about.studies.engine import Engine, LocalEngine, RayEngine, SlurmEngine
 from vitscale.about.studies.expansion import Entry, Expansion, expand
 from vitscale.about.studies.outcomes import Progress, check_unchanged
-from vitscale.about.studies.ray import RayEngine
 from vitscale.about.studies.reading import find_study, list_studies, load_study, study_schema
 from vitscale.about.studies.results import RESULTS_FILE, About
 from vitscale.about.studies.running import StudyRun
-from vitscale.about.studies.slurm import SlurmEngine
+from vitscale.cli.options import Hardware, Json, Mfu
 from vitscale.flops.hardware import find_device
 from vitscale.ground.errors import RecipeError, VitscaleError
 from vitscale.ground.table import Column, Console, ResultTable, Row, hanging, hours, number, render, short
@@ -45,9 +44,9 @@ _ON_PAPER = (
 )
 
 EngineName = Literal["local", "slurm", "ray"]
-Study = Annotated[str, typer.Argument(metavar="STUDY", help="A file, or the stem of one that comes with vitscale.")]
+Study = Annotated[str, Argument(metavar="STUDY", help="A file, or the stem of one that comes with vitscale.")]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field of every entry's recipe.")
+    list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a field of every entry's recipe.")
 ]
 
 
@@ -62,7 +61,7 @@ class _RunByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(
+app = Typer(
     help="Run a study: many runs from one file.", cls=_RunByDefault, add_completion=False, rich_markup_mode=None
 )
 
@@ -85,30 +84,30 @@ def run(
     study: Study,
     folder: Annotated[
         Path | None,
-        typer.Option("--dir", help="Folder for the run directories, one per entry.", show_default="runs/<study stem>"),
+        Option("--dir", help="Folder for the run directories, one per entry.", show_default="runs/<study stem>"),
     ] = None,
     engine: Annotated[
         EngineName,
-        typer.Option(help="What runs the entries: this machine; array jobs of Slurm, each on a node; a Ray cluster."),
+        Option(help="What runs the entries: this machine; array jobs of Slurm, each on a node; a Ray cluster."),
     ] = "local",
     slots: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=1, max=65536, help="Entries at a time.", show_default="one per CUDA device; one on CPUs; Slurm: all"
         ),
     ] = None,
     engine_options: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--engine-option",
             metavar="KEY=VALUE",
             help="For slurm: an option of sbatch; for ray: gpus or cpus of each entry.",
         ),
     ] = None,
     settings: Settings = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the entries and start nothing.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="List the entries and start nothing.")] = False,
     no_check: Annotated[
-        bool, typer.Option("--no-check", help="Start without looking at data and weights that only entries can see.")
+        bool, Option("--no-check", help="Start without looking at data and weights that only entries can see.")
     ] = False,
 ) -> None:
     """Run what is not finished; `vitscale study STUDY` is short for it.
@@ -137,28 +136,23 @@ def run(
         states = [one.state for one in running.progress.values()]
         done = f"{states.count('done'):,} of {len(states):,} entries are done"
         print(f"{done}; repeat the command to continue", file=sys.stderr)
-    raise typer.Exit(code)
+    raise Exit(code)
 
 
 @app.command()
 def plan(
     study: Study,
-    devices: Annotated[int, typer.Option(min=1, max=2**20, help="Number of devices for all entries.")],
-    hardware: Annotated[str, typer.Option(metavar="NAME", help="h100, h200, a100-pcie, ...")],
-    slots: Annotated[
-        int, typer.Option(min=1, max=2**20, help="Entries at a time; they share the devices equally.")
-    ] = 1,
+    devices: Annotated[int, Option(min=1, max=2**20, help="Number of devices for all entries.")],
+    hardware: Hardware,
+    slots: Annotated[int, Option(min=1, max=2**20, help="Entries at a time; they share the devices equally.")] = 1,
     samples: Annotated[
         int | None,
-        typer.Option(min=1, max=2**53, help="Training samples, if neither a dataset nor the study says."),
+        Option(min=1, max=2**53, help="Training samples, if neither a dataset nor the study says."),
     ] = None,
-    price: Annotated[float | None, typer.Option(min=0, max=1e9, help="Price of one device for one hour.")] = None,
-    mfu: Annotated[
-        float | None,
-        typer.Option(metavar="FRACTION", help="Share of their peak that devices reach while computing."),
-    ] = None,
+    price: Annotated[float | None, Option(min=0, max=1e9, help="Price of one device for one hour.")] = None,
+    mfu: Mfu = None,
     settings: Settings = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Say what a study costs before it starts: exaFLOPs, hours, money."""
     if devices % slots:
@@ -175,8 +169,8 @@ def plan(
         from vitscale.about.planning.cluster import make_cluster  # torch takes seconds
         from vitscale.about.studies.cost import cost_of
 
-        cluster = make_cluster(device, devices // slots, efficiency=mfu)
-        cost = cost_of(loaded, expansion, cluster, slots, samples=samples, price=price, say=status.update)
+        cluster = make_cluster(device, devices // slots, efficiency=mfu, price=price)
+        cost = cost_of(loaded, expansion, cluster, slots, samples, status.update)
     if as_json:
         content = asdict(cost) | {"study": file.stem, "device": device.name, "devices": devices, "slots": slots}
         print(json.dumps(content, indent=1, allow_nan=False))

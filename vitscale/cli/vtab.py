@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.markup import escape
+from typer import Argument, Exit, Option, Typer
 
 from data_tools.machine import Machine
 from data_tools.vtab.copies import Search, find_copy
@@ -13,13 +13,15 @@ from data_tools.vtab.ids import IDS_NAME, Ids
 from data_tools.vtab.prepare import DATASETS, Prepared, is_prepared, verify_prepared
 from data_tools.vtab.prepare import prepare as prepare_task
 from data_tools.vtab.tasks import ORIGINS
+from vitscale.cli.console import say
+from vitscale.cli.options import Workers
 from vitscale.ground.errors import DataError, RecipeError, VitscaleError
 from vitscale.ground.safe_text import printable
 from vitscale.ground.table import Column, Console, ResultTable, Row, render
 from vitscale.ground.vtab import TASKS
 from vitscale.ground.wording import counted
 
-app = typer.Typer(
+app = Typer(
     help="Prepare VTAB-1k from local copies of its datasets.",
     no_args_is_help=True,
     add_completion=False,
@@ -28,24 +30,22 @@ app = typer.Typer(
 
 Tasks = Annotated[
     list[str] | None,
-    typer.Option(
-        "--task", metavar="NAME", help="Only this task; `vitscale vtab doctor` lists them.", show_default="all"
-    ),
+    Option("--task", metavar="NAME", help="Only this task; `vitscale vtab doctor` lists them.", show_default="all"),
 ]
 
 
 @app.command(short_help="Make datasets of all tasks whose images are found.")
 def prepare(
     folders: Annotated[
-        list[str], typer.Argument(metavar="FOLDER...", help="Folders to search for copies: see docs/vtab.md.")
+        list[str], Argument(metavar="FOLDER...", help="Folders to search for copies: see docs/vtab.md.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder of the tasks' datasets.")],
+    out: Annotated[Path, Option(help="Folder of the tasks' datasets.")],
     tasks: Tasks = None,
     ids: Annotated[
         Path | None,
-        typer.Option(help="Take exactly these images: an ids.json, or a folder of TASK/ids.json.", metavar="PATH"),
+        Option(help="Take exactly these images: an ids.json, or a folder of TASK/ids.json.", metavar="PATH"),
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes.", show_default="one per core")] = None,
+    workers: Workers = None,
 ) -> None:
     """Make datasets of all tasks whose images are found, and say what is missing. Repeat the command to continue.
 
@@ -67,28 +67,24 @@ def prepare(
             failed.append(task)
             errors.print(f"[red]{task}: {escape(str(error))}[/red]", highlight=False, soft_wrap=True)
             continue
-        _tell(console, prepared, out)
+        _tell(prepared, out)
         if not prepared.counts:
             missing.append(task)
     done = len(asked) - len(missing) - len(failed)
-    console.print(
-        f"prepared in {escape(str(out))}: {done} of {counted(len(asked), 'task')}"
-        + (f"; missing: {', '.join(missing)}" if missing else "")
-        + (f"; failed: {', '.join(failed)}" if failed else ""),
-        highlight=False,
-        soft_wrap=True,
-    )
+    rest = f"; missing: {', '.join(missing)}" if missing else ""
+    rest += f"; failed: {', '.join(failed)}" if failed else ""
+    say(f"prepared in {out}: {done} of {counted(len(asked), 'task')}{rest}")
     if failed or not done or (tasks and missing):
-        raise typer.Exit(DataError.exit_code)
+        raise Exit(DataError.exit_code)
 
 
 @app.command(short_help="List the tasks: prepared, found or still to be had.")
 def doctor(
     folders: Annotated[
-        list[str] | None, typer.Argument(metavar="[FOLDER...]", help="With copies, or with what `prepare` made.")
+        list[str] | None, Argument(metavar="[FOLDER...]", help="With copies, or with what `prepare` made.")
     ] = None,
     tasks: Tasks = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON array.")] = False,
 ) -> None:
     """List the tasks: which are prepared and in order, which are found, and where the others are to be had."""
     places = [Path(folder) for folder in folders or []]
@@ -125,7 +121,7 @@ def doctor(
     ]
     render(ResultTable(columns, rows, notes=notes), "json" if as_json else "table")
     if damaged:
-        raise typer.Exit(DataError.exit_code)
+        raise Exit(DataError.exit_code)
 
 
 def _state(task: str, folders: Sequence[Path]) -> tuple[str, str | None, list[str]]:
@@ -144,7 +140,7 @@ def _state(task: str, folders: Sequence[Path]) -> tuple[str, str | None, list[st
     return f"found: {search.copy.layout}", str(search.copy.folder), doubt
 
 
-def _tell(console: Console, prepared: Prepared, out: Path) -> None:
+def _tell(prepared: Prepared, out: Path) -> None:
     if not prepared.counts:
         assert prepared.search is not None
         lines = _missing(prepared.task, prepared.search)
@@ -155,7 +151,7 @@ def _tell(console: Console, prepared: Prepared, out: Path) -> None:
         if prepared.doubt is not None:
             lines.append(f"  note: these are not the published 1,000 images ({prepared.doubt}); --ids FILE pins them")
     for line in lines:
-        console.print(escape(printable(line)), highlight=False, soft_wrap=True)
+        say(printable(line))
 
 
 def _missing(task: str, search: Search) -> list[str]:

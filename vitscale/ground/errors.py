@@ -25,6 +25,11 @@ class VitscaleError(Exception):
         self.is_on_all_ranks = True
         return self
 
+    def with_code(self, exit_code: int) -> Self:
+        """Give an error the exit code of what has ended elsewhere, because of which this process ends, too."""
+        self.exit_code = exit_code
+        return self
+
 
 def as_plain(error: VitscaleError) -> list[str]:
     """An error's class, the nearest one of this module, and its message, for `from_plain` on other ranks."""

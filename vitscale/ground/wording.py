@@ -1,5 +1,6 @@
-"""Numbers in sentences (`1 shard`, `2 shards`, `0-3, 7`), and the mistakes that pydantic finds, in our words."""
+"""Numbers and lists in sentences (`2 shards`, `0-3, 7`, `a, b and 3 more`), and pydantic's mistakes in our words."""
 
+from collections.abc import Sequence
 from typing import Any
 
 _SHOWN_SPANS = 10
@@ -23,6 +24,12 @@ def ranges(numbers: list[int]) -> str:
             spans.append([number, number])
     shown = ", ".join(f"{a:,}" if a == b else f"{a:,}-{b:,}" for a, b in spans[:_SHOWN_SPANS])
     return shown + (" ..." if len(spans) > _SHOWN_SPANS else "")
+
+
+def listed(words: Sequence[object], most: int) -> str:
+    """`a, b, c and 7 more`: the first `most` words, and how many more there are."""
+    more = f" and {len(words) - most:,} more" if len(words) > most else ""
+    return ", ".join(map(str, words[:most])) + more
 
 
 def shortened(text: str, limit: int = _SHOWN_CHARACTERS) -> str:

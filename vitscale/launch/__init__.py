@@ -2,25 +2,9 @@
 
 from vitscale.ground.machine import count_devices
 from vitscale.launch.environment import find_place, read_environment
-from vitscale.launch.first_node import FirstNode
 from vitscale.launch.nodes import ThisNode, fitting
-from vitscale.launch.other_node import OtherNode
 from vitscale.launch.pretraining import Pretraining, PretrainingRanks
 from vitscale.launch.rank import RankCommand
 from vitscale.launch.restarts import Launch
+from vitscale.launch.several_nodes import FirstNode, OtherNode
 from vitscale.launch.supervisor import Supervisor
-
-__all__ = [
-    "FirstNode",
-    "Launch",
-    "OtherNode",
-    "Pretraining",
-    "PretrainingRanks",
-    "RankCommand",
-    "Supervisor",
-    "ThisNode",
-    "count_devices",
-    "find_place",
-    "fitting",
-    "read_environment",
-]

@@ -12,7 +12,6 @@ from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, Field
 
-from vitscale.ground.errors import VitscaleError
 from vitscale.ground.machine import hold_port
 from vitscale.launch.ends import Code, Count, End, Words
 
@@ -94,14 +93,6 @@ class FromFirst(BaseModel, extra="forbid", strict=True):
     refused: Words | None = None
 
 
-class NodeEndedError(VitscaleError):
-    """The launch of another node has ended, so ours ends too, with the same exit code."""
-
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.exit_code = code
-
-
 def fitting(devices: Sequence[int], global_batch: int | None) -> list[int]:
     """The number of ranks of each node: at most one per device, and in total a divisor of the global batch.
 
@@ -127,7 +118,7 @@ class OneNode:
         """Wait for all nodes, then assign the ranks: one per device, or as many as were asked for.
 
         Returns None if this launch is told to end while it waits. Raises `PeerLostError` if a node does not come in
-        time, `RecipeError` if the nodes do not fit together, `NodeEndedError` if one has ended instead.
+        time, `RecipeError` if the nodes do not fit together, `VitscaleError` with its code if one has ended.
         """
         [ranks] = [devices] if is_asked_for else fitting([devices], self._global_batch)
         self._port = another_port(self._port)

@@ -3,7 +3,7 @@
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,11 +12,10 @@ import vitscale
 from vitscale.ground.errors import PeerLostError, PreemptedError, RecipeError
 from vitscale.ground.machine import count_devices
 from vitscale.ground.wording import counted
-from vitscale.launch.first_node import FirstNode
 from vitscale.launch.nodes import Layout, OneNode, ThisNode, fitting
-from vitscale.launch.other_node import OtherNode
 from vitscale.launch.rank import RankCommand
 from vitscale.launch.restarts import Launch, Nodes
+from vitscale.launch.several_nodes import FirstNode, OtherNode
 from vitscale.launch.supervisor import Supervisor, say
 from vitscale.recipe import Recipe, load_recipe, refuse_secrets
 from vitscale.runs.directory import in_use, is_held
@@ -55,13 +54,7 @@ class Pretraining:
         return None if self.smoke else recipe.batch.global_size
 
 
-def launch_pretraining(
-    what: Pretraining,
-    place: ThisNode | None = None,
-    *,
-    max_restarts: int = 3,
-    count: Callable[[], int | None] = count_devices,
-) -> int:
+def launch_pretraining(what: Pretraining, place: ThisNode | None = None, *, max_restarts: int = 3) -> int:
     """Pre-train on this machine (with a `place`, on other nodes too), with restarts as needed. Returns the exit code.
 
     Raises `RecipeError` for mistakes that show before anything starts, `PreemptedError` if the time is up before a
@@ -76,7 +69,7 @@ def launch_pretraining(
             nodes = FirstNode(place, global_batch, supervisor, run_dir)
         elif place is not None and place.nodes > 1:
             nodes = OtherNode(place, supervisor, run_dir)
-        ranks = PretrainingRanks(what, count, nodes)
+        ranks = PretrainingRanks(what, nodes=nodes)
         stops_early = what.stop_at is not None
         return Launch(ranks.run_dir, ranks, supervisor, nodes, max_restarts=max_restarts, stops_early=stops_early).run()
 
@@ -99,6 +92,21 @@ def option_words(options: Mapping[str, object]) -> list[str]:
             if value is not None and value is not False:
                 words += [name] if value is True else [name, str(value)]
     return words
+
+
+def rank_commands(command: Sequence[str], layout: Layout) -> list[RankCommand]:
+    """The commands of a node's ranks, which all run the same program."""
+    shared = {
+        "WORLD_SIZE": str(layout.world_size),
+        "LOCAL_WORLD_SIZE": str(layout.ranks),
+        "MASTER_ADDR": layout.address,
+        "MASTER_PORT": str(layout.port),
+    }
+    ranks = range(layout.first_rank, layout.first_rank + layout.ranks)
+    return [
+        RankCommand(rank, command, shared | {"RANK": str(rank), "LOCAL_RANK": str(local)})
+        for local, rank in enumerate(ranks)
+    ]
 
 
 class PretrainingRanks:
@@ -129,18 +137,8 @@ class PretrainingRanks:
 
     def commands(self, layout: Layout, attempt: int) -> list[RankCommand]:
         """The commands of this node's ranks."""
-        command = [sys.executable, str(Path(vitscale.__file__).with_name("pretrain.py")), *self._arguments(attempt)]
-        shared = {
-            "WORLD_SIZE": str(layout.world_size),
-            "LOCAL_WORLD_SIZE": str(layout.ranks),
-            "MASTER_ADDR": layout.address,
-            "MASTER_PORT": str(layout.port),
-        }
-        ranks = range(layout.first_rank, layout.first_rank + layout.ranks)
-        return [
-            RankCommand(rank, command, shared | {"RANK": str(rank), "LOCAL_RANK": str(local)})
-            for local, rank in enumerate(ranks)
-        ]
+        program = str(Path(vitscale.__file__).with_name("pretrain.py"))
+        return rank_commands([sys.executable, program, *self._arguments(attempt)], layout)
 
     def fitting_here(self) -> int:
         """The number of ranks of this node if it were the only one."""

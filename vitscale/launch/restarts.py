@@ -9,10 +9,9 @@ from pathlib import Path
 from vitscale.ground.errors import EXIT_DONE, PeerLostError, VitscaleError
 from vitscale.ground.wording import counted
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL, End, cause
-from vitscale.launch.first_node import FirstNode
 from vitscale.launch.nodes import Account, Decision, OneNode
-from vitscale.launch.other_node import OtherNode
 from vitscale.launch.rank import RankCommand
+from vitscale.launch.several_nodes import FirstNode, OtherNode
 from vitscale.launch.supervisor import Supervisor, say
 from vitscale.runs.checkpoint_index import newest_checkpoint_step
 from vitscale.runs.done import read_done

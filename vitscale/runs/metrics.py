@@ -63,13 +63,6 @@ class MetricsLines:
 
     def training(self, step: int, values: Mapping[str, float | str]) -> None:
         """Write training metrics after `step` updates."""
-        self._append(step, values)
-
-    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Write an evaluation's values, by evaluator/metric, after `step` updates."""
-        self._append(step, {f"{OF_EVALUATIONS}{key}": value for key, value in values.items()})
-
-    def _append(self, step: int, values: Mapping[str, float | str]) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         row = {"step": step, "time": now, **{key: _json_value(value) for key, value in values.items()}}
         try:
@@ -81,6 +74,10 @@ class MetricsLines:
             self._line_is_torn = False
         except OSError as error:
             self.report(error)
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Write an evaluation's values, by evaluator/metric, after `step` updates."""
+        self.training(step, {f"{OF_EVALUATIONS}{key}": value for key, value in values.items()})
 
     def report(self, error: OSError) -> None:
         """Report, only once, that metrics are being lost."""
@@ -118,22 +115,9 @@ def _up_to(lines: Iterable[bytes], last_step: int) -> Iterator[tuple[bytes, Row]
 
 
 class MetricsLog:
-    """Reads the metrics of one run as they grow: each `refresh` reads what was appended since the last one.
+    """Reads metrics.jsonl of one run as it grows: each `refresh` reads what was appended since the last one.
 
-    Args:
-        path: the path of metrics.jsonl.
-        whole: keep every training line. Otherwise only the newest are kept, and only parts of a large file are read.
-
-    Attributes:
-        rows: training lines as they are in the file, oldest first: all, or the newest RECENT_LINES.
-        seconds: the time that all steps took, by `step_time_s`.
-        device_seconds: the same, summed over devices; None if a line does not say how many there were.
-        world_sizes: the numbers of devices of these lines, in the order in which they first appear.
-        evaluations: (step, values by evaluator/metric; None for one that is not finite), in the order of the file.
-        is_sampled: whether the file is so large that sums are estimates and early evaluations are missing.
-        damaged: the number of unusable lines.
-        is_torn: whether the file ends in the middle of a line: it is being written, or a crash has cut it.
-        line_at: when the last line was written, in seconds since 1970; None if there is none.
+    With `whole` every training line is kept; otherwise the newest are, and only parts of a large file are read.
     """
 
     def __init__(self, path: Path, *, whole: bool = False) -> None:
@@ -144,15 +128,17 @@ class MetricsLog:
         self._inode = inode
         self._read_to = 0
         self._step = 0
+        # Training lines as they are in the file, oldest first.
         self.rows: deque[Row] = deque(maxlen=None if self._whole else RECENT_LINES)
-        self.seconds = 0.0
-        self.device_seconds: float | None = 0.0
-        self.world_sizes: list[int] = []
+        self.seconds = 0.0  # that all steps took, by `step_time_s`
+        self.device_seconds: float | None = 0.0  # summed over devices; None if a line does not say how many there were
+        self.world_sizes: list[int] = []  # the numbers of devices, in the order in which they first appear
+        # (step, values by evaluator/metric; None for one that is not finite), in the order of the file.
         self.evaluations: list[tuple[int, dict[str, float | None]]] = []
-        self.is_sampled = False
-        self.damaged = 0
-        self.is_torn = False
-        self.line_at: float | None = None
+        self.is_sampled = False  # the file is so large that sums are estimates and early evaluations are missing
+        self.damaged = 0  # unusable lines
+        self.is_torn = False  # the file ends in the middle of a line: it is being written, or a crash has cut it
+        self.line_at: float | None = None  # when the last line was written, in seconds since 1970; None without one
 
     def keys(self) -> list[str]:
         """The names of the columns of `rows`."""

@@ -11,7 +11,7 @@ from vitscale.data.shards.images import IMAGE_SUFFIXES, ImageOptions, Reject, st
 from vitscale.evaluation.prediction import image_files
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.storage import read_bytes, read_text, regular
-from vitscale.ground.wording import counted
+from vitscale.ground.wording import counted, listed
 
 _NAMED = 20  # uids in a message
 _HEAD = 4096  # bytes of a file that are enough to tell a list from an image
@@ -45,11 +45,8 @@ def named_samples(history: History, names: Sequence[str], near: Near | None) -> 
         raise RecipeError("--near is of files of images; for a uid, export the picture first: vitscale shards export")
     of_uid = dict(zip(uids, history.find(uids), strict=True))
     if unknown := sorted(uid for uid, place in of_uid.items() if place is None):
-        more = f" and {len(unknown) - _NAMED:,} more" if len(unknown) > _NAMED else ""
-        raise DataError(
-            f"{history.manifest.where} has no sample of {counted(len(unknown), 'uid')} that were named: "
-            f"{', '.join(map(str, unknown[:_NAMED]))}{more}"
-        )
+        named = f"{counted(len(unknown), 'uid')} that were named: {listed(unknown, _NAMED)}"
+        raise DataError(f"{history.manifest.where} has no sample of {named}")
     of_image: dict[Path, list[SampleLocation]] = {image: [] for image in images}
     for which, place in history.holding([_content(history, image) for image in images]):
         of_image[images[which]].append(place)

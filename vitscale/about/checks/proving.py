@@ -20,8 +20,10 @@ from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.ground.errors import RecipeError, VitscaleError
 from vitscale.ground.machine import count_devices, free_port
 from vitscale.ground.wording import counted
-from vitscale.launch import RankCommand, Supervisor, fitting
+from vitscale.launch import Supervisor, fitting
 from vitscale.launch.ends import EXIT_PREEMPTED, cause
+from vitscale.launch.nodes import Layout
+from vitscale.launch.pretraining import rank_commands
 from vitscale.objectives import build_objective
 from vitscale.recipe import Recipe, load_recipe, smoke_form, validate_recipe
 from vitscale.recipe.strict_yaml import dump_yaml
@@ -75,21 +77,15 @@ def prove_recipe(name: str, settings: Sequence[str], ranks: int | None, say: Cal
 
 
 def _launch(folder: Path, ranks: int) -> None:
-    shared = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [sys.executable, "-P", "-m", "vitscale.about.checks.rank", str(folder)]
-    commands = [
-        RankCommand(rank, command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)
-    ]
     with Supervisor() as supervisor:
-        ends = supervisor.run(commands)
+        ends = supervisor.run(rank_commands(command, Layout(ranks, 0, ranks, "127.0.0.1", int(free_port()))))
     if supervisor.told == signal.SIGINT:
         raise KeyboardInterrupt  # nothing was saved: as of any other command
     end = cause(ends)
     if end is not None or supervisor.told is not None:
-        error = VitscaleError("nothing was proved" + ("" if end is None else f": {end.describe().strip()}"))
-        error.exit_code = EXIT_PREEMPTED if end is None else end.code
-        raise error
+        why = "" if end is None else f": {end.describe().strip()}"
+        raise VitscaleError(f"nothing was proved{why}").with_code(EXIT_PREEMPTED if end is None else end.code)
 
 
 # ---- The small form --------------------------------------------------------------------------------------------------

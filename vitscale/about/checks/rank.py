@@ -73,7 +73,7 @@ class Prover:
 
     def run(self, steps: int = STEPS) -> dict[str, Any] | None:
         """Make `steps` updates. Returns what was found on rank 0, and None on the others."""
-        with Attention.of(self._recipe, self._world.device).preferred():
+        with Attention(self._world.device, self._recipe).preferred():
             before = self._gather(0, [])[0]
             for step in range(steps):
                 before = self._take_step(step, before)

@@ -26,7 +26,7 @@ from vitscale.flops.accounting import exaflops
 from vitscale.flops.work import recipe_work
 from vitscale.ground.errors import EXIT_DONE, CheckpointError, DataError, VitscaleError
 from vitscale.ground.versions import versions
-from vitscale.ground.wording import counted, ranges
+from vitscale.ground.wording import counted, listed, ranges
 from vitscale.launch import count_devices
 from vitscale.recipe import Recipe, differences, override
 from vitscale.recipe.datasets import find_dataset
@@ -40,7 +40,7 @@ from vitscale.runs.reading import count, number, read_object
 from vitscale.runs.run import Run
 from vitscale.training.beginning.found_weights import Named, digests, find_weights
 from vitscale.training.beginning.run_plan import plan_run
-from vitscale.training.loop.state import Selection
+from vitscale.training.loop.state import SelectionState
 
 _Values = Mapping[str, float | None]
 _RESULTS_FILE = "results.json"  # of a study or a report
@@ -252,8 +252,7 @@ class _Verification:
             ("a line after the end", {step for step in taken | measured if step > end}),
         ):
             if found:
-                more = f" and {len(found) - 1:,} more" if len(found) > 1 else ""
-                wrong.append(f"{what} of step {min(found):,}{more}")
+                wrong.append(f"{what} of step {listed([f'{step:,}' for step in sorted(found)], 1)}")
         for step, row in self.rows.items():
             follows: dict[str, Any] = {"lr": plan.rates(step - 1).learning_rate, "images_seen": step * batch}
             follows |= {"exaflops": self._exaflops(step), "images_per_s": batch / row["step_time_s"]}
@@ -270,7 +269,7 @@ class _Verification:
         """Check what DONE and results.json repeat, and gather what is recorded of evaluations."""
         done, newest, rule = self.done, self.newest, self.trained.selection
         wrong: dict[str, list[str]] = {}
-        said, state, best = dict(self.log.evaluations), Selection.of(newest.selection), Selection()
+        said, state, best = dict(self.log.evaluations), SelectionState.of(newest.selection), SelectionState()
         for step, values in self.log.evaluations:
             self.recorded[step].append((METRICS_FILE, values))
         for step in said if newest.selection else ():

@@ -26,6 +26,8 @@ class Cluster:
     link: float  # bytes/s that a device can send to others in its node
     efficiency: float  # the share of their peak FLOP/s that devices reach while they compute without waiting
     assumptions: tuple[str, ...] = ()  # what was assumed because it was not given, in words
+    storage: float | None = None  # bytes/s at which all nodes together write checkpoints
+    price: float | None = None  # of one device for one hour
 
     @property
     def nodes(self) -> int:
@@ -62,6 +64,8 @@ def make_cluster(
     network: float | None = None,
     memory: float | None = None,
     efficiency: float | None = None,
+    storage: float | None = None,
+    price: float | None = None,
 ) -> Cluster:
     """A cluster from what is known about it; the rest is assumed and listed. Rates in bytes/s, memory in bytes.
 
@@ -99,4 +103,5 @@ def make_cluster(
     if efficiency is None:
         assumed.append(f"{EFFICIENCY:.0%} of the peak while devices compute, with any micro-batch (--mfu)")
     memory, efficiency = memory or device.board.memory or 0.0, efficiency or EFFICIENCY
-    return Cluster(device, devices, devices_per_node, memory, network, link, efficiency, tuple(assumed))
+    known = device, devices, devices_per_node, memory, network, link, efficiency
+    return Cluster(*known, tuple(assumed), storage, price)

@@ -22,7 +22,8 @@ from vitscale.training.deepspeed.config import elements_in_flight
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter"]
 Phase = Literal["passes", "backward", "update"]
-_SHARE = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
+# How many times the parts of a message travel around a ring: for an all-reduce first as sums, then as results.
+PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1}
 _AGREEMENTS, _AGREEMENT_BYTES = 3, 24  # two numbers of the trainer, the gradients' norm, and whether they are finite
 
 
@@ -44,7 +45,7 @@ class Collective:
         """The bytes that each rank sends in one step."""
         ranks = self.group or world_size
         message = self.elements * self.element_bytes
-        return _SHARE[self.kind] * (ranks - 1) / ranks * message * self.times
+        return PASSES[self.kind] * (ranks - 1) / ranks * message * self.times
 
 
 def communication(recipe: Recipe, parameters: Parameters, world_size: int, accumulation: int) -> list[Collective]:

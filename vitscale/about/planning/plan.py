@@ -128,17 +128,8 @@ class ClusterPlan:
         return next((choice for choice in self.choices if choice.is_best), None)
 
 
-def make_plan(
-    estimate: Estimate,
-    cluster: Cluster,
-    *,
-    price: float | None = None,
-    storage: float | None = None,
-    failures: Failures | None = None,
-) -> ClusterPlan:
+def make_plan(estimate: Estimate, cluster: Cluster, failures: Failures | None = None) -> ClusterPlan:
     """Work out every choice for an estimated recipe on a cluster.
-
-    `price` is that of one device for one hour, `storage` the bytes/s at which all nodes together write checkpoints.
 
     Raises `RecipeError` for fp32, if the devices do not divide the global batch, and if `hpz_size` does not divide the
     devices of a node.
@@ -176,7 +167,7 @@ def make_plan(
     assumptions = [*cluster.assumptions, *_assumed_of_time(recipe, cluster)]
     totals = goodput = None
     if best is not None:
-        totals, assumed = _totals(estimate, cluster, best, parameters, price, storage)
+        totals, assumed = _totals(estimate, cluster, best, parameters)
         assumptions += assumed
         if failures is not None:
             goodput = _goodput(totals, best, cluster, failures)
@@ -269,28 +260,21 @@ def _reason(time: StepTime, best: StepTime) -> str:
 # ---- The whole run ---------------------------------------------------------------------------------------------------
 
 
-def _totals(
-    estimate: Estimate,
-    cluster: Cluster,
-    best: Choice,
-    parameters: Parameters,
-    price: float | None,
-    storage: float | None,
-) -> tuple[Totals, list[str]]:
+def _totals(estimate: Estimate, cluster: Cluster, best: Choice, parameters: Parameters) -> tuple[Totals, list[str]]:
     """The totals of the best choice, and what was assumed for them, in words."""
     recipe = estimate.recipe
     images = estimate.own_images
     seconds = None if images is None else images / best.images_per_s
     hours = None if seconds is None else seconds / 3600
     device_hours = None if hours is None else hours * cluster.devices
-    cost = cost_row(hours or 0.0, device_hours, cluster.device, price)
+    cost = cost_row(hours or 0.0, device_hours, cluster.device, cluster.price)
     image_bytes, said = _image_bytes(recipe)
     per_node = best.images_per_s / cluster.nodes
     weights = (1 + (recipe.ema is not None)) * parameters.total
     size = 4 * (weights + parameters.kept)
-    writes = size / (storage or STORAGE)
+    writes = size / (cluster.storage or STORAGE)
     assumed = [said] if said else []
-    if storage is None:
+    if cluster.storage is None:
         assumed.append(f"{STORAGE / GB:g} GB/s at which all nodes together write checkpoints (--storage)")
     if recipe.checkpoint.background:
         assumed.append(f"{_HOST_COPY / GB:g} GB/s from each device to host memory")

@@ -2,5 +2,3 @@
 
 from vitscale.about.report.content import PAGE_FILE, check_folder, gather, write_report
 from vitscale.about.report.sections import page
-
-__all__ = ["PAGE_FILE", "check_folder", "gather", "page", "write_report"]

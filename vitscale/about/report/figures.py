@@ -175,16 +175,13 @@ def figure_4(report: Report) -> Drawing | None:
     """5-shot accuracy on ImageNet against pre-training images; the paper prints no numbers for this figure."""
     five_shot = [result for result in report.results if _FIVE_SHOT.fullmatch(result.metric)]
     own = [(result.pretraining_samples, result) for result in five_shot if result.pretraining_samples]
-    lines = list(dict.fromkeys((result.model, result.policy) for _, result in own))
+    lines = {(result.model, result.policy) for _, result in own}
     if len({samples for samples, _ in own}) < 2 or len(lines) > len(SERIES):
         return None
 
     def put(figure: "Figure") -> None:
         axes = figure.subplots()
-        for index, (model, policy) in enumerate(lines):
-            points = sorted((samples, 100 * r.mean) for samples, r in own if (r.model, r.policy) == (model, policy))
-            axes.plot(*zip(*points, strict=True), "o-", color=SERIES[index], label=f"{model}, policy {policy}")
-        _log(axes, [samples for samples, _ in own])
+        _put_series(axes, [((result.model, result.policy), samples, result) for samples, result in own], "o-")
         axes.set_xlabel("pre-training images")
         axes.set_ylabel("ImageNet 5-shot top-1 (%)")
         axes.legend()
@@ -226,22 +223,27 @@ def against_compute(report: Report) -> Drawing | None:
     """Like Figure 5 for the report's own tasks: top-1 against all compute that went in, task by task."""
     tested = [result for result in report.results if is_tested_top1(result) and result.task]
     own = [(result.exaflops, result) for result in tested if result.exaflops]
-    places = {(result.task, result.policy): None for _, result in own}
+    places = {(result.task, result.policy) for _, result in own}
     if len({exaflops for exaflops, _ in own}) < 2 or len(places) > len(SERIES):
         return None
 
     def put(figure: "Figure") -> None:
         axes = figure.subplots()
-        for index, (task, policy) in enumerate(places):
-            points = sorted((exaflops, 100 * r.mean) for exaflops, r in own if (r.task, r.policy) == (task, policy))
-            axes.plot(*zip(*points, strict=True), "o", color=SERIES[index], label=f"{task}, policy {policy}")
-        _log(axes, [exaflops for exaflops, _ in own])
+        _put_series(axes, [((result.task, result.policy), exaflops, result) for exaflops, result in own], "o")
         axes.set_xlabel("compute, pre-training included (exaFLOPs)")
         axes.set_ylabel("top-1 (%)")
         figure.legend(loc="outside right upper")
 
     caption = "As Figure 5, on this report's tasks: top-1 against compute, that of the runs begun with included."
     return draw("against-compute", caption, put, width=760, height=340, caption=caption)
+
+
+def _put_series(axes: "Axes", own: Sequence[tuple[tuple[str | None, str | None], float, Result]], style: str) -> None:
+    """Means of this report's own results over x, a series for each (name, policy)."""
+    for index, key in enumerate(dict.fromkeys(key for key, _, _ in own)):
+        points = sorted((x, 100 * result.mean) for other, x, result in own if other == key)
+        axes.plot(*zip(*points, strict=True), style, color=SERIES[index], label=f"{key[0]}, policy {key[1]}")
+    _log(axes, [x for _, x, _ in own])
 
 
 def _put_own(axes: "Axes", own: Sequence[tuple[float, Result]]) -> None:

@@ -9,6 +9,7 @@ from vitscale.data.shards import Manifest
 from vitscale.evaluation.build import build_evaluators
 from vitscale.evaluation.splits import check_splits
 from vitscale.ground.errors import RecipeError, VitscaleError
+from vitscale.ground.wording import listed
 from vitscale.objectives import objective_class
 from vitscale.recipe import Recipe
 from vitscale.runs.done import read_done
@@ -35,7 +36,7 @@ def check_entries(expansion: Expansion, folder: Path) -> None:
         for problem in known[key]:
             problems.setdefault(problem, {})[entry.name] = None
     if problems:
-        lines = [f"  {_listed([*names])}: {problem}" for problem, names in problems.items()]
+        lines = [f"  {listed([*names], _NAMED)}: {problem}" for problem, names in problems.items()]
         raise RecipeError(
             "nothing was started, as some entries cannot read their inputs:\n"
             + "\n".join(lines)
@@ -66,8 +67,3 @@ def _tried(check: Callable[[], object]) -> Iterator[str]:
         check()
     except VitscaleError as error:
         yield str(error)
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more:,} more" if more > 0 else "")

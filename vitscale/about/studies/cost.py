@@ -60,19 +60,12 @@ class StudyCost:
 
 
 def cost_of(
-    study: Study,
-    expansion: Expansion,
-    cluster: Cluster,
-    slots: int,
-    *,
-    samples: int | None,
-    price: float | None,
-    say: Callable[[str], None],
+    study: Study, expansion: Expansion, cluster: Cluster, slots: int, samples: int | None, say: Callable[[str], None]
 ) -> StudyCost:
     """Work out the cost of every entry, `slots` at a time, each on the devices of a `cluster`.
 
-    `samples` is the size of a training set if neither a manifest nor the study gives it, `price` that of one device for
-    one hour. `say` is called with the plan that is being made, as one takes seconds.
+    `samples` is the size of a training set if neither a manifest nor the study gives it. `say` is called with the plan
+    that is being made, as one takes seconds.
 
     Raises `RecipeError` if the devices of a slot do not divide a global batch, a recipe cannot be planned, or no
     entry's cost is known.
@@ -90,7 +83,7 @@ def cost_of(
         raise RecipeError(f"the size of the data is unknown for every run. The first, {first.name}: {first.problem}")
     hours = _makespan([*expansion.entries.values()], {name: one.hours or 0.0 for name, one in costs.items()}, slots)
     device_hours = sum(one.device_hours or 0.0 for one in costs.values())
-    row = cost_row(hours, device_hours, cluster.device, price)
+    row = cost_row(hours, device_hours, cluster.device, cluster.price)
     entries, exaflops = tuple(costs.values()), sum(one.exaflops or 0.0 for one in costs.values())
     assumptions = tuple(dict.fromkeys(line for plan in plans.values() for line in plan.assumptions))
     return StudyCost(entries, exaflops, hours, device_hours, row["energy_kwh"], row["cost"], assumptions)

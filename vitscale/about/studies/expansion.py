@@ -104,7 +104,7 @@ def expand(study: Study, folder: Path, settings: Sequence[str] = (), beside: Pat
 class _Expander:
     def __init__(self, study: Study, folder: Path, settings: Sequence[str], beside: Path | None) -> None:
         self.expansion = Expansion()
-        self._study, self._folder, self._settings = study, folder, settings
+        self.study, self._folder, self.settings = study, folder, settings
         self._finals: dict[str, list[str]] = {}
         self._beside, self._content = beside, cache(read_content)
         self._valid: dict[tuple[str, ...], Recipe] = {}
@@ -121,11 +121,11 @@ class _Expander:
             return
         if name in chain:
             raise RecipeError(f"parts.{name}.from: a cycle: {' -> '.join((*chain[chain.index(name) :], name))}")
-        part = self._study.parts[name]
+        part = self.study.parts[name]
         parents: list[str | None] = []
         for source in part.source:
             other = source.partition("-")[0]  # no part has one in its name
-            if other in self._study.parts:
+            if other in self.study.parts:
                 self.add(other, (*chain, name))
             parents += self._entries_of(source, name)
         self._finals[name] = []
@@ -139,7 +139,7 @@ class _Expander:
             return self._finals[source]
         if source in self.expansion.entries:
             return [source]
-        near = difflib.get_close_matches(source, [*self._study.parts, *self.expansion.entries], n=1)
+        near = difflib.get_close_matches(source, [*self.study.parts, *self.expansion.entries], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise RecipeError(f"parts.{name}.from: there is no part or entry {source!r}{hint}")
 
@@ -160,30 +160,14 @@ class _Expander:
             begin[key] = values[0]
         return begin
 
-    def option(
-        self,
-        where: str,
-        candidate: _Candidate,
-        source: str,
-        blocks: Sequence[Mapping[str, Any]],
-        last: Mapping[str, Any],
-        seed: int | None,
-    ) -> Option:
-        """A recipe with settings: the study's, the blocks', the grid's, the command line's, the last ones, the seed."""
-        label, _, values = candidate
-        pairs = [pair for block in (self._study.settings, *blocks, values) for pair in block.items()]
-        settings = [*map(_setting, pairs), *self._settings, *map(_setting, last.items())]
+    def recipe(self, where: str, source: str, settings: Sequence[str]) -> tuple[Path, Recipe]:
+        """(the recipe's file, the recipe with settings, validated once)."""
         beside = None if self._beside is None else self._beside / source
         path = beside if beside is not None and beside.is_file() else find_recipe(source)
         key = (str(path), *settings)
         if key not in self._valid:
-            name = f"parts.{where} ({source})"
-            self._valid[key] = refuse_secrets(override(self._content(path), settings, name), name)
-        recipe = self._valid[key]
-        if seed is not None:
-            settings.append(f"seed={seed}")
-            recipe = recipe.model_copy(update={"seed": seed})  # the seed's bounds are the same in both schemas
-        return Option(label, str(path), tuple(settings), values, recipe)
+            self._valid[key] = refuse_secrets(override(self._content(path), settings, where), where)
+        return path, self._valid[key]
 
     def enter(self, entry: Entry, *, is_final: bool) -> None:
         """Add an entry. Raises `RecipeError` if another one has its name."""
@@ -280,13 +264,21 @@ class _PartOfOneParent:
     def _option(
         self, name: str, candidate: _Candidate, dataset: str | None, seed: int | None, *, is_refit: bool = False
     ) -> Option:
-        source, settings, last = candidate[1], [self._part.settings], dict(self._begin)
+        """A recipe with settings: the study's, part's, data set's, grid's, command line's, splits', and the seed."""
+        label, source, values = candidate
+        blocks, last = [self._expander.study.settings, self._part.settings], dict(self._begin)
         if dataset is not None:
             source, splits = source.replace("{dataset}", dataset), self._part.datasets[dataset]
-            settings.append(splits.settings)
+            blocks.append(splits.settings)
             last["data.train"] = splits.full if is_refit else splits.train
             last["evaluation.validation"] = splits.test if is_refit else splits.dev
-        return self._expander.option(name, candidate, source, settings, last, seed)
+        pairs = [pair for block in (*blocks, values) for pair in block.items()]
+        settings = [*map(_setting, pairs), *self._expander.settings, *map(_setting, last.items())]
+        path, recipe = self._expander.recipe(f"parts.{name} ({source})", source, settings)
+        if seed is not None:
+            settings.append(f"seed={seed}")
+            recipe = recipe.model_copy(update={"seed": seed})  # the seed's bounds are the same in both schemas
+        return Option(label, str(path), tuple(settings), values, recipe)
 
     def _choice(self, name: str, rule: Selection, candidates: Mapping[str, tuple[str, ...]]) -> Choice:
         metric = _VALIDATION + rule.metric.removeprefix(DEV)

@@ -271,14 +271,14 @@ class _HostLaunch:
             ssh, stdin=subprocess.PIPE, bufsize=0, start_new_session=True, preexec_fn=die_with(os.getpid())
         )
         assert self._process.stdin is not None
+        self._input = self._process.stdin
         self.send(start)
-        os.set_blocking(self._process.stdin.fileno(), False)  # a connection that hangs must not stop us
+        os.set_blocking(self._input.fileno(), False)  # a connection that hangs must not stop us
 
     def send(self, line: Mapping[str, Any]) -> None:
         """Send a line to the far end, if there still is one."""
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.write(json.dumps(line).encode() + b"\n")
+            self._input.write(json.dumps(line).encode() + b"\n")
 
     def code(self) -> int | None:
         """The launch's exit code, `_LOST` if the connection ended without one; None while it runs."""
@@ -287,10 +287,9 @@ class _HostLaunch:
 
     def kill(self) -> None:
         """End the connection, if it is still there; the far end does the rest."""
-        assert self._process.stdin is not None
         self._process.kill()
         self._process.wait()
-        self._process.stdin.close()
+        self._input.close()
 
 
 def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:

@@ -1,25 +1,7 @@
 """Checkpoints as sets of parameter fragments. Knows nothing of DeepSpeed."""
 
-from vitscale.runs.checkpoint.background import BackgroundSaver, Outcome
+from vitscale.runs.checkpoint.background import BackgroundSaver, SaveOutcome
 from vitscale.runs.checkpoint.directory import Directory, LocalDirectory, RemoteDirectory, checkpoint_directory
 from vitscale.runs.checkpoint.format import Fragment, bytes_needed
-from vitscale.runs.checkpoint.reader import CheckpointReader
-from vitscale.runs.checkpoint.store import CheckpointStore, Gather
+from vitscale.runs.checkpoint.store import CheckpointReader, CheckpointStore, Gather
 from vitscale.runs.checkpoint_index import EMA, MASTER, CheckpointIndex
-
-__all__ = [
-    "EMA",
-    "MASTER",
-    "BackgroundSaver",
-    "CheckpointIndex",
-    "CheckpointReader",
-    "CheckpointStore",
-    "Directory",
-    "Fragment",
-    "Gather",
-    "LocalDirectory",
-    "Outcome",
-    "RemoteDirectory",
-    "bytes_needed",
-    "checkpoint_directory",
-]

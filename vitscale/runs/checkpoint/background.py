@@ -15,7 +15,7 @@ from vitscale.runs.checkpoint.store import CheckpointStore
 from vitscale.runs.checkpoint_index import CheckpointIndex
 
 
-class Outcome(NamedTuple):
+class SaveOutcome(NamedTuple):
     """The result of saving the checkpoint of a step: what went wrong, in words, or None."""
 
     step: int
@@ -48,7 +48,7 @@ class BackgroundSaver:
         self._store, self._keep, self._keep_every, self._tail = store, keep, keep_every, tail
         self._buffer: Tensor | None = None
         self._failed_step: int | None = None  # the last save's step if it failed
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[SaveOutcome] = []
         self._unfinished = 0
         self._changed = threading.Condition()  # guards the two above
         self._queue: queue.SimpleQueue[tuple[int, Callable[[], None], bool] | None] = queue.SimpleQueue()
@@ -95,7 +95,7 @@ class BackgroundSaver:
         with self._changed:
             return len(self._outcomes)
 
-    def outcomes(self, count: int | None = None) -> list[Outcome]:
+    def outcomes(self, count: int | None = None) -> list[SaveOutcome]:
         """The next `count` outcomes, or all available ones, in the order of the calls; each is returned once."""
         with self._changed:
             first = self._outcomes[:count]
@@ -145,7 +145,7 @@ class BackgroundSaver:
         finally:
             with self._changed:
                 if is_save or error is not None:
-                    self._outcomes.append(Outcome(step, error))
+                    self._outcomes.append(SaveOutcome(step, error))
                 self._unfinished -= 1
                 self._changed.notify_all()
 

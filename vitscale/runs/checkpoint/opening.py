@@ -28,8 +28,7 @@ from vitscale.recipe import Classification, Normalise, Recipe, differences, vali
 from vitscale.recipe.families import Model as ModelBlock
 from vitscale.recipe.families import architecture, nearest
 from vitscale.runs.checkpoint.directory import checkpoint_directory
-from vitscale.runs.checkpoint.reader import CheckpointReader
-from vitscale.runs.checkpoint.store import CheckpointStore
+from vitscale.runs.checkpoint.store import CheckpointReader, CheckpointStore
 from vitscale.runs.checkpoint_index import EMA, MASTER, CheckpointIndex
 from vitscale.runs.directory import recipe_of_run
 from vitscale.runs.names import RECIPE_FILE

@@ -69,8 +69,7 @@ def _precision(local_rank: int) -> tuple[str, str]:
 def compiling(recipe: Recipe, missing: str | None) -> tuple[bool, str]:
     """Whether to compile the blocks, and why, in words; no words on CPUs, where results are to stay as they were.
 
-    Args:
-        missing: what a GPU's machine lacks for it, in words, or nothing; None on CPUs.
+    `missing` is what a GPU's machine lacks for it, in words, or nothing; None on CPUs.
     """
     if missing is None:
         return False, ""
@@ -82,8 +81,7 @@ def compiling(recipe: Recipe, missing: str | None) -> tuple[bool, str]:
 def overlapping(recipe: Recipe, world_size: int | None) -> tuple[bool, str]:
     """Whether to send while computing, and why, in words; no words on CPUs, where it would change the last bits.
 
-    Args:
-        world_size: the number of ranks on GPUs; None on CPUs.
+    `world_size` is the number of ranks on GPUs; None on CPUs.
     """
     settings = recipe.parallelism
     if world_size is None or world_size == 1:

@@ -141,12 +141,6 @@ def has_begun(recipe: Recipe, run_dir: Path) -> bool:
 class _Assignment:
     """Where each parameter of a model comes from, all keys accounted for; nothing is read yet.
 
-    Attributes:
-        readers: readers of the parameters that are taken, by name.
-        zeros: names of the parameters that begin as zeros.
-        fresh: names of the others, which begin as without `init`.
-        notes: what people should know about the source.
-
     Raises as `check_initial_weights`.
     """
 
@@ -162,8 +156,8 @@ class _Assignment:
         has_pre_logits = may_have_it and any(key.startswith("pre_logits") for key in weights.source.entries)
         if recipe.init.head == "initial" and not has_pre_logits:
             drop = [name for name in names if name in HEAD]
-        self.notes = list(weights.source.notes)
-        self.readers: dict[str, Reader] = parameters(
+        self.notes = list(weights.source.notes)  # for people
+        self.readers: dict[str, Reader] = parameters(  # of what is taken
             model,
             weights.source,
             drop,
@@ -172,7 +166,7 @@ class _Assignment:
             advice=_ADVICE,
         )
         self.zeros = frozenset(drop) if recipe.init.head == "zero" else frozenset()
-        self.fresh = [name for name in drop if name not in self.zeros]
+        self.fresh = [name for name in drop if name not in self.zeros]  # which begin as without `init`
         normalise = recipe.data.normalise
         check_model(Named.by_init(recipe.init), weights, recipe.model, "the recipe's", normalise, "data.normalise")
         if weights.normalise is None:

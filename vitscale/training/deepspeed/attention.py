@@ -44,21 +44,16 @@ def attention_order(
 
 
 class Attention:
-    """The order in which a run tries implementations of attention, that of `attention_order`; torch's own on CPUs."""
+    """The order in which a recipe's training on a device tries implementations of attention; torch's own on CPUs."""
 
-    def __init__(
-        self, device: torch.device, kind: Kind = "auto", lengths: Set[int] = frozenset(), *, has_bias: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device, recipe: Recipe | None = None) -> None:
         self.order: list[str] | None = None
         if device.type == "cuda":
             is_hopper, cudnn = torch.cuda.get_device_capability(device) == _HOPPER, torch.backends.cudnn.version()
+            kind: Kind = "auto" if recipe is None else recipe.parallelism.attention
+            lengths = set() if recipe is None else _lengths(recipe)
+            has_bias = recipe is not None and recipe.model.has_attention_bias
             self.order = attention_order(kind, lengths, is_hopper=is_hopper, cudnn=cudnn, has_bias=has_bias)
-
-    @classmethod
-    def of(cls, recipe: Recipe, device: torch.device) -> "Attention":
-        """That of a recipe's training on a device."""
-        has_bias = recipe.model.has_attention_bias
-        return cls(device, recipe.parallelism.attention, _lengths(recipe), has_bias=has_bias)
 
     def preferred(self) -> contextlib.AbstractContextManager[None]:
         """A context with this order, also for what is compiled in it."""

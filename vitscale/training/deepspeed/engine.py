@@ -27,7 +27,7 @@ from vitscale.training.deepspeed.zero_update import RankGradients, ZeroUpdate
 from vitscale.training.optimizers.parameter_groups import BASE_DECAY, LR_FACTOR, parameter_groups
 from vitscale.training.optimizers.rule import rule_of
 from vitscale.training.optimizers.schedule import Rates
-from vitscale.training.optimizers.whole_tensors import WholeTensorOptimizer
+from vitscale.training.optimizers.whole_tensors import Piece, WholeTensorOptimizer
 
 _AT_ONCE = 1 << 24  # elements copied at a time while weights and average change places
 
@@ -43,32 +43,21 @@ def build_optimizer(recipe: Recipe, objective: Objective, bucket: int | None = N
     """The recipe's optimizer, torch's or one of ours, over the groups of `parameter_groups`; raises as that does.
 
     The learning rate is 0 until `set_rates`, which runs before each step: DeepSpeed creates some of its state by a step
-    with zero gradients, and that must not decay the weights.
-
-    Args:
-        bucket: the largest number of elements in a group; None for no limit.
+    with zero gradients, and that must not decay the weights. A group has at most `bucket` elements, if that is given.
     """
     groups = parameter_groups(recipe, objective)
     return rule_of(recipe.optimizer).build(groups if bucket is None else in_buckets(groups, bucket))
 
 
 class Engine:
-    """DeepSpeed's engine around an objective. All ranks make one; its weights are not set before `load`.
+    """DeepSpeed's engine around an objective, by `derive_config`. All ranks make one; `load` sets its weights."""
 
-    Args:
-        config: what `derive_config` returns.
-
-    Attributes:
-        deepspeed: DeepSpeed's own engine.
-        module: the objective.
-        optimizer: the optimizer that DeepSpeed's own drives.
-        shapes: whole shapes of the parameters by name, in the model's order, under ZeRO 3 too.
-        masters: the fp32 tensors that the optimizer updates, hence the keys of its state.
-        pieces: the parameters' parts that this rank has in `masters`.
-        is_replicated: whether every rank has all pieces (stage 0).
-        exchange: gathers the weights; None if DeepSpeed does.
-        zero_update: measures and clips the gradients; None if DeepSpeed does.
-    """
+    shapes: dict[str, list[int]]  # of whole parameters by name, in the model's order, under ZeRO 3 too
+    masters: list[Tensor]  # the fp32 tensors that the optimizer updates, hence the keys of its state
+    pieces: list[Piece]  # the parameters' parts that this rank has in `masters`
+    is_replicated: bool  # whether every rank has all pieces (stage 0)
+    exchange: Exchange | None = None  # gathers the weights; None if DeepSpeed does
+    zero_update: ZeroUpdate | None = None  # measures and clips the gradients; None if DeepSpeed does
 
     def __init__(self, recipe: Recipe, objective: Objective, config: dict[str, Any]) -> None:
         _quieten()
@@ -91,7 +80,7 @@ class Engine:
         self.shapes = {name: list(getattr(p, "ds_shape", p.shape)) for name, p in objective.named_weights()}
         self.pieces = list(pieces_of(engine.optimizer, {p: name for name, p in objective.named_weights()}))
         if self._kind == "DeepSpeedZeroOptimizer_Stage3":  # the torch groups are empty between steps
-            self.masters: list[Tensor] = list(engine.optimizer.fp32_partitioned_groups_flat)
+            self.masters = list(engine.optimizer.fp32_partitioned_groups_flat)
         else:
             self.masters = [tensor for group in self.optimizer.param_groups for tensor in group["params"]]
         self._kept_in_bf16 = recipe.optimizer.kept_in_bf16
@@ -104,8 +93,6 @@ class Engine:
         if isinstance(self.optimizer, WholeTensorOptimizer):
             axes = {name: recipe.axes(name, tuple(shape)) for name, shape in self.shapes.items()}
             self.optimizer.attach(self.masters, self.pieces, axes, are_shared=recipe.parallelism.zero_stage > 0)
-        self.exchange: Exchange | None = None
-        self.zero_update: ZeroUpdate | None = None
         self._take_over(recipe, config, exchanges, world_size)
 
     def _take_over(self, recipe: Recipe, config: dict[str, Any], exchanges: bool, world_size: int) -> None:

@@ -24,5 +24,3 @@ else:
         del sys.modules["mlflow"]
 
 deepspeed.runtime.compiler.compile = lambda: deepspeed.runtime.compiler.dummy_decorator
-
-__all__ = ["deepspeed"]

@@ -25,13 +25,10 @@ Partition = deepspeed.runtime.zero.stage_1_and_2.GradPartitionBufferGroup
 
 
 class RankGradients:
-    """The gradients of a single rank, summed over micro-batches in fp32.
+    """The gradients of a single rank, summed over micro-batches in fp32; a step's sum is `rounded_to` a number format.
 
     A gradient of several micro-batches is added by one kernel as soon as it is whole, and dropped. Without accumulation
-    all are taken at once, when the backward pass is done.
-
-    Args:
-        rounded_to: the number format to which a step's sum is rounded, as if it were sent.
+    all are taken at once, when the backward pass is done. A sum is rounded as if it were sent.
     """
 
     def __init__(self, engine: Any, rounded_to: torch.dtype = torch.float32) -> None:

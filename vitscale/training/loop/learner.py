@@ -31,7 +31,7 @@ from vitscale.training.deepspeed.lean_deepspeed import deepspeed
 from vitscale.training.deepspeed.profile import OwnWork, part
 from vitscale.training.watching import replicas
 from vitscale.training.watching.anomalies import Anomaly, Kind, Suspects
-from vitscale.training.watching.audit import Audit, Finding
+from vitscale.training.watching.audit import Audit, Discrepancy
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Update:
     mean_loss: float | None = None  # over the global batch, if there is a limit
     gradient_norm: float = math.nan  # of the global mean gradient, before clipping
     anomaly: Kind | None = None  # why the update was not made; None if it was
-    findings: list[Finding] = field(default_factory=list)  # of an audit, on all ranks
+    findings: list[Discrepancy] = field(default_factory=list)  # of an audit, on all ranks
 
     def add(self, losses: Losses, counts: Tensor | None) -> Tensor:
         """Add a micro-batch's losses. Returns them, with 0 for those that do not count (where `counts` is False)."""
@@ -60,13 +60,7 @@ class Update:
 
 
 class Learner:
-    """Trains an objective under DeepSpeed. All ranks make one and call its methods together.
-
-    Attributes:
-        own_work: measures the seconds of this rank's forward passes.
-        began_with: what identifies the weights that the run began with, if its recipe has an `init`.
-        learns_from: what identifies the weights of its teacher, if it has one from a file or a run.
-    """
+    """Trains an objective under DeepSpeed. All ranks make one and call its methods together."""
 
     def __init__(self, plan: RunPlan, world: World, say: Callable[[str], None]) -> None:
         self._recipe, self._plan, self._world, self._say = plan.recipe, plan, world, say
@@ -77,6 +71,7 @@ class Learner:
         normalise = torch.compile(to_model_input, fullgraph=True, dynamic=False) if is_compiled else to_model_input
         self._to_input = TrainingInput(plan.recipe, normalise)
         self.own_work = OwnWork(world.device)
+        # What identifies the weights that it began with, if the recipe has an `init`, and those of its teacher, if any.
         self.began_with: dict[str, Any] | None = None
         self._average: WeightAverage | None = None
         teacher, self.learns_from = load_teacher(plan.recipe, list(plan.manifest.class_names), world, say)

@@ -26,11 +26,7 @@ from vitscale.training.watching.trackers import MetricsWriter
 
 
 class Report:
-    """Reports on a run: rank 0 writes and prints. All ranks make one and call `log` together.
-
-    Attributes:
-        logged_step: the step of the last line of metrics.
-    """
+    """Reports on a run: rank 0 writes and prints. All ranks make one and call `log` together."""
 
     def __init__(self, plan: RunPlan, run_dir: Path, world: distributed.World) -> None:
         self._recipe, self._plan, self._run_dir, self._world = plan.recipe, plan, run_dir, world
@@ -43,7 +39,7 @@ class Report:
         self._progress: TrainingProgress | None = None
         self._metrics: MetricsWriter | None = None
         self._bad_samples = 0  # of this rank since the last line of metrics
-        self.logged_step, self._logged_at = 0, time.monotonic()
+        self.logged_step, self._logged_at = 0, time.monotonic()  # of the last line of metrics
 
     def say(self, message: str) -> None:
         """Print a line for people, on rank 0."""

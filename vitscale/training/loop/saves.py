@@ -34,11 +34,6 @@ class Saves:
     Args:
         say: prints a line for people, on rank 0.
         lost: called with each step whose save has failed.
-
-    Attributes:
-        store: the checkpoints, for reading.
-        saver: writes them; what it finishes has to be noted here.
-        newest: step of the newest checkpoint, 0 for none.
     """
 
     def __init__(
@@ -47,7 +42,7 @@ class Saves:
         settings = plan.recipe.checkpoint
         self._run_dir, self._is_main = run_dir, world.is_main
         directory = checkpoint_directory(plan.recipe, run_dir)
-        self.store = CheckpointStore(directory, rank=world.rank, gather=gather, share=from_rank_zero)
+        self.store = CheckpointStore(directory, rank=world.rank, gather=gather, share=from_rank_zero)  # for reading
         # What the saving threads of the ranks do together must not meet what the main threads do.
         group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
         written = CheckpointStore(
@@ -62,7 +57,7 @@ class Saves:
         self.saver.first = self._sync_metrics if world.is_main else None
         self._max_failures = settings.max_failures
         self._say, self._lost = say, lost
-        self.newest = 0
+        self.newest = 0  # step of the newest checkpoint, 0 for none
         self._failures = 0  # in a row
         self._stalled_s = 0.0
 
@@ -128,17 +123,15 @@ class StepBorder:
     """What the ranks agree on between two steps, as signals, clocks and saves reach them at different moments.
 
     Every rank makes one, and all call its methods together.
-
-    Attributes:
-        line_is_overdue: whether a line of metrics is due because there was none for too long; the same on all ranks.
-        save_is_overdue: whether a save is due, in a run that saves by the clock; the same on all ranks.
     """
+
+    # Whether there was no line of metrics for too long, and no save in a run that saves by the clock; on all ranks.
+    line_is_overdue = save_is_overdue = False
 
     def __init__(self, plan: RunPlan, report: Report) -> None:
         self._report, self._agreement = report, Agreement()
         self._save_after_s = plan.recipe.checkpoint.default_every_s if plan.checkpoint_every is None else math.inf
         self._saved_at = time.monotonic()
-        self.line_is_overdue = self.save_is_overdue = False
 
     def begin(self) -> None:
         """Note that the loop begins. A process's first step is shown at once."""

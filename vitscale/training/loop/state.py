@@ -24,7 +24,7 @@ from vitscale.training.watching.anomalies import AnomalyRecord
 
 
 @dataclass(frozen=True)
-class Selection:
+class SelectionState:
     """What the evaluations so far have shown; saved in checkpoints."""
 
     best: float | None = None  # value of the rule's metric; None before there is one
@@ -35,7 +35,7 @@ class Selection:
     before: tuple[float | None, int | None] = field(default=(None, None), compare=False)
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "Selection":
+    def of(cls, state: Mapping[str, Any]) -> "SelectionState":
         """From a checkpoint; old ones do not record what was evaluated, and an empty state begins anew."""
         if not state:
             return cls()
@@ -47,7 +47,7 @@ class Selection:
         del state["before"]
         return state
 
-    def after(self, rule: schema.Selection | None, step: int, metrics: Mapping[str, float]) -> "Selection":
+    def after(self, rule: schema.Selection | None, step: int, metrics: Mapping[str, float]) -> "SelectionState":
         """The selection with the metrics of one more step."""
         seen = replace(self, evaluated=step)
         if rule is None:
@@ -61,7 +61,7 @@ class Selection:
             return replace(seen, without_better=self.without_better + 1)
         return replace(seen, best=value, best_step=step, without_better=0, before=(self.best, self.best_step))
 
-    def without(self, step: int) -> "Selection":
+    def without(self, step: int) -> "SelectionState":
         """The selection after a step's save has failed: if it was the best, the one before is again, and is kept."""
         if self.best_step != step:
             return self
@@ -79,13 +79,13 @@ class RunState:
 
     step: int = 0  # updates done
     position: int = 0  # the next batch's, in the order
-    selection: Selection = field(default_factory=Selection)
+    selection: SelectionState = field(default_factory=SelectionState)
     anomalies: AnomalyRecord = field(default_factory=AnomalyRecord)
 
     @classmethod
     def of(cls, index: CheckpointIndex) -> "RunState":
         """The state in a checkpoint."""
-        return cls(index.step, index.position, Selection.of(index.selection), AnomalyRecord.of(index.anomalies))
+        return cls(index.step, index.position, SelectionState.of(index.selection), AnomalyRecord.of(index.anomalies))
 
     def after(self, batch: Batch) -> "RunState":
         """The state after one more batch was trained on."""

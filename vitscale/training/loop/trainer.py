@@ -38,10 +38,7 @@ from vitscale.training.watching.preflight import preflight
 
 
 class Trainer:
-    """One run. Construct it on every rank, then `run`.
-
-    Args:
-        alive: called on all progress with the updates done and the phase that begins.
+    """One run. Construct it on every rank, then `run`. `alive` is called with the updates done and each phase's name.
 
     Raises `RecipeError`, `DataError`, `CheckpointError`, `NonFiniteError`, `ReplicaError`, `AuditError` or
     `PreemptedError` for what a person can mend.
@@ -67,7 +64,7 @@ class Trainer:
         self.claim = Claim(run_dir, self.recipe)
         for line in preflight(plan, run_dir, world):
             say(line)
-        self._attention = Attention.of(self.recipe, world.device)
+        self._attention = Attention(world.device, self.recipe)
         self._begin("making the model")
         self.learner = Learner(plan, world, say)
         self._border = StepBorder(plan, self.report)

@@ -10,7 +10,7 @@ from torch import Tensor
 from vitscale.recipe import Adafactor as Settings
 from vitscale.runs.checkpoint import MASTER
 from vitscale.training.optimizers.rule import Expected, Rule, State, Update, decoupled
-from vitscale.training.optimizers.whole_tensors import Group, Part, Piece, WholeTensorOptimizer
+from vitscale.training.optimizers.whole_tensors import Group, Piece, PlacedParameter, WholeTensorOptimizer
 
 _EPS = 1e-30  # added to every square
 _DECAY_RATE = 0.8
@@ -40,7 +40,7 @@ class Adafactor(WholeTensorOptimizer):
             weights = piece.view(piece.flat).mul_(1 - group["lr"] * group["weight_decay"])
             weights.add_(mean.float(), alpha=-group["lr"])
 
-    def _update_factors(self, parts: list[Part], kept: float) -> None:
+    def _update_factors(self, parts: list[PlacedParameter], kept: float) -> None:
         """Update the means of rows and columns, and scale the gradients by them in place."""
         if not parts:
             return
@@ -66,7 +66,7 @@ class Adafactor(WholeTensorOptimizer):
             slab.values.mul_(slab.of(factor)).mul_(slab.of(column.rsqrt()))
             piece.of_gradient().copy_(slab.piece)
 
-    def _sides(self, part: Part) -> tuple[int, int]:
+    def _sides(self, part: PlacedParameter) -> tuple[int, int]:
         """The longest side of a tensor, over which row means run, and the second longest, for column means."""
         dims = self._settings.factored_dims(part.shape)
         assert dims is not None
@@ -74,18 +74,13 @@ class Adafactor(WholeTensorOptimizer):
 
 
 class _Slab:
-    """A piece of a gradient, padded with zeros to whole indices of the tensor's first side.
+    """A piece of a gradient, padded with zeros to whole indices of the tensor's first side."""
 
-    Attributes:
-        values: a copy, (indices touched, other sides ...).
-        piece: where the piece lies in `values`, 1-D.
-    """
-
-    def __init__(self, part: Part, piece: Piece) -> None:
+    def __init__(self, part: PlacedParameter, piece: Piece) -> None:
         width = math.prod(part.shape[1:])
-        self._first, stop = piece.start // width, -(-(piece.start + piece.length) // width)
-        self._stop = stop
-        self.values = piece.flat.new_zeros(stop - self._first, *part.shape[1:])
+        self._first, self._stop = piece.start // width, -(-(piece.start + piece.length) // width)
+        # A copy, (indices touched, other sides ...), and where the piece lies in it, 1-D.
+        self.values = piece.flat.new_zeros(self._stop - self._first, *part.shape[1:])
         self.piece = self.values.view(-1).narrow(0, piece.start - self._first * width, piece.length)
         self.piece.copy_(piece.of_gradient())
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from vitscale.recipe import Lamb as Settings
 from vitscale.runs.checkpoint import MASTER
 from vitscale.training.optimizers.rule import OF_CHANGE, OF_TERMS, Expected, Rule, State, Update, adam
-from vitscale.training.optimizers.whole_tensors import Group, Part, WholeTensorOptimizer, update_means
+from vitscale.training.optimizers.whole_tensors import Group, PlacedParameter, WholeTensorOptimizer, update_means
 
 
 class Lamb(WholeTensorOptimizer):
@@ -32,7 +32,7 @@ class Lamb(WholeTensorOptimizer):
         for _, piece, _ in self.here(parts):
             piece.view(piece.flat).add_(piece.of_gradient(), alpha=-group["lr"])
 
-    def _scale(self, group: Group, parts: list[Part]) -> None:
+    def _scale(self, group: Group, parts: list[PlacedParameter]) -> None:
         """Add the weight decay to the directions, and give each the norm of its parameter."""
         squares = torch.zeros(len(parts), 2, dtype=torch.float64, device=self.device)
         for row, part in zip(squares, parts, strict=True):

@@ -54,11 +54,7 @@ class Muon(WholeTensorOptimizer):
 
 
 def orthogonal(matrix: Tensor, eps: float) -> Tensor:
-    """Approximately the nearest matrix with orthogonal rows or columns, by five Newton-Schulz steps in bf16.
-
-    Args:
-        matrix: bf16 (m, n).
-    """
+    """Approximately the nearest matrix with orthogonal rows or columns, bf16 (m, n), by five Newton-Schulz steps."""
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_(min=eps)
     for a, b, c in _COEFFICIENTS:

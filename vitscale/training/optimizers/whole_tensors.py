@@ -43,7 +43,7 @@ class Piece:
 
 
 @dataclass
-class Part:
+class PlacedParameter:
     """A parameter that lies, in part or whole, in the tensors that an optimizer updates together."""
 
     name: str
@@ -58,7 +58,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
 
     def __init__(self, groups: Iterable[Group], defaults: dict[str, Any]) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "updates": 0, **defaults})
-        self._parts: dict[Tensor, list[Part]] = {}
+        self._parts: dict[Tensor, list[PlacedParameter]] = {}
         self._rank, self._world_size = 0, 1
 
     def attach(
@@ -82,10 +82,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         if are_shared:
             by_rank, self._rank, self._world_size = gather(mine), dist.get_rank(), dist.get_world_size()
         for index, master in enumerate(masters):
-            parts: dict[int, Part] = {}
+            parts: dict[int, PlacedParameter] = {}
             for rank, of_rank in enumerate(by_rank):
                 for name, start, length in of_rank[index]:
-                    part = parts.setdefault(name, Part(order[name], tuple(shapes[order[name]])))
+                    part = parts.setdefault(name, PlacedParameter(order[name], tuple(shapes[order[name]])))
                     part.holders.append((rank, start, length))
             for part in parts.values():
                 part.holders.sort(key=lambda holder: holder[1])
@@ -106,11 +106,11 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """Update tensors of one group, with the same collectives on every rank."""
         raise NotImplementedError
 
-    def parts(self, masters: list[Tensor]) -> list[Part]:
+    def parts(self, masters: list[Tensor]) -> list[PlacedParameter]:
         """The parameters in these tensors, in the same order on every rank."""
         return [part for master in masters for part in self._parts[master]]
 
-    def here(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Piece, dict[str, Tensor]]]:
+    def here(self, parts: Iterable[PlacedParameter]) -> Iterator[tuple[PlacedParameter, Piece, dict[str, Tensor]]]:
         """The parts of which this rank has a piece, each with the piece and the state of its tensor."""
         return ((part, part.piece, self.state[part.piece.flat]) for part in parts if part.piece is not None)
 
@@ -128,7 +128,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         return values
 
     def on_whole_matrices(
-        self, parts: list[Part], of: Callable[[Piece], Tensor], work: Callable[[Tensor], Tensor]
+        self, parts: list[PlacedParameter], of: Callable[[Piece], Tensor], work: Callable[[Tensor], Tensor]
     ) -> None:
         """Replace every parameter's values by what `work` makes of the whole parameter on its owner, in bf16.
 
@@ -164,7 +164,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             of(piece).copy_(values)
 
 
-def _deal(parts: list[Part], world_size: int) -> None:
+def _deal(parts: list[PlacedParameter], world_size: int) -> None:
     """Give every parameter an owner, so that all ranks have about equally much to do; the same on every rank."""
     busy = [0] * world_size
     for part in sorted(parts, key=lambda part: -_multiplications(part.shape)):

@@ -104,10 +104,7 @@ class AnomalyRecord:
         """What to do about one more anomaly."""
         if self.count >= settings.limit:
             return "stop"
-        if kind == "non-finite":
-            return settings.non_finite
-        assert settings.spike is not None
-        return settings.spike.policy
+        return settings.non_finite if kind == "non-finite" or settings.spike is None else settings.spike.policy
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ _ORDER = ("weights", "gradient", "update", "checkpoint", "norm")  # causes befor
 
 
 @dataclass(frozen=True)
-class Finding:
+class Discrepancy:
     """One thing that an audit found wrong."""
 
     check: str  # gradient, norm, update, checkpoint or weights
@@ -95,7 +95,7 @@ class Audit:
     ) -> None:
         self._engine, self._recipe, self._world, self._rates, self._to_save = engine, recipe, world, rates, to_save
         self._counts = not engine.is_replicated or world.is_main  # in sums over ranks, what is on all of them once
-        self._findings: list[Finding] = []
+        self._findings: list[Discrepancy] = []
         self._trained = {name: each for name, each in engine.module.named_weights() if each.requires_grad}
         self._rule, self._updates = rule_of(recipe.optimizer), _updates(recipe, engine, rates)
         self._lay_out()
@@ -140,7 +140,7 @@ class Audit:
 
     def _find(self, check: str, what: str, where: Piece | _Fragment | None, *missing: float) -> None:
         name, start, length = ("", 0, 0) if where is None else (where.name, where.start, where.length)
-        self._findings.append(Finding(check, self._world.rank, what, name, start, length, missing or None))
+        self._findings.append(Discrepancy(check, self._world.rank, what, name, start, length, missing or None))
 
     # ---- Gradients ---------------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class Audit:
     # ---- The end -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def end(self, *, samples: int, gradient_norm: float, was_made: bool) -> list[Finding]:
+    def end(self, *, samples: int, gradient_norm: float, was_made: bool) -> list[Discrepancy]:
         """Remove the hooks and return the findings of all ranks, the same list on every rank.
 
         Args:
@@ -227,7 +227,7 @@ class Audit:
         self._check_updates(totals[:, 1].tolist())
         self._compare_weights("after the step")
         by_rank = gather([asdict(finding) for finding in self._findings])
-        findings = [Finding(**finding) for of_rank in by_rank for finding in of_rank]
+        findings = [Discrepancy(**finding) for of_rank in by_rank for finding in of_rank]
         return self._explained(findings, samples) if findings else []
 
     def _check_gradients(self, totals: Sequence[Sequence[float]], clipping: float) -> None:
@@ -245,8 +245,7 @@ class Audit:
     def _check_updates(self, squares: Sequence[float]) -> None:
         """Check that masters and moments follow from the earlier ones, and are what a checkpoint would hold.
 
-        Args:
-            squares: sums of squares of the gradients that the ranks computed, by fragment.
+        `squares` are sums of squares of the gradients that the ranks computed, by fragment.
         """
         saved: dict[tuple[str, int], dict[str, Tensor]] = {}
         for fragment in self._to_save():
@@ -310,7 +309,7 @@ class Audit:
 
     # ---- Words -------------------------------------------------------------------------------------------------------
 
-    def _explained(self, findings: list[Finding], samples: int) -> list[Finding]:
+    def _explained(self, findings: list[Discrepancy], samples: int) -> list[Discrepancy]:
         """The findings, causes first, naming the rank whose part of the gradient was left out or counted twice."""
         local = gather((self._local[:, 0] / samples).tolist())
         wrong = [(one, one.missing) for one in findings if one.missing is not None]
@@ -370,7 +369,7 @@ def _updates(recipe: Recipe, engine: Engine, rates: Rates) -> dict[str, Update]:
     }
 
 
-def describe(findings: Sequence[Finding], step: int) -> str:
+def describe(findings: Sequence[Discrepancy], step: int) -> str:
     """What an audit has found, in words."""
     lines = []
     for check, group in groupby(findings, key=lambda finding: finding.check):
@@ -380,7 +379,7 @@ def describe(findings: Sequence[Finding], step: int) -> str:
     return f"step {step:,}: the update is not that of the batch: {'; '.join(lines)}"
 
 
-def error(findings: Sequence[Finding], step: int) -> AuditError:
+def error(findings: Sequence[Discrepancy], step: int) -> AuditError:
     """The error that ends the run."""
     return AuditError(
         f"{describe(findings, step)}. DeepSpeed or a device computes wrongly; repeat the command to continue from "

@@ -27,6 +27,7 @@ from vitscale.ground.files.durable import make_folder
 from vitscale.ground.machine import available_memory, has_bf16_instructions, usable_cores
 from vitscale.ground.page import check_drawing
 from vitscale.ground.ranks import gather, on_rank_zero, write_on_rank_zero
+from vitscale.ground.wording import listed
 from vitscale.recipe import Recipe, changes
 from vitscale.runs.checkpoint import LocalDirectory, checkpoint_directory
 from vitscale.training.beginning.automatic import missing_for_compiling, slowness_of_bf16
@@ -193,8 +194,7 @@ def _describe(indices: Sequence[int], ranks: Sequence[_Rank]) -> str:
     for index in indices:
         by_host.setdefault(ranks[index].host, []).append(index)
     named = [
-        f"{'rank' if len(of_host) == 1 else 'ranks'} {', '.join(map(str, of_host[:_NAMED]))}"
-        f"{f' and {len(of_host) - _NAMED} more' if len(of_host) > _NAMED else ''} on {host}"
+        f"{'rank' if len(of_host) == 1 else 'ranks'} {listed(of_host, _NAMED)} on {host}"
         for host, of_host in list(by_host.items())[:_NAMED]
     ]
     more = f"; and on {_count(len(by_host) - _NAMED, 'more host')}" if len(by_host) > _NAMED else ""

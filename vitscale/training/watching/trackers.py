@@ -72,8 +72,7 @@ class MetricsWriter:
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Write what `evaluation.evaluate` returned after `step` updates."""
-        self._lines.evaluation(step, values)
-        self._put((step, named({f"{OF_EVALUATIONS}{key}": value for key, value in values.items()})))
+        self.training(step, {f"{OF_EVALUATIONS}{key}": value for key, value in values.items()})
 
     def pictures(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
         """Hand pictures uint8 (height, width, 3) to the trackers. Steps that are done again draw them again."""
