@@ -23,8 +23,8 @@ from data_tools.conversion import convert
 from data_tools.dedup.against import name_indexes
 from data_tools.dedup.alignment import correlation
 from data_tools.dedup.building import TestSource, build_index
-from data_tools.dedup.closest import Pair
 from data_tools.dedup.embedding import Embedder
+from data_tools.dedup.findings import Pair
 from data_tools.dedup.fingerprint import fingerprint
 from data_tools.dedup.hamming import BITS, near_pairs, words
 from data_tools.dedup.index import FingerprintIndex

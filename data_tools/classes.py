@@ -160,19 +160,13 @@ def refuse_splits(class_names: Iterable[str], src: str) -> None:
 
 
 class PathStatistics:
-    """A small summary of any number of paths, enough to apply the rule.
-
-    Attributes:
-        first, last: the smallest and largest path, split at `/`; their common prefix is that of all paths.
-        counts: number of paths, by number of parts.
-        examples: the few smallest paths, by number of parts.
-    """
+    """A small summary of any number of paths, enough to apply the rule."""
 
     def __init__(self) -> None:
-        self.first: list[str] | None = None
-        self.last: list[str] | None = None
-        self.counts: Counter[int] = Counter()
-        self.examples: dict[int, list[str]] = {}
+        self.first: list[str] | None = None  # the smallest path, split at `/`
+        self.last: list[str] | None = None  # the largest one; the common prefix of the two is that of all paths
+        self.counts: Counter[int] = Counter()  # number of paths, by number of parts
+        self.examples: dict[int, list[str]] = {}  # the few smallest paths, by number of parts
 
     def add(self, path: str) -> None:
         """Add a path."""

@@ -202,18 +202,12 @@ def write_plan(
 
 
 class _ShardWriter:
-    """Regroups batches of any size into one batch per shard, and writes those. Counts what it has written.
-
-    Attributes:
-        images, shards, unlabelled: numbers of images, of shards, of images without a label.
-        examples: keys of the first few images without a label.
-        classes: labels that occur.
-    """
+    """Regroups batches of any size into one batch per shard, and writes those. Counts what it has written."""
 
     def __init__(self, file: object, shard_samples: int, digest: "hashlib._Hash", number: int) -> None:
-        self.images = self.shards = self.unlabelled = 0
-        self.examples: list[str] = []
-        self.classes: set[int] = set()
+        self.images = self.shards = self.unlabelled = 0  # numbers of images, of shards, of images without a label
+        self.examples: list[str] = []  # keys of the first few images without a label
+        self.classes: set[int] = set()  # labels that occur
         self._writer = pa.ipc.new_file(file, PLAN)
         self._size, self._digest, self._number = shard_samples, digest, number
         self._pending: list[pa.RecordBatch] = []

@@ -13,7 +13,7 @@ import pyarrow as pa
 from rich.table import Table
 
 from data_tools.conversion_plan import ConversionPlan
-from data_tools.dedup.against import Findings
+from data_tools.dedup.findings import Findings
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.report import tables, write_report
 from data_tools.output import LOG_NAME, REPORT_FOLDER, Output
@@ -105,10 +105,10 @@ def finish(
     removals: Sequence[Table] = ()
     if matcher is not None:
         _refuse_all_removed(output, by_split)
-        findings = Findings.none(matcher)
+        findings = Findings(matcher.names)
         for name, of_split in by_split.items():
             findings.add(_write_findings(output, name, of_split, matcher))
-        removals = tables(matcher, findings.tally)
+        removals = tables(matcher, findings)
     if output.is_remote:
         storage.put(output.log_path, output.place(name=LOG_NAME))
     manifests = {}
@@ -153,11 +153,11 @@ def _write_findings(output: Output, split: str, reports: list[ShardReport], matc
     """Write a split's decisions and the report on them; returns its findings."""
     with output.staged(output.place(split, DECISIONS_NAME)) as (path,):
         write_tables(path, _decisions(output, reports), DECISIONS)
-    findings = Findings.none(matcher)
+    findings = Findings(matcher.names)
     for content in _read_all(output, (output.of_task(report.task, "dedup.json") for report in reports)):
         findings.add(Findings.from_json(json.loads(content)))
     with tempfile.TemporaryDirectory(prefix="report-", dir=output.work) as folder:
-        names = write_report(Path(folder), matcher, findings.tally, findings.closest)
+        names = write_report(Path(folder), matcher, findings)
         output.fill_folder(split, REPORT_FOLDER, Path(folder), names)
     return findings
 

@@ -25,7 +25,7 @@ import pyarrow as pa
 import xxhash
 
 from data_tools.classes import PathStatistics, Vocabulary
-from data_tools.engines.task import Progress
+from data_tools.engines.task import Progress, Task
 from data_tools.sources.source import Item, Source
 from vitscale.ground import storage
 from vitscale.ground.errors import DataError, StorageError
@@ -76,7 +76,7 @@ class PartSummary:
 
 
 @dataclass(frozen=True)
-class ListingTask:
+class ListingTask(Task):
     """One part of a source to list, by its number, into a folder. The shuffle's seed decides the order in a spool."""
 
     source: Source
@@ -88,14 +88,6 @@ class ListingTask:
     @property
     def name(self) -> str:
         return self.source.parts[self.part]
-
-    def describe(self, position: int) -> str:
-        """The name of the image at a position, for messages."""
-        return f"image {position:,} of {self.name}"
-
-    def without(self, position: int, reason: str) -> "ListingTask | None":
-        """None: listing cannot leave out an image that kills its worker."""
-        return None
 
     def run(self, progress: Progress) -> int:
         """List the part; returns its number of images. Raises DataError or StorageError."""

@@ -22,8 +22,7 @@ import xxhash
 
 from vitscale.data.shards import MANIFEST_NAME, ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
 from vitscale.data.shards.manifest import Adopted, schema_version_of
-from vitscale.data.shards.opening import local_copy, open_shard
-from vitscale.data.shards.provenance import provenance_path, read_provenance
+from vitscale.data.shards.opening import open_shard, table_beside
 from vitscale.ground import storage
 from vitscale.ground.errors import DataError, RecipeError, StorageError
 from vitscale.ground.files.durable import durable_file, make_folder, remove_leftovers
@@ -211,17 +210,12 @@ def _slots_without(manifest: Manifest, index: int, uids: np.ndarray) -> np.ndarr
 
 def _uids_of_slots(manifest: Manifest, index: int) -> np.ndarray:
     """Uids of all slots of a shard. At a URL, read from the small table beside the shard if there is one."""
-    entry = manifest.shards[index]
-    where = manifest.location(entry.path)
-    beside = provenance_path(where)
-    if not storage.is_url(where) or storage.size_of(beside) is None:
-        with open_shard(manifest, index, with_keys=False) as shard:
-            return shard.file.uid
-    with local_copy(beside) as path:
-        table = read_provenance(path, ["uid"])
-    if table.num_rows != entry.samples:
-        raise DataError(f"{beside}: {table.num_rows:,} rows; the manifest says {entry.samples:,} samples")
-    return table["uid"].to_numpy()
+    is_remote = storage.is_url(manifest.location(manifest.shards[index].path))
+    table = table_beside(manifest, index, ["uid"]) if is_remote else None
+    if table is not None:
+        return table["uid"].to_numpy()
+    with open_shard(manifest, index, with_keys=False) as shard:
+        return shard.file.uid
 
 
 # ---- The files -------------------------------------------------------------------------------------------------------

@@ -61,26 +61,16 @@ IMAGES = pa.schema(
 
 @dataclass(frozen=True)
 class TestSet:
-    """One test set of an index.
+    """One test set of an index."""
 
-    Attributes:
-        name: its name in reports.
-        source: where it came from.
-        preset: its kind of pictures, whose settings it has by default.
-        level: level of variants of its images, 0 to 3.
-        images, hashes: number of images, and of hashes.
-        unreadable: number of images that cannot be decoded.
-        settings: what counts as a copy.
-    """
-
-    name: str
-    source: str
-    preset: Preset
-    level: Annotated[int, Field(ge=0, lt=len(LEVELS))]
+    name: str  # in reports
+    source: str  # where it came from
+    preset: Preset  # its kind of pictures, whose settings it has by default
+    level: Annotated[int, Field(ge=0, lt=len(LEVELS))]  # of variants of its images
     images: Annotated[int, Field(ge=1)]
     hashes: _Count
-    unreadable: _Count
-    settings: Settings
+    unreadable: _Count  # images that cannot be decoded
+    settings: Settings  # what counts as a copy
 
     __test__ = False  # for pytest, which takes the class for a test because of its name
 
@@ -123,22 +113,13 @@ class _Content(_Strict):
 
 
 class FingerprintIndex:
-    """An open index. Its arrays are memory-mapped: a process reads only what it needs.
-
-    Attributes:
-        folder: the index's folder.
-        sha256: digest of `index.json`'s content, including all files' digests: the index's identity.
-        test_sets: the test sets, in order.
-        embedding: the model's record; None without a user's model.
-        images: a table of schema IMAGES without the pictures.
-        hashes, owners, variants, thumbnails, embeddings, whitening: the arrays of the files with these names; the last
-            two are None without a model.
-    """
+    """An open index. Its arrays are memory-mapped: a process reads only what it needs."""
 
     def __init__(self, folder: str | Path) -> None:
         """Raises DataError: missing, damaged, of another version or made by another algorithm."""
         self.folder = Path(folder)
         content = _read_content(self.folder)
+        # Includes the digests of all files: the index's identity.
         self.sha256 = hashlib.sha256(json.dumps(content.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
         self.test_sets, self.embedding, self._files = content.test_sets, content.embedding, content.files
         for name, file in self._files.items():
@@ -147,11 +128,13 @@ class FingerprintIndex:
                 raise DataError(f"{path}: missing or cut: the index has {file.bytes:,} bytes of it. Make it again")
         count = int(self.first_images[-1])
         columns = [name for name in IMAGES.names if name != "picture"]
+        # Of schema IMAGES, without the pictures.
         self.images = read_table(self.folder / IMAGES_NAME, IMAGES, columns).combine_chunks()
         if len(self.images) != count:
             raise DataError(f"{self.folder / IMAGES_NAME}: {len(self.images):,} images; {INDEX_NAME} says {count:,}")
         arrays = array_types(count, int(self.first_hashes[-1]), self.embedding)
         mapped = {name: self._map(name, *kind) for name, kind in arrays.items()}
+        # The files with these names; the last two are None without a model.
         self.hashes, self.owners, self.variants = mapped["hashes"], mapped["owners"], mapped["variants"]
         self.thumbnails, self.embeddings = mapped["thumbnails"], mapped.get("embeddings")
         self.whitening = mapped.get("whitening")

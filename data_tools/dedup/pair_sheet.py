@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from data_tools.dedup.closest import Pair
+from data_tools.dedup.findings import Pair
 from data_tools.dedup.pictures import SIDE
 from vitscale.ground.files.durable import durable_file
 from vitscale.ground.files.unpacked import most_pixels

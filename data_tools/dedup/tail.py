@@ -27,21 +27,14 @@ _SMOOTH = 5  # bars
 
 @dataclass(frozen=True)
 class Fit:
-    """A straight line through the logarithm of counts: `exp(intercept + slope * x)` pairs in a bar around `x`.
+    """A straight line through the logarithm of counts: `exp(intercept + slope * x)` pairs in a bar around `x`."""
 
-    Attributes:
-        slope, intercept: the line's parameters, with `x` in bits or as a correlation.
-        error: standard error of the slope.
-        first, last: middles of the first and last bar that were fitted, in the order of `x`.
-        step: width of a bar.
-    """
-
-    slope: float
+    slope: float  # with `x` in bits or as a correlation
     intercept: float
-    error: float
-    first: float
-    last: float
-    step: float
+    error: float  # standard error of the slope
+    first: float  # middle of the first bar that was fitted, in the order of `x`
+    last: float  # middle of the last one
+    step: float  # width of a bar
 
     def pairs(self, low: float, high: float) -> float:
         """The number of pairs on the line between two values of `x`."""
@@ -58,17 +51,11 @@ class Fit:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The number of removed pairs that are not copies.
+    """The number of removed pairs that are not copies."""
 
-    Attributes:
-        expected: the expected number; None if too few pairs were counted to tell.
-        at_most: upper bound with a probability of 95 %, from the fit; from counts alone if there is none.
-        fit: the fit behind these numbers.
-    """
-
-    expected: float | None
-    at_most: float
-    fit: Fit | None
+    expected: float | None  # None if too few pairs were counted to tell
+    at_most: float  # upper bound with a probability of 95 %, from the fit; from counts alone if there is none
+    fit: Fit | None  # behind these numbers
 
 
 @dataclass(frozen=True)
@@ -83,7 +70,7 @@ def expected_false(distances: np.ndarray, correlations: np.ndarray, settings: Se
     """How many pairs of unrelated pictures to expect among the removed ones.
 
     Args:
-        distances: int (91,), pairs by distance, as `tally.Tally` counts them for a test set.
+        distances: int (91,), pairs by distance, as `Findings` counts them for a test set.
         correlations: int (100,), candidates by correlation, likewise.
         settings: the settings by which pairs were removed.
     """

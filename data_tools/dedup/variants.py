@@ -17,18 +17,12 @@ _LONG = 4096  # pixels of the longer side of an enlarged picture at most
 
 
 class Crop(NamedTuple):
-    """A part of a picture, by size and position.
+    """A part of a picture, by size and position."""
 
-    Attributes:
-        scale: fraction of either side.
-        down, across: its position, from 0 (top, left) to 1.
-        square: whether it is taken from the largest centred square instead of the whole picture.
-    """
-
-    scale: float
-    down: float = 0.5
-    across: float = 0.5
-    square: bool = False
+    scale: float  # fraction of either side
+    down: float = 0.5  # its position, from 0 (top) to 1
+    across: float = 0.5  # from 0 (left) to 1
+    square: bool = False  # whether it is taken from the largest centred square instead of the whole picture
 
     @property
     def name(self) -> str:

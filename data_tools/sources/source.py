@@ -24,18 +24,13 @@ RANGE = struct.Struct("<QQ")  # an image's offset and size in the file that hold
 
 
 class Item(NamedTuple):
-    """One image of a source.
+    """One image of a source."""
 
-    Attributes:
-        key: the image's name, unique in the source. If classes are folders, a path with parts joined by /.
-        labels: names of its classes, the main one first; empty for no label. None if the class is the key's first
-            directory that not all images share. Numbers are written in decimals.
-        content: where its bytes are, as the source's `read` understands it; from a stream, the bytes themselves.
-    """
-
-    key: str
+    key: str  # the image's name, unique in the source. If classes are folders, a path with parts joined by /
+    # Names of its classes, the main one first; empty for no label. None if the class is the key's first directory that
+    # not all images share. Numbers are written in decimals.
     labels: tuple[str, ...] | None
-    content: bytes
+    content: bytes  # where its bytes are, as the source's `read` understands it; from a stream, the bytes themselves
 
 
 @dataclass(frozen=True)

@@ -42,19 +42,12 @@ Rows = Mapping[str, Sequence[range]]
 
 @dataclass(frozen=True)
 class Prepared:
-    """The result of preparing a task.
-
-    Attributes:
-        task: the task's name.
-        search: the search for a copy; None if the datasets were already there.
-        counts: number of images in each dataset; empty if no copy was found.
-        doubt: why the 1,000 are not the published ones; None if they are, or if a list of ids selected them.
-    """
+    """The result of preparing a task."""
 
     task: str
-    search: Search | None
-    counts: Mapping[str, int]
-    doubt: str | None = None
+    search: Search | None  # for a copy; None if the datasets were already there
+    counts: Mapping[str, int]  # number of images in each dataset; empty if no copy was found
+    doubt: str | None = None  # why the 1,000 are not the published ones; None if they are, or a list of ids chose them
 
 
 def prepare(

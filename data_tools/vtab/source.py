@@ -39,19 +39,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class PartSource:
-    """The images of a part of a task. Keys are the copy's own, prefixed by the name of their split.
-
-    Attributes:
-        task: the task's name.
-        pieces: the pieces of the files that hold its images.
-        known_names: the classes in the order in which the copy names them; None if it numbers them.
-        class_names: names by label, as the dataset will have them.
-    """
+    """The images of a part of a task. Keys are the copy's own, prefixed by the name of their split."""
 
     task: str
-    pieces: tuple[Piece, ...]
-    known_names: tuple[str, ...] | None
-    class_names: tuple[str, ...]
+    pieces: tuple[Piece, ...]  # of the files that hold its images
+    known_names: tuple[str, ...] | None  # the classes in the order in which the copy names them; None if numbered
+    class_names: tuple[str, ...]  # by label, as the dataset will have them
 
     @property
     def streams(self) -> bool:
@@ -140,19 +133,11 @@ def with_full_contrast(image: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class OpenCopy:
-    """A copy with open splits.
-
-    Attributes:
-        copy: the copy on disk.
-        sources: the source of each split.
-        counts: number of images in each file, by split.
-        known_names: the classes in the order in which the copy names them; None if it numbers them.
-        class_names: names by label, as the dataset will have them.
-    """
+    """A copy with open splits; the names of classes as in `PartSource`."""
 
     copy: Copy
-    sources: Mapping[str, Source]
-    counts: Mapping[str, tuple[int, ...]]
+    sources: Mapping[str, Source]  # by split
+    counts: Mapping[str, tuple[int, ...]]  # number of images in each file, by split
     known_names: tuple[str, ...] | None
     class_names: tuple[str, ...]
 
@@ -190,21 +175,13 @@ class OpenCopy:
 
 @dataclass(frozen=True)
 class FoundImage:
-    """An image of a copy.
-
-    Attributes:
-        split: the split's name.
-        number: the image's number within the split.
-        item: its key, labels and content.
-        source: the source that reads it.
-        part: the number of its part there.
-    """
+    """An image of a copy."""
 
     split: str
-    number: int
+    number: int  # within the split
     item: Item
-    source: PartSource
-    part: int
+    source: PartSource  # reads it
+    part: int  # number of its part there
 
     @property
     def key(self) -> str:

@@ -46,32 +46,19 @@ _STATED = LabelRule(("label",), stated)
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a task's images.
+    """The origin of a task's images."""
 
-    Attributes:
-        tfds: name of the dataset in TFDS, with its configuration after a /.
-        version: the version that the published order of images belongs to; `3` stands for any 3.x.y.
-        splits: all splits in TFDS.
-        train, val, test: the slices for the three parts. The small parts take the first images of `train` and `val`.
-        rule: computes the label from an example's features.
-        class_names: names in order, where neither dataset nor folders give them; None otherwise.
-        is_binary: whether pixels are 0 and 1, and are stored as 0 and 255.
-        folders: names that a folder of the task may have, besides its own name.
-        tars: CLIP_benchmark's name for it, after `wds_vtab-`.
-        get: where people get the data.
-    """
-
-    tfds: str
-    version: str
-    splits: tuple[str, ...]
-    val: Slice
+    tfds: str  # name of the dataset in TFDS, with its configuration after a /
+    version: str  # the version that the published order of images belongs to; `3` stands for any 3.x.y
+    splits: tuple[str, ...]  # all splits in TFDS
+    val: Slice  # the small parts take the first images of this and of `train`
     test: Slice
-    get: str
-    tars: str
-    folders: tuple[str, ...] = ()
-    rule: LabelRule = _STATED
-    class_names: tuple[str, ...] | None = None
-    is_binary: bool = False
+    get: str  # where people get the data
+    tars: str  # CLIP_benchmark's name for it, after `wds_vtab-`
+    folders: tuple[str, ...] = ()  # names that a folder of the task may have, besides its own name
+    rule: LabelRule = _STATED  # computes the label from an example's features
+    class_names: tuple[str, ...] | None = None  # in order, where neither dataset nor folders give them; None otherwise
+    is_binary: bool = False  # whether pixels are 0 and 1, and are stored as 0 and 255
     train: Slice = _TRAIN
 
     @property

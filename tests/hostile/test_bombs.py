@@ -29,9 +29,9 @@ from mutate import MEMORY, SECONDS, limit
 from PIL import Image
 from small_disk import small_disk
 
-from data_tools.dedup.closest import Pair
+from data_tools.dedup.findings import Pair
 from data_tools.dedup.pair_sheet import write_pair_sheet
-from data_tools.engines.inline import run_inline
+from data_tools.engines.task import run_inline
 from data_tools.listing import ListingTask
 from data_tools.sources import SourceOptions, open_source
 from data_tools.sources.tfrecord import _masked

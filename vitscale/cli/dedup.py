@@ -160,13 +160,13 @@ def find(
             "their images were decoded, and `pixels` are those of the stored JPEGs, not of what these were made of",
         )
     if as_json:
-        print(json.dumps({"out": out, "files": found.files, **described(found.matcher, found.tally)}, indent=1))
+        print(json.dumps({"out": out, "files": found.files, **described(found.matcher, found.findings)}, indent=1))
         return
     console = Console()
-    for table in tables(found.matcher, found.tally):
+    for table in tables(found.matcher, found.findings):
         console.print(table)
     _say(console, f"written: {out}: {', '.join(found.files)}")
-    if found.tally.removed:
+    if found.findings.removed:
         _say(console, f"nothing was removed yet: vitscale dedup apply {dataset} {out} OUT")
 
 
@@ -178,7 +178,7 @@ def apply(
     is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed.")] = False,
 ) -> None:
     """Write a dataset without what `find` found; the old one stays."""
-    from data_tools.dedup.applying import Removal, write_view
+    from data_tools.dedup.finding import Removal, write_view
 
     removal, console = Removal.of(dataset, found), Console()
     old = removal.manifest

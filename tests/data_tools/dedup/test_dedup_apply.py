@@ -13,9 +13,8 @@ from messages import refusal
 from planted_copies import OWN, PLANTED, URL
 
 from data_tools.conversion import convert
-from data_tools.dedup.applying import Removal, write_view
-from data_tools.dedup.finding import find
-from data_tools.engines.inline import run_inline
+from data_tools.dedup.finding import Removal, find, write_view
+from data_tools.engines.task import run_inline
 from data_tools.request import Request
 from data_tools.sources import SourceOptions
 from data_tools.views import write_subset
@@ -100,7 +99,7 @@ def test_what_was_found_in_a_subset_leaves_the_subset(planted, tmp_path):
         dataset = out
     assert view.num_removed == 30 - len(left) and set(left) == {uid for uid in expected(planted) if uid < 30}
     result = find(str(dataset), [str(planted.indexes["birds"])], str(tmp_path / "again"), run_inline)
-    assert result.tally.removed == 0
+    assert result.findings.removed == 0
     with (tmp_path / "again" / "contaminated.csv").open(newline="") as file:
         assert len(list(csv.reader(file))) == 1
 
