@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 from rich.table import Table
@@ -26,7 +27,6 @@ from vitscale.data.shards.provenance import (
     DECISIONS_NAME,
     REJECTS,
     REJECTS_NAME,
-    read_rejects,
     read_table,
     write_tables,
 )
@@ -117,7 +117,7 @@ def finish(
         num_rejected, rejects = sum(report.rejected for report in of_split), output.place(split.name, REJECTS_NAME)
         if num_rejected:
             with output.staged(rejects) as (path,):
-                write_tables(path, _rejects(output, of_split), REJECTS)
+                write_tables(path, _tables(output, of_split, "rejects.parquet", REJECTS), REJECTS)
         else:
             storage.remove(rejects)  # left by an attempt to finish before the images were repaired
         entries = tuple(report.entry for report in of_split if report.entry is not None)
@@ -152,7 +152,7 @@ def _refuse_all_removed(output: Output, by_split: dict[str, list[ShardReport]]) 
 def _write_findings(output: Output, split: str, reports: list[ShardReport], matcher: Matcher) -> Findings:
     """Write a split's decisions and the report on them; returns its findings."""
     with output.staged(output.place(split, DECISIONS_NAME)) as (path,):
-        write_tables(path, _decisions(output, reports), DECISIONS)
+        write_tables(path, _tables(output, reports, "dedup.parquet", DECISIONS), DECISIONS)
     findings = Findings(matcher.names)
     for content in _read_all(output, (output.of_task(report.task, "dedup.json") for report in reports)):
         findings.add(Findings.from_json(json.loads(content)))
@@ -162,19 +162,14 @@ def _write_findings(output: Output, split: str, reports: list[ShardReport], matc
     return findings
 
 
-def _decisions(output: Output, reports: Iterable[ShardReport]) -> Iterator[pa.Table]:
-    """The tasks' tables of decisions, one in memory at a time."""
+def _tables(
+    output: Output, reports: Iterable[ShardReport], kind: Literal["rejects.parquet", "dedup.parquet"], schema: pa.Schema
+) -> Iterator[pa.Table]:
+    """The tasks' tables of rejects or decisions, one in memory at a time."""
     for report in reports:
-        if report.decisions:
-            with local_copy(output.of_task(report.task, "dedup.parquet")) as path:
-                yield read_table(path, DECISIONS)
-
-
-def _rejects(output: Output, reports: Iterable[ShardReport]) -> Iterator[pa.Table]:
-    """The tasks' tables of rejects, one in memory at a time."""
-    for report in reports:
-        if report.rejected:
-            yield read_rejects(output.of_task(report.task, "rejects.parquet"))
+        if report.rejected if kind == "rejects.parquet" else report.decisions:
+            with local_copy(output.of_task(report.task, kind)) as path:
+                yield read_table(path, schema)
 
 
 def refuse_rejects(output: Output, plan: ConversionPlan, reports: dict[int, ShardReport], max_rate: float) -> None:
@@ -183,7 +178,8 @@ def refuse_rejects(output: Output, plan: ConversionPlan, reports: dict[int, Shar
     Tasks with images that could not even be read are marked for repetition: a disk may have been unavailable.
     """
     rejected = sum(report.rejected for report in reports.values())
-    examples = itertools.chain.from_iterable(table.to_pylist() for table in _rejects(output, reports.values()))
+    rejects = _tables(output, reports.values(), "rejects.parquet", REJECTS)
+    examples = itertools.chain.from_iterable(table.to_pylist() for table in rejects)
     lines = [f"  {row['key']!r}: {row['reason']}" for row in itertools.islice(examples, _SHOWN_REJECTS)]
     if rejected > len(lines):
         lines.append(f"  ... and {rejected - len(lines):,} more")

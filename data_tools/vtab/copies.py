@@ -153,13 +153,15 @@ def _split_folders(place: Path) -> dict[str, str]:
 
 
 def _own_places(task: str, folder: Path) -> list[Path]:
-    names = folder_names(task)
-    return [folder / name for name in names] + ([folder] if folder.name in names else [])
+    return _places(folder, folder_names(task))
 
 
 def _tar_places(task: str, folder: Path) -> list[Path]:
-    name = f"wds_vtab-{ORIGINS[task].tars}"
-    return [folder / name] + ([folder] if folder.name == name else [])
+    return _places(folder, (f"wds_vtab-{ORIGINS[task].tars or task}",))
+
+
+def _places(folder: Path, names: Sequence[str]) -> list[Path]:
+    return [folder / name for name in names] + ([folder] if folder.name in names else [])
 
 
 _FINDERS: dict[Callable[[str, Path], Copy | None], Callable[[str, Path], list[Path]]] = {
