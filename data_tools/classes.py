@@ -18,7 +18,7 @@ import numpy as np
 from vitscale.data.shards import Manifest
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.storage import read_text
-from vitscale.ground.wording import counted, ranges
+from vitscale.ground.wording import counted, listed, ranges
 
 _MAX_NUMBER = 10_000_000
 _SHOWN = 20
@@ -87,8 +87,8 @@ def order_classes(
         return order, np.array(numbers, np.int32)
     unknown = sorted(name for name in names if name not in label_of)
     if unknown:
-        shown = ", ".join(map(repr, unknown[:_SHOWN])) + (" ..." if len(unknown) > _SHOWN else "")
         where = "--classes" if known else "the source's own list of classes"
+        shown = listed(unknown, _SHOWN)
         raise DataError(f"{len(unknown)} of {len(names)} classes of the source are not in {where}: {shown}")
     return order, np.array([label_of[name] for name in names], np.int32)
 
@@ -151,7 +151,7 @@ def refuse_splits(class_names: Iterable[str], src: str) -> None:
     names = sorted(class_names)
     splits = [name for name in names if name.lower() in SPLIT_NAMES]
     if splits and (splits == names or len(splits) > 1):
-        shown = ", ".join(map(repr, names[:20])) + (" ..." if len(names) > 20 else "")
+        shown = listed(names, _SHOWN)
         raise DataError(
             f"{src}: by its folders the classes are {shown}, which are names of splits. Convert one split at a "
             "time, each into a dataset of its own; --classes if these really are classes, --labels FILE or "
@@ -232,5 +232,4 @@ class PathStatistics:
         return depth
 
     def _shown(self, depth: int) -> str:
-        shown = ", ".join(map(repr, self.examples[depth]))
-        return shown + (" ..." if self.counts[depth] > len(self.examples[depth]) else "")
+        return listed(self.examples[depth], _EXAMPLES, self.counts[depth])

@@ -23,7 +23,7 @@ from data_tools.splits import SplitRule, choosers
 from vitscale.ground.errors import DataError
 from vitscale.ground.files.durable import durable_file, write_text
 from vitscale.ground.storage import read_bytes
-from vitscale.ground.wording import counted
+from vitscale.ground.wording import counted, listed
 
 PLAN = pa.schema([pa.field("uid", pa.int64(), nullable=False), *ORDERED])
 _MAX_UNLABELLED = 0.01  # share of the images
@@ -174,8 +174,7 @@ def write_plan(
     images, unlabelled = sum(sink.images for sink in sinks), sum(sink.unlabelled for sink in sinks)
     # More than a few, but not all: perhaps a mistake in the labels, which has to be confirmed.
     if not allow_unlabelled and _MAX_UNLABELLED * images < unlabelled < images:
-        examples = list(itertools.chain.from_iterable(sink.examples for sink in sinks))[:_EXAMPLES]
-        shown = ", ".join(map(repr, examples)) + (" ..." if unlabelled > len(examples) else "")
+        shown = listed(itertools.chain.from_iterable(sink.examples for sink in sinks), _EXAMPLES, unlabelled)
         raise DataError(
             f"{unlabelled:,} of {counted(images, 'image')} ({unlabelled / images:.2%}) have no label (empty, null or "
             f"-1): {shown}. Give them one; or, if this is intended, repeat the command with --allow-unlabelled"

@@ -9,7 +9,6 @@ import io
 import os
 import posixpath
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from hashlib import sha256
@@ -20,12 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from data_tools.output import staged
 from vitscale.data.shards import MANIFEST_NAME, ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
 from vitscale.data.shards.manifest import Adopted, schema_version_of
 from vitscale.data.shards.opening import open_shard, table_beside
 from vitscale.ground import storage
-from vitscale.ground.errors import DataError, RecipeError, StorageError
-from vitscale.ground.files.durable import durable_file, make_folder, remove_leftovers
+from vitscale.ground.errors import DataError, RecipeError, StorageError, os_errors
+from vitscale.ground.files.durable import durable_file, remove_leftovers
 from vitscale.recipe.shares import by_largest_remainder
 
 LEFT_OUT_NAME = "left_out_uids.txt"
@@ -253,15 +253,13 @@ class _View:
 
     def write(self, kept: Kept, beside: Mapping[str, bytes] = MappingProxyType({}), **changes: Any) -> Manifest:
         """Write all files, the manifest last. As `write_view`."""
-        try:
+        with os_errors(f"OUT {self._out}: cannot be written"):
             shards = tuple(self._entry(index, slots) for index, slots in kept)
             for name, content in beside.items():
                 self._add(name, content)
             same = {name: getattr(self._dataset, name) for name in Manifest.model_fields}
             same |= {"schema_version": schema_version_of(shards), "shards": shards}
             return self._save(Manifest(**same | {"num_samples": sum(each.num_selected for each in shards)} | changes))
-        except OSError as error:
-            raise DataError(f"OUT {self._out}: cannot be written ({error.strerror or error})") from error
 
     def _entry(self, index: int, kept: np.ndarray | None) -> ShardEntry:
         entry = self._dataset.shards[index]
@@ -283,26 +281,14 @@ class _View:
 
     def _add(self, name: str, content: bytes) -> None:
         self._added.append(name)
-        if not storage.is_url(self._out):
-            folder = Path(self._out)
-            make_folder(folder)
-            with durable_file(folder / name) as file:
-                file.write(content)
-            return
-        with tempfile.TemporaryDirectory(prefix="vitscale-") as temporary:
-            path = Path(temporary) / name
-            path.write_bytes(content)
-            storage.put(path, storage.join(self._out, name))
+        with staged([storage.join(self._out, name)]) as (path,), durable_file(path) as file:
+            file.write(content)
 
     def _save(self, manifest: Manifest) -> Manifest:
         self._added.append(MANIFEST_NAME)
-        if not storage.is_url(self._out):
-            make_folder(Path(self._out))
-            return manifest.save(self._out)
-        with tempfile.TemporaryDirectory(prefix="vitscale-") as temporary:
-            manifest.save(temporary)
-            storage.put(Path(temporary) / MANIFEST_NAME, storage.join(self._out, MANIFEST_NAME))
-        return Manifest.load(self._out)
+        with staged([storage.join(self._out, MANIFEST_NAME)]) as (path,):
+            saved = manifest.save(path.parent)
+        return Manifest.load(self._out) if storage.is_url(self._out) else saved
 
     def _selection(self, index: int, entry: ShardEntry, kept: np.ndarray) -> SelectFirst | SelectExclude:
         if len(kept) == 0 or kept[-1] == len(kept) - 1:
@@ -327,11 +313,9 @@ class _View:
 def _refuse_taken(out: str) -> None:
     if not storage.is_url(out) and os.path.lexists(out) and not Path(out).is_dir():
         raise RecipeError(f"OUT {out}: is not a folder. Choose a new or empty folder")
-    try:
+    with os_errors(f"OUT {out}: cannot be read", RecipeError):
         remove_leftovers(Path(out))
         names = storage.names_in(out)
-    except OSError as error:
-        raise RecipeError(f"OUT {out}: cannot be read ({error.strerror or error})") from error
     if names:
         raise RecipeError(f"OUT {out}: not empty ({', '.join(names[:5])}). Choose a new or empty folder")
 

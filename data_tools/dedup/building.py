@@ -31,7 +31,7 @@ from data_tools.sources import Source
 from data_tools.sources.source import without_surrogates
 from vitscale.data.shards.images import Reject, store_image
 from vitscale.data.shards.provenance import write_tables
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, os_errors
 from vitscale.ground.files.durable import new_folder
 from vitscale.ground.safe_text import without_secrets
 from vitscale.ground.wording import counted
@@ -218,11 +218,9 @@ class PieceTask(Task):
             "embeddings": vectors,
         }
         stem = self.folder / f"{self.number:06d}"
-        try:
+        with os_errors(f"{self.folder}: cannot be written"):
             pq.write_table(pa.Table.from_pylist(rows, IMAGES), stem.with_suffix(".parquet"))
             np.savez(stem.with_suffix(".npz"), **arrays)
-        except OSError as error:
-            raise DataError(f"{self.folder}: cannot be written ({error.strerror or error})") from error
         unreadable = sum(row["pixels"] is None for row in rows)
         return Piece(self.number, len(images), len(arrays["owners"]), unreadable)
 
@@ -231,10 +229,8 @@ def _read(source: Source, part: int, key: str, content: bytes) -> bytes:
     """The bytes of an image file. Raises DataError or StorageError."""
     if source.streams:
         return content
-    try:
+    with os_errors(f"{source.parts[part]}: {key!r} cannot be read"):
         return source.read(part, content)
-    except OSError as error:
-        raise DataError(f"{source.parts[part]}: {key!r} cannot be read ({error.strerror or error})") from error
 
 
 def _join(pieces: Sequence[Piece], parts: Path, folder: Path, embedding: Embedding | None) -> None:

@@ -36,7 +36,7 @@ from vitscale.data.shards import Manifest
 from vitscale.data.shards.opening import known_manifest, local_copy
 from vitscale.data.shards.provenance import DECISIONS, DECISIONS_NAME, read_table, write_tables
 from vitscale.ground import storage
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, os_errors
 from vitscale.ground.files.digests import file_digests
 from vitscale.ground.files.durable import new_folder
 from vitscale.ground.safe_text import without_secrets
@@ -164,10 +164,8 @@ class _Task(Task):
         decided = comparison.decisions()
         if decided.num_rows:
             path = _piece(self.folder, self.shard)
-            try:
+            with os_errors(f"{path}: cannot be written"):
                 write_tables(path, [decided], DECISIONS)
-            except OSError as error:
-                raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
         return comparison.findings, are_fresh
 
 

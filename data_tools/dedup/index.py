@@ -24,14 +24,15 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from data_tools.dedup.fingerprint import ALGORITHM
 from data_tools.dedup.luma import SIDE, Box
 from data_tools.dedup.settings import Preset, Settings
 from data_tools.dedup.variants import LEVELS
+from vitscale.data.shards.manifest import Sha256, Strict
 from vitscale.data.shards.provenance import read_table
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, os_errors
 from vitscale.ground.files.arrays import map_array
 from vitscale.ground.files.digests import file_digests
 from vitscale.ground.files.unpacked import CHECKS, read_batches
@@ -75,24 +76,20 @@ class TestSet:
     __test__ = False  # for pytest, which takes the class for a test because of its name
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class Embedding(_Strict):
+class Embedding(Strict):
     """An index's record of a user's model: what messages call it, its digest, and the length D of its vectors."""
 
     title: str
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Sha256
     dimensions: Annotated[int, Field(ge=1)]
 
 
-class _File(_Strict):
+class _File(Strict):
     bytes: _Count
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Sha256
 
 
-class _Content(_Strict):
+class _Content(Strict):
     """`index.json`."""
 
     version: Literal[1]
@@ -144,10 +141,8 @@ class FingerprintIndex:
         """Read everything. Raises DataError for the first file that differs from what was written."""
         for name, file in self._files.items():
             path = self.folder / name
-            try:
+            with os_errors(f"{path}: cannot be read"):
                 digests = file_digests(path)
-            except OSError as error:
-                raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
             if digests.sha256 != file.sha256:
                 raise DataError(f"{path}: damaged: its sha256 is not the index's. Make the index again")
 

@@ -8,6 +8,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from data_tools.dedup.findings import Pair
 from data_tools.dedup.pictures import SIDE
+from vitscale.data.shards.contact_sheet import fitted
 from vitscale.ground.files.durable import durable_file
 from vitscale.ground.files.unpacked import most_pixels
 from vitscale.ground.safe_text import printable
@@ -91,11 +92,7 @@ def _picture(jpeg: bytes) -> Image.Image | None:
             picture = image.convert("RGB") if image.width * image.height <= most_pixels(len(jpeg)) else None
     except Exception:  # Pillow raises nearly anything on damaged files; the pair's facts stay
         picture = None
-    if picture is None:
-        return None
-    scale = SIDE / max(picture.size)
-    size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
-    return picture.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST)
+    return None if picture is None else fitted(picture, SIDE)
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from data_tools.vtab.source import PartSource
 from vitscale.data.shards.images import Reject, store_image
+from vitscale.data.shards.manifest import Sha256, Strict
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.durable import write_text
 from vitscale.ground.wording import describe_mistake
@@ -24,16 +25,12 @@ from vitscale.ground.wording import describe_mistake
 IDS_NAME = "ids.json"
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class Entry(_Strict):
+class Entry(Strict):
     """One image: its key in the copy that it was taken from, its class number, the SHA-256 of its pixels."""
 
     key: str
     label: Annotated[int, Field(ge=0)]
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Sha256
 
     @property
     def content(self) -> tuple[str, int]:
@@ -41,7 +38,7 @@ class Entry(_Strict):
         return self.sha256, self.label
 
 
-class Ids(_Strict):
+class Ids(Strict):
     """The images of a task's two small parts, and a description of their origin."""
 
     version: Literal[1] = 1

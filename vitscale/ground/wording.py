@@ -1,5 +1,6 @@
 """Numbers in sentences (`1 shard`, `2 shards`, `0-3, 7`), and the mistakes that pydantic finds, in our words."""
 
+from collections.abc import Iterable
 from typing import Any
 
 _SHOWN_SPANS = 10
@@ -23,6 +24,13 @@ def ranges(numbers: list[int]) -> str:
             spans.append([number, number])
     shown = ", ".join(f"{a:,}" if a == b else f"{a:,}-{b:,}" for a, b in spans[:_SHOWN_SPANS])
     return shown + (" ..." if len(spans) > _SHOWN_SPANS else "")
+
+
+def listed(values: Iterable[object], most: int, total: int | None = None) -> str:
+    """`'a', 'b' ...`: the first few of some values as Python writes them; of `total`, if not all of them are given."""
+    values = list(values)
+    dots = " ..." if (len(values) if total is None else total) > min(len(values), most) else ""
+    return ", ".join(map(repr, values[:most])) + dots
 
 
 def shortened(text: str, limit: int = _SHOWN_CHARACTERS) -> str:
