@@ -14,14 +14,14 @@ from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
 
 from data_tools.output import staged
 from vitscale.data.shards import MANIFEST_NAME, ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
-from vitscale.data.shards.manifest import Adopted, schema_version_of
+from vitscale.data.shards.manifest import StoredChecksums, schema_version_of
 from vitscale.data.shards.opening import open_shard, table_beside
 from vitscale.ground import storage
 from vitscale.ground.errors import DataError, RecipeError, StorageError, os_errors
@@ -31,6 +31,8 @@ from vitscale.recipe.shares import by_largest_remainder
 LEFT_OUT_NAME = "left_out_uids.txt"
 _WITHOUT = "without"  # the manifest option that lists what was left out
 _PART = re.compile(r"(?:([A-Za-z0-9][\w.-]*)=)?(\d+(?:\.\d+)?)", re.ASCII)
+
+_Record = TypeVar("_Record", ShardEntry, ExcludedSlots, StoredChecksums)
 
 Kept = Iterable[tuple[int, np.ndarray | None]]
 """(a shard's number, the selected slots to keep, int64 (n,), sorted; None for all), for the shards that keep any."""
@@ -262,22 +264,19 @@ class _View:
             return self._save(Manifest(**same | {"num_samples": sum(each.num_selected for each in shards)} | changes))
 
     def _entry(self, index: int, kept: np.ndarray | None) -> ShardEntry:
-        entry = self._dataset.shards[index]
-        entry = entry.model_copy(update={"path": self._relative(entry.path), "adopted": self._adopted(entry)})
+        entry = self._moved(self._dataset.shards[index])
+        changes: dict[str, Any] = {}
+        if entry.adopted is not None:
+            changes["adopted"] = entry.adopted.model_copy(update={"checksums": self._moved(entry.adopted.checksums)})
         if kept is not None and len(kept) < entry.num_selected:
-            return entry.model_copy(update={"select": self._selection(index, entry, kept)})
-        if isinstance(entry.select, SelectExclude):
-            old = entry.select.exclude
-            moved = old.model_copy(update={"path": self._relative(old.path)})
-            return entry.model_copy(update={"select": SelectExclude(exclude=moved)})
-        return entry
+            changes["select"] = self._selection(index, entry, kept)
+        elif isinstance(entry.select, SelectExclude):
+            changes["select"] = SelectExclude(exclude=self._moved(entry.select.exclude))
+        return entry.model_copy(update=changes)
 
-    def _adopted(self, entry: ShardEntry) -> Adopted | None:
-        """The dataset's record of an adopted shard, with the path of its checksums relative to the view."""
-        if entry.adopted is None:
-            return None
-        old = entry.adopted.checksums
-        return entry.adopted.model_copy(update={"checksums": old.model_copy(update={"path": self._relative(old.path)})})
+    def _moved(self, record: _Record) -> _Record:
+        """The dataset's record of a file, with a path relative to the view."""
+        return record.model_copy(update={"path": self._relative(record.path)})
 
     def _add(self, name: str, content: bytes) -> None:
         self._added.append(name)

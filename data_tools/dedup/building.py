@@ -22,7 +22,7 @@ from data_tools.dedup.hamming import words
 from data_tools.dedup.index import IMAGES, IMAGES_NAME, Embedding, TestSet, array_types, describe_index
 from data_tools.dedup.luma import SIDE, square_luma
 from data_tools.dedup.pdq import HASH_BYTES, pdq_hashes
-from data_tools.dedup.pictures import small_picture
+from data_tools.dedup.queries import small_picture
 from data_tools.dedup.settings import PRESETS, SMALL_SIDE, Preset, Settings
 from data_tools.dedup.variants import CROPS, DEFAULT_LEVEL, LEVELS, crops_of
 from data_tools.engines.local import run_in_processes

@@ -2,14 +2,12 @@
 
 import io
 from collections.abc import Sequence
-from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
 from data_tools.dedup.findings import Pair
-from data_tools.dedup.pictures import SIDE
+from data_tools.dedup.queries import PICTURE_SIDE as SIDE
 from vitscale.data.shards.contact_sheet import fitted
-from vitscale.ground.files.durable import durable_file
 from vitscale.ground.files.unpacked import most_pixels
 from vitscale.ground.safe_text import printable
 
@@ -25,25 +23,11 @@ _BACKGROUND, _MARGIN, _TEXT, _FAINT = "white", "#ececec", "black", "#666666"
 _REMOVED, _KEPT = "#b02a25", "#22703a"
 
 
-def write_pair_sheet(
-    path: Path, name: str, removed: Sequence[tuple[Pair, bytes]], kept: Sequence[tuple[Pair, bytes]]
-) -> None:
-    """Write a test set's sheet as PNG.
-
-    Args:
-        path: the file.
-        name: the test set's name, in plain text.
-        removed, kept: pairs, nearest to the threshold first, each with the small JPEG of its test image.
-
-    Raises OSError.
-    """
-    sheet = pair_sheet(name, removed, kept)
-    with durable_file(path) as file:
-        sheet.save(file, "PNG")
-
-
 def pair_sheet(name: str, removed: Sequence[tuple[Pair, bytes]], kept: Sequence[tuple[Pair, bytes]]) -> Image.Image:
-    """Pairs in two blocks: removed ones, the least alike first, and kept ones, the most alike first."""
+    """A test set's pairs in two blocks: removed ones, the least alike first, and kept ones, the most alike first.
+
+    `name`, the test set's, is plain text. Each pair comes with the small JPEG of its test image.
+    """
     blocks = (
         ("removed, the least alike first", "nothing was removed by its hash or its picture", _REMOVED, removed),
         ("kept, the most alike first", "nothing that was kept comes near", _KEPT, kept),

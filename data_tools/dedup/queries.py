@@ -13,18 +13,29 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from PIL import Image
 
 from data_tools.dedup.fingerprint import ALGORITHM, Fingerprint, fingerprint
 from data_tools.dedup.luma import Window
-from data_tools.dedup.pictures import small_picture
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.images import StoredImage
 from vitscale.data.shards.opening import OpenShard, open_shard, table_beside
 from vitscale.data.shards.provenance import FINGERPRINT_COLUMNS, fingerprint_algorithm
 from vitscale.ground.errors import DataError
-from vitscale.ground.images import decode
+from vitscale.ground.images import decode, encode
 
+PICTURE_SIDE = 128  # pixels of the longer side of a small picture at most
+_PICTURE_QUALITY = 85
 _AT_ONCE = 128  # samples of a shard: fast to compare, and few enough lumas
+
+
+def small_picture(rgb: np.ndarray) -> bytes:
+    """A picture, uint8 (height, width, 3), as a JPEG of at most 128 x 128 pixels, for people to look at."""
+    height, width, _ = rgb.shape
+    scale = min(1.0, PICTURE_SIDE / max(height, width))
+    size = max(1, round(width * scale)), max(1, round(height * scale))
+    small = Image.fromarray(rgb).resize(size, Image.Resampling.BOX)
+    return encode(np.asarray(small), _PICTURE_QUALITY)
 
 
 @dataclass(eq=False)

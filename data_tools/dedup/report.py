@@ -13,7 +13,7 @@ from rich.text import Text
 
 from data_tools.dedup.findings import TIERS, Findings, Pair, Tier
 from data_tools.dedup.matching import Matcher
-from data_tools.dedup.pair_sheet import write_pair_sheet
+from data_tools.dedup.pair_sheet import pair_sheet
 from data_tools.dedup.tail import Estimate, Expected, amount, expected_false
 from vitscale.ground.files.durable import durable_file
 from vitscale.ground.safe_text import printable
@@ -47,8 +47,9 @@ def write_report(folder: Path, matcher: Matcher, findings: Findings) -> list[str
         if not matcher.settings[number].near:
             continue
         sides = [_with_pictures(matcher, findings.pairs(number, removed)) for removed in (True, False)]
-        write_pair_sheet(folder / f"{stem}.pairs.png", printable(findings.names[number]), *sides)
         written.append(f"{stem}.pairs.png")
+        with durable_file(folder / written[-1]) as file:
+            pair_sheet(printable(findings.names[number]), *sides).save(file, "PNG")
     return written
 
 

@@ -45,14 +45,10 @@ def _grid(scale: float, steps: int) -> list[Crop]:
     return [Crop(scale, down, across) for down in positions for across in positions]
 
 
-def _unique(crops: list[Crop]) -> tuple[Crop, ...]:
-    return tuple(dict.fromkeys(crops))
-
-
 _FIRST = [Crop(1), Crop(1, square=True), Crop(0.95), Crop(0.9)]
 _SECOND = [Crop(0.85), Crop(0.8), Crop(0.975), Crop(0.875, square=True)]
 _THIRD = [*_grid(0.95, 3), *_grid(0.9, 3), *_grid(0.85, 3), *_grid(0.8, 4)]
-CROPS = _unique([*_FIRST, *_SECOND, *_THIRD])
+CROPS = tuple(dict.fromkeys([*_FIRST, *_SECOND, *_THIRD]))
 LEVELS = (1, len(_FIRST), len(_FIRST) + len(_SECOND), len(CROPS))  # crops per level; each is also mirrored
 
 

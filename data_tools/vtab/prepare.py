@@ -9,7 +9,6 @@ OUT/TASK/test/               the whole test part
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,16 +58,9 @@ def prepare(
     pinned: Ids | None = None,
     takes: Takes = _TAKES,
 ) -> Prepared:
-    """Prepare one task in OUT/TASK, or continue doing so.
+    """Prepare one task in OUT/TASK, or continue doing so, from a copy in one of the folders.
 
-    Args:
-        task: the task's name.
-        folders: where a copy may be.
-        out: the folder of all tasks.
-        machine: how conversion is run.
-        console: where progress is shown.
-        pinned: a list of ids: take exactly these images.
-        takes: how many images the two small parts have.
+    With `pinned`, a list of ids, the small parts have exactly these images, otherwise as many as `takes` says.
 
     Raises:
         DataError: a copy that is damaged, too small, or without the images of `pinned`.
@@ -156,7 +148,10 @@ def _located(opened: OpenCopy, pinned: Ids, test: Rows) -> dict[str, Rows]:
     """Places of a list's images: by keys or, if some keys are missing or belong to other images, by pixels."""
     kept_apart = set(_numbers(test))
     splits = dict.fromkeys((opened.copy.train.split, opened.copy.val.split))
-    pool = partial(_all_but, kept_apart, opened, splits)  # iterated anew each time: images may carry their bytes
+
+    def pool() -> Iterator[FoundImage]:  # iterated anew each time: images may carry their bytes
+        return (found for found in opened.items(splits) if (found.split, found.number) not in kept_apart)
+
     places = {found.key: [(found.split, found.number)] for found in pool()}
     if all(entry.key in places for entries in pinned.parts.values() for entry in entries):
         located = {part: _rows(places, [entry.key for entry in entries]) for part, entries in pinned.parts.items()}
@@ -186,10 +181,6 @@ def _rows(places: Mapping[Any, list[tuple[str, int]]], names: Iterable[Any]) -> 
 
 def _contents(entries: Iterable[Entry]) -> Counter[tuple[str, int]]:
     return Counter(entry.content for entry in entries)
-
-
-def _all_but(kept_apart: set[tuple[str, int]], opened: OpenCopy, splits: Iterable[str]) -> Iterator[FoundImage]:
-    return (found for found in opened.items(splits) if (found.split, found.number) not in kept_apart)
 
 
 def _list_of(opened: OpenCopy, small: Mapping[str, Rows], pinned: Ids | None) -> Ids:
