@@ -21,8 +21,8 @@ from photos import parsed, photos_parser
 from PIL import Image
 
 from data_tools.dedup.building import TestSource, build_index
-from data_tools.dedup.findings import Match
 from data_tools.dedup.index import FingerprintIndex
+from data_tools.dedup.matches import Match
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.queries import Candidate
 from data_tools.dedup.variants import LEVELS, variants_of

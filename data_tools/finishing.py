@@ -14,7 +14,7 @@ import pyarrow as pa
 from rich.table import Table
 
 from data_tools.conversion_plan import ConversionPlan
-from data_tools.dedup.findings import Findings
+from data_tools.dedup.matches import Findings
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.report import tables, write_report
 from data_tools.output import LOG_NAME, REPORT_FOLDER, Output

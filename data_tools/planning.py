@@ -23,7 +23,7 @@ from rich.markup import escape
 
 from data_tools.conversion_plan import ConversionPlan, write_plan
 from data_tools.dedup.against import Comparison
-from data_tools.dedup.findings import Findings
+from data_tools.dedup.matches import Findings
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.queries import Candidate
 from data_tools.engines.task import run_inline

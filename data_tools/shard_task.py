@@ -163,21 +163,9 @@ class ShardTask(Task):
             report.passed_through += image.passed_through
             report.transcoded += not image.passed_through
             report.unlabelled += not image.labels
-            for name, value in (
-                ("uid", image.uid),
-                ("key", image.key),
-                ("labels", image.labels),
-                ("height", image.height),
-                ("width", image.width),
-                ("size", len(image.jpeg)),
-                ("sha256", image.sha256),
-                ("passed_through", image.passed_through),
-                ("pixels", image.pixels),
-                ("pdq", image.pdq),
-                ("pdq_quality", image.quality),
-                ("pdq_trimmed", image.pdq_trimmed),
-            ):
-                columns[name].append(value)
+            facts = vars(image) | {"size": len(image.jpeg), "pdq_quality": image.quality}
+            for name in columns.keys() - {"crc32c"}:  # which is known when the shard is written
+                columns[name].append(facts[name])
             first = image.labels[0] if image.labels else NO_LABEL
             several = np.array(image.labels, np.int32) if self.several_labels else None
             yield StoredSample(image.jpeg, image.height, image.width, first, image.uid, several)

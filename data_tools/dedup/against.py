@@ -12,8 +12,8 @@ from typing import Any
 import pyarrow as pa
 
 from data_tools.dedup.embedding import Embedder
-from data_tools.dedup.findings import Findings, Match
 from data_tools.dedup.index import FingerprintIndex
+from data_tools.dedup.matches import Findings, Match
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.queries import Candidate, Query
 from data_tools.dedup.settings import Settings

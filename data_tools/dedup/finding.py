@@ -25,8 +25,8 @@ import pyarrow.compute as pc
 from data_tools import views
 from data_tools.dedup.against import Comparison, NamedIndex, name_indexes, open_matcher
 from data_tools.dedup.embedding import Embedder
-from data_tools.dedup.findings import TIERS, Findings
 from data_tools.dedup.index import TestSet
+from data_tools.dedup.matches import TIERS, Findings
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.queries import shard_queries
 from data_tools.dedup.report import write_report

@@ -1,4 +1,4 @@
-"""Decides whether an image is a copy of a test image, by the tiers of `findings.py` in order."""
+"""Decides whether an image is a copy of a test image, by the tiers of `matches.py` in order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ import pyarrow as pa
 
 from data_tools.dedup.alignment import correlation
 from data_tools.dedup.embedding import Embedder, cosine, unit_vector, whitened
-from data_tools.dedup.findings import TIERS, Findings, Match, Tier
 from data_tools.dedup.hamming import near_pairs, words
 from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.luma import Window
+from data_tools.dedup.matches import TIERS, Findings, Match, Tier
 from data_tools.dedup.pdq import HASH_BYTES
 from data_tools.dedup.queries import Query
 from data_tools.dedup.settings import COUNTED, EMBEDDED, Settings

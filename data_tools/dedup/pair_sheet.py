@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from PIL import Image, ImageDraw, ImageFont
 
-from data_tools.dedup.findings import Pair
+from data_tools.dedup.matches import Pair
 from data_tools.dedup.queries import PICTURE_SIDE as SIDE
 from vitscale.data.shards.contact_sheet import fitted
 from vitscale.ground.files.unpacked import most_pixels

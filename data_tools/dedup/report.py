@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from data_tools.dedup.findings import TIERS, Findings, Pair, Tier
+from data_tools.dedup.matches import TIERS, Findings, Pair, Tier
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.pair_sheet import pair_sheet
 from data_tools.dedup.tail import Estimate, Expected, amount, expected_false

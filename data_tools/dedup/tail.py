@@ -78,7 +78,8 @@ def expected_false(distances: np.ndarray, correlations: np.ndarray, settings: Se
         none = Estimate(0.0, 0.0, None)
         return Expected(none, none)
     bits = np.arange(STEP_BITS, COUNTED + 1, STEP_BITS)
-    tail = _fitted(distance_bars(distances), bits.astype(float), STEP_BITS)
+    # Counts of 1 and 2 bits, 3 and 4, up to 89 and 90; pairs at distance 0 are copies, and left out.
+    tail = _fitted(distances[1:].reshape(-1, STEP_BITS).sum(1), bits.astype(float), STEP_BITS)
     by_hash = _near_by_chance(tail, distances, -1, edge(settings.distance))
     candidates = _near_by_chance(tail, distances, edge(settings.distance), edge(settings.candidates))
     fit = _correlation_fit(correlations, settings.correlation)
@@ -89,16 +90,6 @@ def expected_false(distances: np.ndarray, correlations: np.ndarray, settings: Se
     if candidates.expected is not None:
         expected = min(expected, candidates.expected)
     return Expected(by_hash, Estimate(min(expected, at_most), at_most, fit))
-
-
-def distance_bars(distances: np.ndarray) -> np.ndarray:
-    """(45,): counts of 1 and 2 bits, 3 and 4, up to 89 and 90. Pairs at distance 0 are copies, and left out."""
-    return distances[1:].reshape(-1, STEP_BITS).sum(1)
-
-
-def correlation_bars(correlations: np.ndarray) -> np.ndarray:
-    """(50,): counts of 0 to 0.02, up to 0.98 to 1."""
-    return correlations.reshape(-1, 2).sum(1)
 
 
 def amount(value: float) -> str:
@@ -123,7 +114,7 @@ def _near_by_chance(tail: Fit | None, distances: np.ndarray, low: int, high: int
 
 def _correlation_fit(correlations: np.ndarray, threshold: float) -> Fit | None:
     """The fit where candidates become rarer with growing correlation, before the threshold and the copies beyond it."""
-    bars = correlation_bars(correlations)
+    bars = correlations.reshape(-1, 2).sum(1)  # counts of 0 to 0.02, up to 0.98 to 1
     middles = (np.arange(len(bars)) + 0.5) * STEP_CORRELATION
     below = int(np.searchsorted(middles, threshold))
     if below < 2:

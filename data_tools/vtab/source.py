@@ -154,12 +154,11 @@ class OpenCopy:
         """All images of these splits."""
         for split in splits:
             begin = 0
-            source = self.part({split: [range(self.size(split))]})
-            for part, count in enumerate(self.counts[split]):
-                if count:
-                    number = next(n for n, piece in enumerate(source.pieces) if piece.part == part)
-                    for row, item in source.numbered(number, Counter()):
-                        yield FoundImage(split, begin + row, item, source, number)
+            for count in self.counts[split]:
+                source = self.part({split: [range(begin, begin + count)]})  # of one piece, or none
+                for part in range(len(source.pieces)):
+                    for row, item in source.numbered(part, Counter()):
+                        yield FoundImage(split, begin + row, item, source)
                 begin += count
 
     def _pieces(self, split: str, rows: Sequence[range]) -> Iterator[Piece]:
@@ -180,8 +179,7 @@ class FoundImage:
     split: str
     number: int  # within the split
     item: Item
-    source: PartSource  # reads it
-    part: int  # number of its part there
+    source: PartSource  # of its file alone
 
     @property
     def key(self) -> str:
@@ -194,7 +192,7 @@ class FoundImage:
 
     def read(self) -> bytes:
         """The bytes of its file. Raises OSError."""
-        return self.source.read(self.part, self.item.content)
+        return self.source.read(0, self.item.content)
 
 
 def open_copy(copy: Copy) -> OpenCopy:

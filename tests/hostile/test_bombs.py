@@ -29,7 +29,7 @@ from mutate import MEMORY, SECONDS, limit
 from PIL import Image
 from small_disk import small_disk
 
-from data_tools.dedup.findings import Pair
+from data_tools.dedup.matches import Pair
 from data_tools.dedup.pair_sheet import pair_sheet
 from data_tools.engines.task import run_inline
 from data_tools.listing import ListingTask

@@ -14,8 +14,8 @@ from PIL import Image
 from planted_copies import jpeg, photo, write_images
 from rich.console import Console
 
-from data_tools.dedup.findings import Findings, Pair
 from data_tools.dedup.index import FingerprintIndex
+from data_tools.dedup.matches import Findings, Pair
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.pair_sheet import pair_sheet
 from data_tools.dedup.report import described, tables, write_report

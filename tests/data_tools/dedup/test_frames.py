@@ -14,7 +14,7 @@ import pytest
 from dedup_data import candidate, index_of, make_photo, source_of
 from PIL import Image, ImageOps
 
-from data_tools.dedup.findings import Match
+from data_tools.dedup.matches import Match
 from data_tools.dedup.matching import Matcher
 
 SIDE = 200
