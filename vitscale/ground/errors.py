@@ -4,7 +4,7 @@ An error raised here ends the command with one readable message and no stack tra
 where, what was expected and what to do. Everything else is a bug and keeps its trace (exit code 1).
 """
 
-from collections.abc import Iterator
+from collections import abc
 from contextlib import contextmanager
 from typing import Self
 
@@ -112,7 +112,7 @@ class CheckpointError(VitscaleError):
 
 
 @contextmanager
-def os_errors(what: str, kind: type[VitscaleError] = DataError) -> Iterator[None]:
+def os_errors(what: str, kind: type[VitscaleError] = DataError) -> abc.Iterator[None]:
     """Turns an OSError into an error for people: `what`, such as `FILE: cannot be read`, and the system's reason."""
     try:
         yield
