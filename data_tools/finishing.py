@@ -22,14 +22,7 @@ from data_tools.report import Totals
 from data_tools.shard_task import ShardReport
 from vitscale.data.shards import MANIFEST_NAME, Manifest, field_names
 from vitscale.data.shards.opening import local_copy
-from vitscale.data.shards.provenance import (
-    DECISIONS,
-    DECISIONS_NAME,
-    REJECTS,
-    REJECTS_NAME,
-    read_table,
-    write_tables,
-)
+from vitscale.data.shards.provenance import DECISIONS, DECISIONS_NAME, REJECTS, REJECTS_NAME, read_table, write_tables
 from vitscale.ground import storage
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.wording import counted, ranges

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from dedup_data import candidate, index_of, make_photo, source_of
 from PIL import Image, ImageOps
+from planted_copies import jpeg
 
 from data_tools.dedup.matches import Match
 from data_tools.dedup.matching import Matcher
@@ -51,12 +52,6 @@ FRAMES = [
     Frame(1, 0, (46, 0, 46, 0), "white"),
     Frame(0.3, 0, CROOKED[0], "white"),
 ]
-
-
-def jpeg(picture: Image.Image, quality: int = 92) -> bytes:
-    out = io.BytesIO()
-    picture.save(out, "JPEG", quality=quality)
-    return out.getvalue()
 
 
 @pytest.fixture(scope="module")

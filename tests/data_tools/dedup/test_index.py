@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
+from datasets_on_disk import contents
 from dedup_data import NAMES, candidate, index_of, make_photo, source_of, write_photos
 from PIL import Image, ImageOps
 
@@ -24,10 +25,6 @@ from data_tools.dedup.settings import PRESETS, Settings
 def file(path: Path) -> Candidate:
     """An image file as a query."""
     return candidate(path.read_bytes())
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def hashes_by_key(index: FingerprintIndex) -> dict[str, list[tuple[int, tuple[int, ...]]]]:

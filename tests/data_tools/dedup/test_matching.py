@@ -1,24 +1,18 @@
 """What decides about a pair, in which order, and what is not even asked for."""
 
-import io
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from dedup_data import candidate, index_of, make_photo, source_of
 from PIL import Image, ImageOps
+from planted_copies import jpeg
 
 from data_tools.dedup.fingerprint import fingerprint
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.queries import Candidate
 
 EQUAL = 300
-
-
-def jpeg(picture: Image.Image, quality: int = 92, **options: object) -> bytes:
-    out = io.BytesIO()
-    picture.save(out, "JPEG", quality=quality, **options)
-    return out.getvalue()
 
 
 @dataclass(eq=False)
