@@ -271,11 +271,28 @@ class Removal:
         of_shards = views.uids_by_shard(self.manifest, self.uids)
         return sum(len(uids) == shard.num_selected for uids, shard in zip(of_shards, self.manifest.shards, strict=True))
 
-    def all_decisions(self) -> bytes:
-        """The content of `dedup.parquet` for the remaining dataset: its earlier decisions, then these.
+    def write(self, out: str) -> Manifest:
+        """Write a manifest of the remaining samples, which refers to the dataset's shards where they are.
 
-        Raises DataError for earlier ones that are damaged, and StorageError.
+        `out` is a new or empty folder; if the dataset is at a URL, a place in the same bucket.
+
+        Raises:
+            RecipeError: an `out` that cannot be used, or from which no relative path leads to the shards.
+            DataError: a shard that is missing or damaged; earlier decisions that are; a disk that refuses.
+            StorageError: a URL that does not answer.
         """
+        old = self.manifest
+        return views.write_view(
+            old,
+            out,
+            views.kept_without(old, self.uids),
+            {DECISIONS_NAME: self._all_decisions()},
+            num_removed=old.num_removed + len(self.uids),
+            options=old.options | {_OPTION: [*old.options.get(_OPTION, []), *self.indexes]},
+        )
+
+    def _all_decisions(self) -> bytes:
+        """The content of `dedup.parquet` for the remaining dataset: its earlier decisions, then these."""
         tables = [read_table(self.decisions, DECISIONS)]
         earlier = self.manifest.location(DECISIONS_NAME)
         if storage.size_of(earlier) is not None:
@@ -285,29 +302,6 @@ class Removal:
             path = Path(folder) / DECISIONS_NAME
             write_tables(path, tables, DECISIONS)
             return path.read_bytes()
-
-
-def write_view(removal: Removal, out: str) -> Manifest:
-    """Write a manifest of the remaining samples, which refers to the dataset's shards where they are.
-
-    Args:
-        removal: the samples to remove.
-        out: a new or empty folder; if the dataset is at a URL, a place in the same bucket.
-
-    Raises:
-        RecipeError: an `out` that cannot be used, or from which no relative path leads to the shards.
-        DataError: a shard that is missing or damaged; a disk that refuses.
-        StorageError: a URL that does not answer.
-    """
-    old = removal.manifest
-    return views.write_view(
-        old,
-        out,
-        views.kept_without(old, removal.uids),
-        {DECISIONS_NAME: removal.all_decisions()},
-        num_removed=old.num_removed + len(removal.uids),
-        options=old.options | {_OPTION: [*old.options.get(_OPTION, []), *removal.indexes]},
-    )
 
 
 def _described(folder: Path) -> dict[str, Any]:

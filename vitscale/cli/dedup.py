@@ -178,14 +178,14 @@ def apply(
     is_dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed.")] = False,
 ) -> None:
     """Write a dataset without what `find` found; the old one stays."""
-    from data_tools.dedup.finding import Removal, write_view
+    from data_tools.dedup.finding import Removal
 
     removal, console = Removal.of(dataset, found), Console()
     old = removal.manifest
     left = old.num_samples - len(removal.uids)
     if not is_dry_run:
         with interruptible("no manifest was written"):
-            write_view(removal, out)
+            removal.write(out)
     table = Table("test set")
     table.add_column("copies removed", justify="right")
     for name, count in removal.by_test_set.items():
