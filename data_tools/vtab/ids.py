@@ -9,7 +9,7 @@ accurate integer transform, gray repeated three times.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -56,15 +56,16 @@ class Ids(Strict):
     @property
     def sha256(self) -> str:
         """Digest of pixels and labels of both parts: equal for equal images from any copy."""
-        lines = [f"{name} {sha} {label}" for name, part in self.parts.items() for sha, label in _contents(part)]
+        lines = [
+            f"{name} {sha} {label}"
+            for name, part in self.parts.items()
+            for sha, label in sorted(contents(part).elements())
+        ]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def differences(self, other: "Ids") -> int:
         """How many images of this list are not in the same part of the other."""
-        missing = 0
-        for name, part in self.parts.items():
-            missing += (Counter(_contents(part)) - Counter(_contents(other.parts[name]))).total()
-        return missing
+        return sum((contents(part) - contents(other.parts[name])).total() for name, part in self.parts.items())
 
     def write(self, folder: Path) -> None:
         """Write IDS_NAME into a folder. Raises OSError."""
@@ -105,5 +106,6 @@ def pixels_sha256(image: bytes) -> str:
     return hashlib.sha256(stored.pixels.tobytes()).hexdigest()
 
 
-def _contents(part: tuple[Entry, ...]) -> list[tuple[str, int]]:
-    return sorted(entry.content for entry in part)
+def contents(entries: Iterable[Entry]) -> Counter[tuple[str, int]]:
+    """How often each image, by `Entry.content`, is among these."""
+    return Counter(entry.content for entry in entries)

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.conversion import convert
+from data_tools.conversion import convert, disk_errors
 from data_tools.machine import Machine
 from data_tools.request import Request
 from data_tools.views import write_view
 from data_tools.vtab.copies import Search, find_copy
-from data_tools.vtab.ids import IDS_NAME, Entry, Ids, entries_of, pixels_sha256
+from data_tools.vtab.ids import IDS_NAME, Ids, contents, entries_of, pixels_sha256
 from data_tools.vtab.source import FoundImage, OpenCopy, open_copy
 from data_tools.vtab.tasks import Takes
 from vitscale.data.shards import MANIFEST_NAME, Manifest
@@ -75,7 +75,7 @@ def prepare(
     search = find_copy(task, folders)
     if search.copy is None:
         return Prepared(task, search, {})
-    try:
+    with disk_errors(str(place)):
         opened = open_copy(search.copy)
         small, test = chosen_rows(opened, takes, pinned)
         ids = _list_of(opened, small, pinned)
@@ -91,8 +91,6 @@ def prepare(
             convert(request, place / name, strict, console, source=opened.part(rows))
         for name in VIEWS:
             _write_view(place, name, {entry.key for entry in ids.parts[name]})
-    except OSError as error:
-        raise DataError(f"{error.filename or place}: {error.strerror or error}") from error
     return Prepared(task, search, _counts(place), None if pinned is not None else search.copy.doubt)
 
 
@@ -155,12 +153,12 @@ def _located(opened: OpenCopy, pinned: Ids, test: Rows) -> dict[str, Rows]:
     places = {found.key: [(found.split, found.number)] for found in pool()}
     if all(entry.key in places for entries in pinned.parts.values() for entry in entries):
         located = {part: _rows(places, [entry.key for entry in entries]) for part, entries in pinned.parts.items()}
-        if all(_contents(entries_of(opened.part(located[part]))) == _contents(pinned.parts[part]) for part in located):
+        if all(contents(entries_of(opened.part(located[part]))) == contents(pinned.parts[part]) for part in located):
             return located
     by_content: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
     for found in pool():
         by_content[pixels_sha256(found.read()), found.label].append((found.split, found.number))
-    missing = _contents([entry for entries in pinned.parts.values() for entry in entries])
+    missing = contents([entry for entries in pinned.parts.values() for entry in entries])
     missing -= Counter({content: len(there) for content, there in by_content.items()})
     if missing:
         raise DataError(
@@ -177,10 +175,6 @@ def _rows(places: Mapping[Any, list[tuple[str, int]]], names: Iterable[Any]) -> 
         split, number = places[name].pop(0)
         numbers[split].append(number)
     return {split: [range(number, number + 1) for number in sorted(here)] for split, here in numbers.items()}
-
-
-def _contents(entries: Iterable[Entry]) -> Counter[tuple[str, int]]:
-    return Counter(entry.content for entry in entries)
 
 
 def _list_of(opened: OpenCopy, small: Mapping[str, Rows], pinned: Ids | None) -> Ids:
