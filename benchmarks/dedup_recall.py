@@ -20,11 +20,11 @@ from photo_edits import edits
 from photos import parsed, photos_parser
 from PIL import Image
 
-from data_tools.dedup.against import Candidate
 from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.index import FingerprintIndex
-from data_tools.dedup.match import Match
+from data_tools.dedup.matches import Match
 from data_tools.dedup.matching import Matcher
+from data_tools.dedup.queries import Candidate
 from data_tools.dedup.variants import LEVELS, variants_of
 from data_tools.sources.folder import FolderSource
 from vitscale.data.shards.images import StoredImage, store_image
@@ -120,7 +120,7 @@ def strangers(photos: list[Photo], index: FingerprintIndex, names: tuple[str, ..
             files = [made[name](photo.image, random) if name else photo.content for photo in some]
             for matches in matcher.match([seen(content) for content in files]):
                 false += [match for match in matches if match.removed]
-    asked = matcher.tally.images
+    asked = matcher.findings.images
     return asked * index.images.num_rows, asked * index.hashes.shape[1], false
 
 

@@ -27,7 +27,7 @@ import xxhash
 from data_tools import shuffle
 from data_tools.dedup.pdq import pdq_hashes
 from data_tools.engines.local import run_in_processes
-from data_tools.engines.task import Progress
+from data_tools.engines.task import Progress, Task
 
 BATCH = 100_000
 CLASSES = 21_843
@@ -121,14 +121,15 @@ def perform(number: int) -> int:
     return number
 
 
-class Images:
+class Images(Task):
     """A task of ours of five images, at the third of which the worker dies."""
 
     def __init__(self, number: int, left_out: int = -1) -> None:
-        self.name, self._number, self._left_out = f"task {number}", number, left_out
+        self._number, self._left_out = number, left_out
 
-    def describe(self, position: int) -> str:
-        return f"image {position}"
+    @property
+    def name(self) -> str:
+        return f"task {self._number}"
 
     def without(self, position: int, reason: str) -> "Images":
         return Images(self._number, position)

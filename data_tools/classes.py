@@ -1,4 +1,4 @@
-"""Class names: collected while images are listed, numbered once all are known.
+"""Class names: collected while images are quoted, numbered once all are known.
 
 Where folders are the labels, leading directories that all paths share are stripped, as long as every path keeps one;
 the next directory is the class. The rest of the path is the image's key, so a tar with `train/cat/1.jpg` and a folder
@@ -18,7 +18,7 @@ import numpy as np
 from vitscale.data.shards import Manifest
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.storage import read_text
-from vitscale.ground.wording import counted, ranges
+from vitscale.ground.wording import counted, quoted, ranges
 
 _MAX_NUMBER = 10_000_000
 _SHOWN = 20
@@ -87,8 +87,8 @@ def order_classes(
         return order, np.array(numbers, np.int32)
     unknown = sorted(name for name in names if name not in label_of)
     if unknown:
-        shown = ", ".join(map(repr, unknown[:_SHOWN])) + (" ..." if len(unknown) > _SHOWN else "")
         where = "--classes" if known else "the source's own list of classes"
+        shown = quoted(unknown, _SHOWN)
         raise DataError(f"{len(unknown)} of {len(names)} classes of the source are not in {where}: {shown}")
     return order, np.array([label_of[name] for name in names], np.int32)
 
@@ -151,7 +151,7 @@ def refuse_splits(class_names: Iterable[str], src: str) -> None:
     names = sorted(class_names)
     splits = [name for name in names if name.lower() in SPLIT_NAMES]
     if splits and (splits == names or len(splits) > 1):
-        shown = ", ".join(map(repr, names[:20])) + (" ..." if len(names) > 20 else "")
+        shown = quoted(names, _SHOWN)
         raise DataError(
             f"{src}: by its folders the classes are {shown}, which are names of splits. Convert one split at a "
             "time, each into a dataset of its own; --classes if these really are classes, --labels FILE or "
@@ -160,19 +160,13 @@ def refuse_splits(class_names: Iterable[str], src: str) -> None:
 
 
 class PathStatistics:
-    """A small summary of any number of paths, enough to apply the rule.
-
-    Attributes:
-        first, last: the smallest and largest path, split at `/`; their common prefix is that of all paths.
-        counts: number of paths, by number of parts.
-        examples: the few smallest paths, by number of parts.
-    """
+    """A small summary of any number of paths, enough to apply the rule."""
 
     def __init__(self) -> None:
-        self.first: list[str] | None = None
-        self.last: list[str] | None = None
-        self.counts: Counter[int] = Counter()
-        self.examples: dict[int, list[str]] = {}
+        self.first: list[str] | None = None  # the smallest path, split at `/`
+        self.last: list[str] | None = None  # the largest one; the common prefix of the two is that of all paths
+        self.counts: Counter[int] = Counter()  # number of paths, by number of parts
+        self.examples: dict[int, list[str]] = {}  # the few smallest paths, by number of parts
 
     def add(self, path: str) -> None:
         """Add a path."""
@@ -238,5 +232,4 @@ class PathStatistics:
         return depth
 
     def _shown(self, depth: int) -> str:
-        shown = ", ".join(map(repr, self.examples[depth]))
-        return shown + (" ..." if self.counts[depth] > len(self.examples[depth]) else "")
+        return quoted(self.examples[depth], _EXAMPLES, self.counts[depth])

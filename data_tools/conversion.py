@@ -60,7 +60,7 @@ def convert(
     machine, console = machine or Machine(), console or Console(quiet=True)
     output = Output.at(str(out), machine.work)
     _refuse_nested(request.src, output.where)
-    with _disk_errors(output.where):
+    with disk_errors(output.where):
         if output.is_complete(request.split_names):
             return _already(request, output)
         output.refuse_foreign(request.split_names)
@@ -82,7 +82,7 @@ def merge(out: str | Path, max_reject_rate: float, work: Path | None = None) -> 
         DataError: too many images could not be stored, or an index of test sets is missing.
     """
     output = Output.at(str(out), work)
-    with _disk_errors(output.where):
+    with disk_errors(output.where):
         begun = Begun.read(output)
         if begun is None and output.is_complete([""]):
             _refuse_incomplete(output, [""])
@@ -114,7 +114,7 @@ def dry_run(
     """
     _refuse_nested(request.src, str(out))
     with (
-        _disk_errors(str(machine.work or tempfile.gettempdir())),
+        disk_errors(str(machine.work or tempfile.gettempdir())),
         tempfile.TemporaryDirectory(prefix="vitscale-convert-", dir=machine.work) as folder,
     ):
         conversion = Conversion.of(request, Output(str(out), Path(folder)), machine, console)
@@ -255,7 +255,7 @@ def _claimed(output: Output, tasks: TaskRange) -> Iterator[None]:
 
 
 @contextmanager
-def _disk_errors(where: str) -> Iterator[None]:
+def disk_errors(where: str) -> Iterator[None]:
     """Turns the disk's OSErrors into DataErrors."""
     try:
         yield

@@ -23,7 +23,7 @@ from data_tools.splits import SplitRule, choosers
 from vitscale.ground.errors import DataError
 from vitscale.ground.files.durable import durable_file, write_text
 from vitscale.ground.storage import read_bytes
-from vitscale.ground.wording import counted
+from vitscale.ground.wording import counted, quoted
 
 PLAN = pa.schema([pa.field("uid", pa.int64(), nullable=False), *ORDERED])
 _MAX_UNLABELLED = 0.01  # share of the images
@@ -174,8 +174,7 @@ def write_plan(
     images, unlabelled = sum(sink.images for sink in sinks), sum(sink.unlabelled for sink in sinks)
     # More than a few, but not all: perhaps a mistake in the labels, which has to be confirmed.
     if not allow_unlabelled and _MAX_UNLABELLED * images < unlabelled < images:
-        examples = list(itertools.chain.from_iterable(sink.examples for sink in sinks))[:_EXAMPLES]
-        shown = ", ".join(map(repr, examples)) + (" ..." if unlabelled > len(examples) else "")
+        shown = quoted(itertools.chain.from_iterable(sink.examples for sink in sinks), _EXAMPLES, unlabelled)
         raise DataError(
             f"{unlabelled:,} of {counted(images, 'image')} ({unlabelled / images:.2%}) have no label (empty, null or "
             f"-1): {shown}. Give them one; or, if this is intended, repeat the command with --allow-unlabelled"
@@ -202,18 +201,12 @@ def write_plan(
 
 
 class _ShardWriter:
-    """Regroups batches of any size into one batch per shard, and writes those. Counts what it has written.
-
-    Attributes:
-        images, shards, unlabelled: numbers of images, of shards, of images without a label.
-        examples: keys of the first few images without a label.
-        classes: labels that occur.
-    """
+    """Regroups batches of any size into one batch per shard, and writes those. Counts what it has written."""
 
     def __init__(self, file: object, shard_samples: int, digest: "hashlib._Hash", number: int) -> None:
-        self.images = self.shards = self.unlabelled = 0
-        self.examples: list[str] = []
-        self.classes: set[int] = set()
+        self.images = self.shards = self.unlabelled = 0  # numbers of images, of shards, of images without a label
+        self.examples: list[str] = []  # keys of the first few images without a label
+        self.classes: set[int] = set()  # labels that occur
         self._writer = pa.ipc.new_file(file, PLAN)
         self._size, self._digest, self._number = shard_samples, digest, number
         self._pending: list[pa.RecordBatch] = []

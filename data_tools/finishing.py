@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 from rich.table import Table
 
 from data_tools.conversion_plan import ConversionPlan
-from data_tools.dedup.against import Findings
+from data_tools.dedup.matches import Findings
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.report import tables, write_report
 from data_tools.output import LOG_NAME, REPORT_FOLDER, Output
@@ -21,15 +22,7 @@ from data_tools.report import Totals
 from data_tools.shard_task import ShardReport
 from vitscale.data.shards import MANIFEST_NAME, Manifest, field_names
 from vitscale.data.shards.opening import local_copy
-from vitscale.data.shards.provenance import (
-    DECISIONS,
-    DECISIONS_NAME,
-    REJECTS,
-    REJECTS_NAME,
-    read_rejects,
-    read_table,
-    write_tables,
-)
+from vitscale.data.shards.provenance import DECISIONS, DECISIONS_NAME, REJECTS, REJECTS_NAME, read_table, write_tables
 from vitscale.ground import storage
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.wording import counted, ranges
@@ -105,10 +98,10 @@ def finish(
     removals: Sequence[Table] = ()
     if matcher is not None:
         _refuse_all_removed(output, by_split)
-        findings = Findings.none(matcher)
+        findings = Findings(matcher.names)
         for name, of_split in by_split.items():
             findings.add(_write_findings(output, name, of_split, matcher))
-        removals = tables(matcher, findings.tally)
+        removals = tables(matcher, findings)
     if output.is_remote:
         storage.put(output.log_path, output.place(name=LOG_NAME))
     manifests = {}
@@ -117,7 +110,7 @@ def finish(
         num_rejected, rejects = sum(report.rejected for report in of_split), output.place(split.name, REJECTS_NAME)
         if num_rejected:
             with output.staged(rejects) as (path,):
-                write_tables(path, _rejects(output, of_split), REJECTS)
+                write_tables(path, _tables(output, of_split, "rejects.parquet", REJECTS), REJECTS)
         else:
             storage.remove(rejects)  # left by an attempt to finish before the images were repaired
         entries = tuple(report.entry for report in of_split if report.entry is not None)
@@ -152,29 +145,24 @@ def _refuse_all_removed(output: Output, by_split: dict[str, list[ShardReport]]) 
 def _write_findings(output: Output, split: str, reports: list[ShardReport], matcher: Matcher) -> Findings:
     """Write a split's decisions and the report on them; returns its findings."""
     with output.staged(output.place(split, DECISIONS_NAME)) as (path,):
-        write_tables(path, _decisions(output, reports), DECISIONS)
-    findings = Findings.none(matcher)
+        write_tables(path, _tables(output, reports, "dedup.parquet", DECISIONS), DECISIONS)
+    findings = Findings(matcher.names)
     for content in _read_all(output, (output.of_task(report.task, "dedup.json") for report in reports)):
         findings.add(Findings.from_json(json.loads(content)))
     with tempfile.TemporaryDirectory(prefix="report-", dir=output.work) as folder:
-        names = write_report(Path(folder), matcher, findings.tally, findings.closest)
+        names = write_report(Path(folder), matcher, findings)
         output.fill_folder(split, REPORT_FOLDER, Path(folder), names)
     return findings
 
 
-def _decisions(output: Output, reports: Iterable[ShardReport]) -> Iterator[pa.Table]:
-    """The tasks' tables of decisions, one in memory at a time."""
+def _tables(
+    output: Output, reports: Iterable[ShardReport], kind: Literal["rejects.parquet", "dedup.parquet"], schema: pa.Schema
+) -> Iterator[pa.Table]:
+    """The tasks' tables of rejects or decisions, one in memory at a time."""
     for report in reports:
-        if report.decisions:
-            with local_copy(output.of_task(report.task, "dedup.parquet")) as path:
-                yield read_table(path, DECISIONS)
-
-
-def _rejects(output: Output, reports: Iterable[ShardReport]) -> Iterator[pa.Table]:
-    """The tasks' tables of rejects, one in memory at a time."""
-    for report in reports:
-        if report.rejected:
-            yield read_rejects(output.of_task(report.task, "rejects.parquet"))
+        if report.rejected if kind == "rejects.parquet" else report.decisions:
+            with local_copy(output.of_task(report.task, kind)) as path:
+                yield read_table(path, schema)
 
 
 def refuse_rejects(output: Output, plan: ConversionPlan, reports: dict[int, ShardReport], max_rate: float) -> None:
@@ -183,7 +171,8 @@ def refuse_rejects(output: Output, plan: ConversionPlan, reports: dict[int, Shar
     Tasks with images that could not even be read are marked for repetition: a disk may have been unavailable.
     """
     rejected = sum(report.rejected for report in reports.values())
-    examples = itertools.chain.from_iterable(table.to_pylist() for table in _rejects(output, reports.values()))
+    rejects = _tables(output, reports.values(), "rejects.parquet", REJECTS)
+    examples = itertools.chain.from_iterable(table.to_pylist() for table in rejects)
     lines = [f"  {row['key']!r}: {row['reason']}" for row in itertools.islice(examples, _SHOWN_REJECTS)]
     if rejected > len(lines):
         lines.append(f"  ... and {rejected - len(lines):,} more")

@@ -25,10 +25,10 @@ import pyarrow as pa
 import xxhash
 
 from data_tools.classes import PathStatistics, Vocabulary
-from data_tools.engines.task import Progress
+from data_tools.engines.task import Progress, Task
 from data_tools.sources.source import Item, Source
 from vitscale.ground import storage
-from vitscale.ground.errors import DataError, StorageError
+from vitscale.ground.errors import DataError, StorageError, os_errors
 from vitscale.ground.files.durable import durable_file, write_text
 
 LISTING = pa.schema(
@@ -76,7 +76,7 @@ class PartSummary:
 
 
 @dataclass(frozen=True)
-class ListingTask:
+class ListingTask(Task):
     """One part of a source to list, by its number, into a folder. The shuffle's seed decides the order in a spool."""
 
     source: Source
@@ -89,25 +89,15 @@ class ListingTask:
     def name(self) -> str:
         return self.source.parts[self.part]
 
-    def describe(self, position: int) -> str:
-        """The name of the image at a position, for messages."""
-        return f"image {position:,} of {self.name}"
-
-    def without(self, position: int, reason: str) -> "ListingTask | None":
-        """None: listing cannot leave out an image that kills its worker."""
-        return None
-
     def run(self, progress: Progress) -> int:
         """List the part; returns its number of images. Raises DataError or StorageError."""
         stem = self.folder / f"part-{self.part:05d}"
-        try:
+        with os_errors(f"{self.folder}: cannot be written"):
             with ExitStack() as files:
                 table = files.enter_context(durable_file(stem.with_suffix(".arrow")))
                 spool = files.enter_context(durable_file(stem.with_suffix(".bin"))) if self.source.streams else None
                 summary = self._write(table, spool, progress)
             write_text(stem.with_suffix(".json"), json.dumps(vars(summary)))
-        except OSError as error:
-            raise DataError(f"{self.folder}: cannot be written ({error.strerror or error})") from error
         return summary.images
 
     def _items(self, ignored: Counter[str]) -> Iterator[Item]:
@@ -223,12 +213,10 @@ def fingerprint(part: str) -> str:
 
     Empty for a folder, whose properties say nothing about the files below it. Raises DataError or StorageError.
     """
-    try:
+    with os_errors(f"{part}: cannot be read"):
         if storage.is_url(part):
             fs, path = storage.filesystem(part)
             info = storage.patiently(part, lambda: fs.info(path))
             return "" if info["type"] == "directory" else str({name: str(info.get(name)) for name in _TELLING})
         status = Path(part).stat()
-    except OSError as error:
-        raise DataError(f"{part}: cannot be read ({error.strerror or error})") from error
     return "" if Path(part).is_dir() else f"{status.st_size}-{status.st_mtime_ns}"

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from data_tools.engines.inline import run_inline
 from data_tools.engines.local import run_in_processes
-from data_tools.engines.task import Run
+from data_tools.engines.task import Run, run_inline
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.files.locks import LockFile, lock, locked, noted, try_lock
 

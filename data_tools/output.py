@@ -16,8 +16,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from glob import has_magic
@@ -30,7 +30,7 @@ from vitscale.ground import storage
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.files.durable import durable_file, make_folder, remove_leftovers, write_text
 from vitscale.ground.safe_text import without_secrets
-from vitscale.ground.wording import counted
+from vitscale.ground.wording import counted, quoted
 
 LOG_NAME = "convert.log.jsonl"
 STATE_NAME = ".vitscale-convert"
@@ -44,6 +44,26 @@ _SHOWN = 5
 # A task's state files: its report, which marks it as done; the images that it could not store; its decisions (images
 # left out, near misses), absent if there are none; and the findings of its comparison with test sets.
 TaskFile = Literal["json", "rejects.parquet", "dedup.parquet", "dedup.json"]
+
+
+@contextmanager
+def staged(targets: Sequence[str], work: Path | None = None) -> Iterator[list[Path]]:
+    """Local paths to write files to, complete or not at all: the targets themselves, if they are paths.
+
+    If they are URLs, what was written to a folder in `work` is uploaded if no error is raised.
+    """
+    if not any(map(storage.is_url, targets)):
+        paths = [Path(target) for target in targets]
+        for path in paths:
+            make_folder(path.parent)
+        yield paths
+        return
+    with tempfile.TemporaryDirectory(prefix="scratch-", dir=work) as folder:
+        paths = [Path(folder) / storage.base_name(target) for target in targets]
+        yield paths
+        for path, target in zip(paths, targets, strict=True):
+            if path.exists():
+                storage.put(path, target)
 
 
 @dataclass(frozen=True)
@@ -92,25 +112,11 @@ class Output:
         """Path or URL of one of a task's state files."""
         return self.state(f"done/{task:06d}.{kind}")
 
-    @contextmanager
-    def staged(self, *targets: str) -> Iterator[list[Path]]:
-        """Local paths to write files of the output to, complete or not at all.
-
-        For a local output these are the targets; for a remote one, what was written is uploaded if no error is raised.
-        """
-        if not self.is_remote:
-            paths = [Path(target) for target in targets]
-            for path in paths:
-                make_folder(path.parent)
-            yield paths
-            return
-        self.work.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="scratch-", dir=self.work) as folder:
-            paths = [Path(folder) / storage.base_name(target) for target in targets]
-            yield paths
-            for path, target in zip(paths, targets, strict=True):
-                if path.exists():
-                    storage.put(path, target)
+    def staged(self, *targets: str) -> AbstractContextManager[list[Path]]:
+        """As `staged`, for files of the output."""
+        if self.is_remote:
+            self.work.mkdir(parents=True, exist_ok=True)
+        return staged(targets, self.work)
 
     def write(self, target: str, text: str) -> None:
         """Write a file of the output, complete or not at all."""
@@ -148,9 +154,8 @@ class Output:
             or (name in (STATE_NAME, REPORT_FOLDER) and os.path.islink(storage.join(self.where, name)))  # noqa: PTH114
         ]
         if foreign:
-            shown = ", ".join(map(repr, foreign[:_SHOWN])) + (" ..." if len(foreign) > _SHOWN else "")
             raise RecipeError(
-                f"OUT {self.where}: not empty ({counted(len(foreign), 'other file')}: {shown}). "
+                f"OUT {self.where}: not empty ({counted(len(foreign), 'other file')}: {quoted(foreign, _SHOWN)}). "
                 "Choose a new or empty folder"
             )
 

@@ -22,10 +22,11 @@ import pyarrow as pa
 from rich.markup import escape
 
 from data_tools.conversion_plan import ConversionPlan, write_plan
-from data_tools.dedup.against import Candidate, Comparison
+from data_tools.dedup.against import Comparison
+from data_tools.dedup.matches import Findings
 from data_tools.dedup.matching import Matcher
-from data_tools.dedup.tally import Tally
-from data_tools.engines.inline import run_inline
+from data_tools.dedup.queries import Candidate
+from data_tools.engines.task import run_inline
 from data_tools.listing import ListingTask, PartSummary, fingerprint
 from data_tools.output import CONVERSION_NAME, Output
 from data_tools.report import ProgressDisplay, say
@@ -80,7 +81,7 @@ class Probe:
     rejected: int  # number of these that cannot be stored
     bytes: int  # total size of those that can
     seconds: float
-    tally: Tally | None  # counts of copies of test images; None if none were looked for
+    findings: Findings | None  # copies of test images; None if none were looked for
 
     @property
     def bytes_per_image(self) -> float:
@@ -275,7 +276,7 @@ def _probe(batches: list[pa.RecordBatch], conversion: Conversion, matcher: Match
     for _ in stored_images() if comparison is None else comparison.kept(stored_images()):
         pass
     seconds = time.perf_counter() - started
-    return Probe(images, rejected, size, seconds, None if comparison is None else comparison.findings.tally)
+    return Probe(images, rejected, size, seconds, None if comparison is None else comparison.findings)
 
 
 def _says(path: Path, text: str) -> bool:

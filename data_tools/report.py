@@ -15,31 +15,19 @@ _LINE_SECONDS = 10.0
 
 @dataclass
 class Totals:
-    """Counts over the whole conversion.
+    """Counts over the whole conversion."""
 
-    Attributes:
-        samples: number of samples written.
-        passed_through: samples whose JPEG is the source's own, byte for byte.
-        transcoded: samples whose JPEG is new.
-        unlabelled: samples without a label.
-        rejected: images that cannot be stored.
-        removed: images left out as copies of test images.
-        shards, bytes: number of shards, and their total size.
-        seconds, images_now: time of this call, and number of images that it converted.
-        ignored: number of files that are not images, by reason.
-    """
-
-    samples: int = 0
-    passed_through: int = 0
-    transcoded: int = 0
-    unlabelled: int = 0
-    rejected: int = 0
-    removed: int = 0
+    samples: int = 0  # written
+    passed_through: int = 0  # samples whose JPEG is the source's own, byte for byte
+    transcoded: int = 0  # samples whose JPEG is new
+    unlabelled: int = 0  # samples without a label
+    rejected: int = 0  # images that cannot be stored
+    removed: int = 0  # images left out as copies of test images
     shards: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    images_now: int = 0
-    ignored: Counter[str] = field(default_factory=Counter)
+    bytes: int = 0  # of all shards
+    seconds: float = 0.0  # time of this call
+    images_now: int = 0  # images that this call converted
+    ignored: Counter[str] = field(default_factory=Counter)  # number of files that are not images, by reason
 
     def to_json(self) -> dict[str, Any]:
         return vars(self) | {"seconds": round(self.seconds, 3), "ignored": dict(self.ignored)}

@@ -4,7 +4,6 @@ A task depends only on its arguments, not on other shards, and can be repeated. 
 done; a killed task leaves only files under temporary names.
 """
 
-import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator
@@ -15,9 +14,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from data_tools.dedup.against import Candidate, Comparison, NamedIndex, open_matcher
-from data_tools.dedup.fingerprint import ALGORITHM, fingerprint
-from data_tools.engines.task import Progress
+from data_tools.dedup.against import Comparison, NamedIndex, open_matcher
+from data_tools.dedup.fingerprint import ALGORITHM
+from data_tools.dedup.queries import Candidate
+from data_tools.engines.task import Progress, Task
 from data_tools.listing import Spool
 from data_tools.output import Output
 from data_tools.sources.source import Source, without_surrogates
@@ -69,7 +69,7 @@ class ShardReport:
 
 
 @dataclass(frozen=True)
-class ShardTask:
+class ShardTask(Task):
     """One shard to write."""
 
     index: int  # the task's number in the plan
@@ -88,7 +88,6 @@ class ShardTask:
         return f"shard {self.shard}" + (f" of {self.split}" if self.split else "")
 
     def describe(self, position: int) -> str:
-        """The name of the image at a position, for messages."""
         if position >= self.rows.num_rows:
             return f"the end of {self.name}"
         return repr(self.rows.column("key")[position].as_py())
@@ -130,7 +129,7 @@ class ShardTask:
                     write_tables(path, [pa.table(rejects, REJECTS)], REJECTS)
             if comparison is not None:
                 decisions, findings = comparison.decisions(), comparison.findings
-                report.removed, report.decisions = findings.tally.removed, decisions.num_rows
+                report.removed, report.decisions = findings.removed, decisions.num_rows
                 if report.decisions:
                     with output.staged(output.of_task(self.index, "dedup.parquet")) as (path,):
                         write_tables(path, [decisions], DECISIONS)
@@ -141,9 +140,7 @@ class ShardTask:
             raise DataError(f"{where}: cannot be written ({error.strerror or error})") from error
         return report
 
-    def _images(
-        self, report: ShardReport, rejects: dict[str, list[str]], progress: Progress
-    ) -> Iterator["_ConvertedImage"]:
+    def _images(self, report: ShardReport, rejects: dict[str, list[str]], progress: Progress) -> Iterator[Candidate]:
         """The images that can be stored, one at a time; the others are added to `rejects` and counted in the report."""
         for position in range(self.rows.num_rows):
             row = self.rows.slice(position, 1).to_pylist()[0]
@@ -159,33 +156,21 @@ class ShardTask:
                 progress.advance()
 
     def _samples(
-        self, images: Iterable["_ConvertedImage"], report: ShardReport, columns: dict[str, list[Any]]
+        self, images: Iterable[Candidate], report: ShardReport, columns: dict[str, list[Any]]
     ) -> Iterator[StoredSample]:
         """Images as samples; their provenance is appended to `columns`."""
         for image in images:
             report.passed_through += image.passed_through
             report.transcoded += not image.passed_through
             report.unlabelled += not image.labels
-            for name, value in (
-                ("uid", image.uid),
-                ("key", image.key),
-                ("labels", image.labels),
-                ("height", image.height),
-                ("width", image.width),
-                ("size", len(image.jpeg)),
-                ("sha256", image.sha256),
-                ("passed_through", image.passed_through),
-                ("pixels", image.pixels),
-                ("pdq", image.pdq),
-                ("pdq_quality", image.quality),
-                ("pdq_trimmed", image.pdq_trimmed),
-            ):
-                columns[name].append(value)
+            facts = vars(image) | {"size": len(image.jpeg), "pdq_quality": image.quality}
+            for name in columns.keys() - {"crc32c"}:  # which is known when the shard is written
+                columns[name].append(facts[name])
             first = image.labels[0] if image.labels else NO_LABEL
             several = np.array(image.labels, np.int32) if self.several_labels else None
             yield StoredSample(image.jpeg, image.height, image.width, first, image.uid, several)
 
-    def _image(self, position: int, row: dict[str, Any], report: ShardReport) -> "_ConvertedImage | Reject":
+    def _image(self, position: int, row: dict[str, Any], report: ShardReport) -> Candidate | Reject:
         """The image of a row of the plan, or why it cannot be stored."""
         try:
             if position in self.refused:
@@ -194,17 +179,7 @@ class ShardTask:
             stored = store_image(data, self.options)
             if isinstance(stored, Reject):
                 return stored
-            return _ConvertedImage(
-                uid=row["uid"],
-                key=row["key"],
-                jpeg=stored.jpeg,
-                height=stored.height,
-                width=stored.width,
-                sha256=hashlib.sha256(data).digest(),
-                fingerprint=fingerprint(stored.pixels),
-                labels=row["labels"],
-                passed_through=stored.passed_through,
-            )
+            return Candidate.of(stored, data, row["uid"], row["key"], row["labels"])
         except TooLarge as error:
             return Reject(str(error))
         except (OSError, MemoryError) as error:
@@ -212,14 +187,6 @@ class ShardTask:
             report.unsteady += not isinstance(error, _STEADY)
             why = error.strerror or str(error) if isinstance(error, OSError) else "not enough memory"
             return Reject(f"cannot be read: {why}")
-
-
-@dataclass(frozen=True)
-class _ConvertedImage(Candidate):
-    """An image that can be stored: adds its labels, and whether its bytes are the source's, to a candidate."""
-
-    labels: list[int]
-    passed_through: bool
 
 
 def _read(reader: Source | Spool, part: int, content: bytes) -> bytes:

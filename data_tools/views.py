@@ -9,29 +9,30 @@ import io
 import os
 import posixpath
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
 
+from data_tools.output import staged
 from vitscale.data.shards import MANIFEST_NAME, ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
-from vitscale.data.shards.manifest import Adopted, schema_version_of
-from vitscale.data.shards.opening import local_copy, open_shard
-from vitscale.data.shards.provenance import provenance_path, read_provenance
+from vitscale.data.shards.manifest import StoredChecksums, schema_version_of
+from vitscale.data.shards.opening import open_shard, table_beside
 from vitscale.ground import storage
-from vitscale.ground.errors import DataError, RecipeError, StorageError
-from vitscale.ground.files.durable import durable_file, make_folder, remove_leftovers
+from vitscale.ground.errors import DataError, RecipeError, StorageError, os_errors
+from vitscale.ground.files.durable import durable_file, remove_leftovers
 from vitscale.recipe.shares import by_largest_remainder
 
 LEFT_OUT_NAME = "left_out_uids.txt"
 _WITHOUT = "without"  # the manifest option that lists what was left out
 _PART = re.compile(r"(?:([A-Za-z0-9][\w.-]*)=)?(\d+(?:\.\d+)?)", re.ASCII)
+
+_Record = TypeVar("_Record", ShardEntry, ExcludedSlots, StoredChecksums)
 
 Kept = Iterable[tuple[int, np.ndarray | None]]
 """(a shard's number, the selected slots to keep, int64 (n,), sorted; None for all), for the shards that keep any."""
@@ -211,17 +212,12 @@ def _slots_without(manifest: Manifest, index: int, uids: np.ndarray) -> np.ndarr
 
 def _uids_of_slots(manifest: Manifest, index: int) -> np.ndarray:
     """Uids of all slots of a shard. At a URL, read from the small table beside the shard if there is one."""
-    entry = manifest.shards[index]
-    where = manifest.location(entry.path)
-    beside = provenance_path(where)
-    if not storage.is_url(where) or storage.size_of(beside) is None:
-        with open_shard(manifest, index, with_keys=False) as shard:
-            return shard.file.uid
-    with local_copy(beside) as path:
-        table = read_provenance(path, ["uid"])
-    if table.num_rows != entry.samples:
-        raise DataError(f"{beside}: {table.num_rows:,} rows; the manifest says {entry.samples:,} samples")
-    return table["uid"].to_numpy()
+    is_remote = storage.is_url(manifest.location(manifest.shards[index].path))
+    table = table_beside(manifest, index, ["uid"]) if is_remote else None
+    if table is not None:
+        return table["uid"].to_numpy()
+    with open_shard(manifest, index, with_keys=False) as shard:
+        return shard.file.uid
 
 
 # ---- The files -------------------------------------------------------------------------------------------------------
@@ -259,56 +255,39 @@ class _View:
 
     def write(self, kept: Kept, beside: Mapping[str, bytes] = MappingProxyType({}), **changes: Any) -> Manifest:
         """Write all files, the manifest last. As `write_view`."""
-        try:
+        with os_errors(f"OUT {self._out}: cannot be written"):
             shards = tuple(self._entry(index, slots) for index, slots in kept)
             for name, content in beside.items():
                 self._add(name, content)
             same = {name: getattr(self._dataset, name) for name in Manifest.model_fields}
             same |= {"schema_version": schema_version_of(shards), "shards": shards}
             return self._save(Manifest(**same | {"num_samples": sum(each.num_selected for each in shards)} | changes))
-        except OSError as error:
-            raise DataError(f"OUT {self._out}: cannot be written ({error.strerror or error})") from error
 
     def _entry(self, index: int, kept: np.ndarray | None) -> ShardEntry:
-        entry = self._dataset.shards[index]
-        entry = entry.model_copy(update={"path": self._relative(entry.path), "adopted": self._adopted(entry)})
+        entry = self._moved(self._dataset.shards[index])
+        changes: dict[str, Any] = {}
+        if entry.adopted is not None:
+            changes["adopted"] = entry.adopted.model_copy(update={"checksums": self._moved(entry.adopted.checksums)})
         if kept is not None and len(kept) < entry.num_selected:
-            return entry.model_copy(update={"select": self._selection(index, entry, kept)})
-        if isinstance(entry.select, SelectExclude):
-            old = entry.select.exclude
-            moved = old.model_copy(update={"path": self._relative(old.path)})
-            return entry.model_copy(update={"select": SelectExclude(exclude=moved)})
-        return entry
+            changes["select"] = self._selection(index, entry, kept)
+        elif isinstance(entry.select, SelectExclude):
+            changes["select"] = SelectExclude(exclude=self._moved(entry.select.exclude))
+        return entry.model_copy(update=changes)
 
-    def _adopted(self, entry: ShardEntry) -> Adopted | None:
-        """The dataset's record of an adopted shard, with the path of its checksums relative to the view."""
-        if entry.adopted is None:
-            return None
-        old = entry.adopted.checksums
-        return entry.adopted.model_copy(update={"checksums": old.model_copy(update={"path": self._relative(old.path)})})
+    def _moved(self, record: _Record) -> _Record:
+        """The dataset's record of a file, with a path relative to the view."""
+        return record.model_copy(update={"path": self._relative(record.path)})
 
     def _add(self, name: str, content: bytes) -> None:
         self._added.append(name)
-        if not storage.is_url(self._out):
-            folder = Path(self._out)
-            make_folder(folder)
-            with durable_file(folder / name) as file:
-                file.write(content)
-            return
-        with tempfile.TemporaryDirectory(prefix="vitscale-") as temporary:
-            path = Path(temporary) / name
-            path.write_bytes(content)
-            storage.put(path, storage.join(self._out, name))
+        with staged([storage.join(self._out, name)]) as (path,), durable_file(path) as file:
+            file.write(content)
 
     def _save(self, manifest: Manifest) -> Manifest:
         self._added.append(MANIFEST_NAME)
-        if not storage.is_url(self._out):
-            make_folder(Path(self._out))
-            return manifest.save(self._out)
-        with tempfile.TemporaryDirectory(prefix="vitscale-") as temporary:
-            manifest.save(temporary)
-            storage.put(Path(temporary) / MANIFEST_NAME, storage.join(self._out, MANIFEST_NAME))
-        return Manifest.load(self._out)
+        with staged([storage.join(self._out, MANIFEST_NAME)]) as (path,):
+            saved = manifest.save(path.parent)
+        return Manifest.load(self._out) if storage.is_url(self._out) else saved
 
     def _selection(self, index: int, entry: ShardEntry, kept: np.ndarray) -> SelectFirst | SelectExclude:
         if len(kept) == 0 or kept[-1] == len(kept) - 1:
@@ -333,11 +312,9 @@ class _View:
 def _refuse_taken(out: str) -> None:
     if not storage.is_url(out) and os.path.lexists(out) and not Path(out).is_dir():
         raise RecipeError(f"OUT {out}: is not a folder. Choose a new or empty folder")
-    try:
+    with os_errors(f"OUT {out}: cannot be read", RecipeError):
         remove_leftovers(Path(out))
         names = storage.names_in(out)
-    except OSError as error:
-        raise RecipeError(f"OUT {out}: cannot be read ({error.strerror or error})") from error
     if names:
         raise RecipeError(f"OUT {out}: not empty ({', '.join(names[:5])}). Choose a new or empty folder")
 

@@ -8,11 +8,11 @@ import pytest
 from PIL import Image
 
 from data_tools.dedup import building
-from data_tools.dedup.against import Candidate
 from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.index import FingerprintIndex
+from data_tools.dedup.queries import Candidate
 from data_tools.dedup.settings import Preset
-from data_tools.engines.inline import run_inline
+from data_tools.engines.task import run_inline
 from data_tools.sources import SourceOptions, open_source
 from vitscale.data.shards.images import StoredImage, store_image
 

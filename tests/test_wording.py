@@ -1,4 +1,4 @@
-from vitscale.ground.wording import counted, ranges
+from vitscale.ground.wording import counted, quoted, ranges
 
 
 def test_numbers_and_nouns():
@@ -15,3 +15,9 @@ def test_numbers_and_nouns():
 def test_ranges():
     assert ranges([]) == "" and ranges([0, 1, 2, 3, 7, 9, 1000]) == "0-3, 7, 9, 1,000"
     assert ranges(list(range(0, 40, 2))).endswith("18 ...")
+
+
+def test_the_first_few_of_many():
+    assert quoted([], 2) == "" and quoted(["a", "b"], 2) == "'a', 'b'"
+    assert quoted(iter("abc"), 2) == "'a', 'b' ..."
+    assert quoted(["a"], 2, total=1) == "'a'" and quoted(["a"], 2, total=3) == "'a' ..."

@@ -7,27 +7,20 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from hashlib import sha256
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
-from data_tools.dedup.closest import Closest
-from data_tools.dedup.decisions import decisions
 from data_tools.dedup.embedding import Embedder
-from data_tools.dedup.fingerprint import Fingerprint, fingerprint
 from data_tools.dedup.index import FingerprintIndex
-from data_tools.dedup.luma import Window
-from data_tools.dedup.matching import Matcher, Query
-from data_tools.dedup.pictures import small_picture
+from data_tools.dedup.matches import Findings, Match
+from data_tools.dedup.matching import Matcher
+from data_tools.dedup.queries import Candidate, Query
 from data_tools.dedup.settings import Settings
-from data_tools.dedup.tally import Tally
-from vitscale.data.shards.images import StoredImage
+from data_tools.dedup.variants import variant_name
 from vitscale.data.shards.provenance import DECISIONS
 from vitscale.ground import storage
 from vitscale.ground.errors import DataError, RecipeError
-from vitscale.ground.images import decode
 
 # Limits on the images held until they are compared.
 _IMAGES_AT_ONCE = 64
@@ -126,143 +119,49 @@ def open_matcher(indexes: tuple[NamedIndex, ...], settings: tuple[tuple[str, Set
     return Matcher(opened, dict(settings), next((one.embedder for one in indexes if one.embedder is not None), None))
 
 
-class Named(Query, Protocol):
-    """An image that may be a copy, with its uid and key."""
-
-    @property
-    def uid(self) -> int: ...
-    @property
-    def key(self) -> str: ...
-
-    def picture(self) -> bytes:
-        """A small JPEG of it."""
-        ...
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A converted image that may be a copy: a `matching.Query`.
-
-    Attributes:
-        uid, key: those of the sample that it will become.
-        jpeg, height, width: as in `images.StoredImage`.
-        sha256: digest of the source's bytes.
-        fingerprint: fingerprint of its pixels.
-    """
-
-    uid: int
-    key: str
-    jpeg: bytes
-    height: int
-    width: int
-    sha256: bytes
-    fingerprint: Fingerprint
-
-    @classmethod
-    def of(cls, stored: StoredImage, content: bytes, uid: int = 0, key: str = "") -> "Candidate":
-        """The candidate for `content`, an image file's bytes, and the image stored for it."""
-        digest, found = sha256(content).digest(), fingerprint(stored.pixels)
-        return cls(uid, key, stored.jpeg, stored.height, stored.width, digest, found)
-
-    @property
-    def pixels(self) -> int:
-        return self.fingerprint.pixels
-
-    @property
-    def quality(self) -> int:
-        return self.fingerprint.quality
-
-    @property
-    def pdq(self) -> bytes:
-        return self.fingerprint.pdq
-
-    @property
-    def pdq_trimmed(self) -> bytes | None:
-        return self.fingerprint.pdq_trimmed
-
-    def luma(self, trimmed: bool) -> np.ndarray:
-        """uint8 (64, 64)."""
-        luma = self.fingerprint.luma_trimmed if trimmed else self.fingerprint.luma
-        assert luma is not None
-        return luma
-
-    @property
-    def inside(self) -> Window | None:
-        return self.fingerprint.inside
-
-    def rgb(self) -> np.ndarray:
-        """The picture as stored, uint8 (height, width, 3); decoded again, because few need it."""
-        return decode(self.jpeg, self.height, self.width)[1]
-
-    def picture(self) -> bytes:
-        """A small JPEG of it."""
-        return small_picture(self.rgb())
-
-
-_Image = TypeVar("_Image", bound=Named)
-_Held = TypeVar("_Held", bound=Candidate)
-
-
-@dataclass
-class Findings:
-    """The counts and closest pairs of a comparison; those of several tasks add up."""
-
-    tally: Tally
-    closest: Closest
-
-    @classmethod
-    def none(cls, matcher: Matcher) -> "Findings":
-        return cls(Tally.empty([test_set.name for test_set in matcher.test_sets]), Closest())
-
-    def add(self, other: "Findings") -> None:
-        self.tally.add(other.tally)
-        self.closest.merge(other.closest)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"tally": self.tally.to_json(), "closest": self.closest.to_json()}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "Findings":
-        return cls(Tally.from_json(content["tally"]), Closest.from_json(content["closest"]))
-
-
 class Comparison:
-    """Compares the images of one task with indexes.
-
-    Attributes:
-        findings: the findings so far.
-    """
+    """Compares the images of one task with test sets; `findings` are those so far."""
 
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
-        self.findings = Findings.none(self._matcher)
-        self._matcher.tally = self.findings.tally
+        self.findings = matcher.findings = Findings(matcher.names)
         self._decisions: list[pa.Table] = []
 
-    def kept(self, images: Iterable[_Held]) -> Iterator[_Held]:
+    def kept(self, images: Iterable[Candidate]) -> Iterator[Candidate]:
         """The images that are not copies, in order; some dozens are held at a time."""
-        held: list[_Held] = []
+        held: list[Candidate] = []
         for image in images:
             held.append(image)
             if len(held) == _IMAGES_AT_ONCE or sum(len(one.jpeg) for one in held) >= _BYTES_AT_ONCE:
-                yield from self.compare(held)
+                yield from self._without_copies(held)
                 held = []
-        if held:
-            yield from self.compare(held)
+        yield from self._without_copies(held)
 
     def decisions(self) -> pa.Table:
-        """The decisions, of schema `decisions.DECISIONS`, in the order of the images."""
+        """The matches of all images, in their order, as rows of `dedup.parquet`: of schema DECISIONS."""
         return pa.concat_tables([DECISIONS.empty_table(), *self._decisions]).combine_chunks()
 
-    def compare(self, images: list[_Image]) -> list[_Image]:
-        """Those of `images` that are not copies."""
+    def compare(self, images: Sequence[Query]) -> list[bool]:
+        """Whether each image is to be removed."""
         matches = self._matcher.match(images)
-        if any(matches):
-            self._decisions.append(decisions(self._matcher, [(one.uid, one.key) for one in images], matches))
-        for image, of_image in zip(images, matches, strict=True):
-            self.findings.closest.add(image.key, of_image, image.picture)
-        return [
-            image
-            for image, of_image in zip(images, matches, strict=True)
-            if not any(match.removed for match in of_image)
-        ]
+        rows = [self._row(image, match) for image, found in zip(images, matches, strict=True) for match in found]
+        if rows:
+            self._decisions.append(pa.Table.from_pylist(rows, DECISIONS))
+        return [any(match.removed for match in found) for found in matches]
+
+    def _without_copies(self, held: list[Candidate]) -> Iterator[Candidate]:
+        return (image for image, removed in zip(held, self.compare(held), strict=True) if not removed)
+
+    def _row(self, image: Query, match: Match) -> dict[str, Any]:
+        return {
+            "train_uid": image.uid,
+            "train_key": image.key,
+            "test_set": self._matcher.names[match.test_set],
+            "test_key": match.key,
+            "tier": match.tier,
+            "distance": match.distance,
+            "correlation": match.correlation,
+            "cosine": match.cosine,
+            "variant": None if match.variant is None else variant_name(match.variant),
+            "removed": match.removed,
+        }

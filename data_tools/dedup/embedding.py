@@ -17,20 +17,14 @@ from vitscale.ground.errors import DataError
 
 
 class Embedder(Protocol):
-    """A model. Sent to every worker, so it must be picklable, and hashable: two with the same digest are equal.
-
-    Attributes:
-        title: what messages call the model.
-        sha256: digest of its weights and of its input transform; vectors of different digests are not comparable.
-        dimensions: length D of its vectors.
-    """
+    """A model. Sent to every worker, so it must be picklable, and hashable: two with the same digest are equal."""
 
     @property
-    def title(self) -> str: ...
+    def title(self) -> str: ...  # what messages call it
     @property
-    def sha256(self) -> str: ...
+    def sha256(self) -> str: ...  # of weights and input transform; vectors of different digests are not comparable
     @property
-    def dimensions(self) -> int: ...
+    def dimensions(self) -> int: ...  # length D of its vectors
 
     def __call__(self, rgb: np.ndarray) -> np.ndarray:
         """A picture, uint8 (height, width, 3) -> float32 (D,). Raises VitscaleError."""

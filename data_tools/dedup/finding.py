@@ -1,37 +1,42 @@
-"""Compares an existing dataset with indexes and lists its copies of test images. Removes nothing.
+"""Compares an existing dataset with indexes, lists its copies of test images, and writes a dataset without them.
 
 FOUND/found.json         which dataset, which indexes, with what settings; digests of the files; written last
-FOUND/dedup.parquet      every decision, see `decisions.py`, in order of shards
+FOUND/dedup.parquet      every decision, see `provenance.DECISIONS`, in order of shards
 FOUND/contaminated.csv   test images that have a copy in the dataset, with the nearest
 FOUND/report.json, *.png see `report.py`
+
+The dataset itself is not changed: the one without copies is a view of its shards.
 """
 
 import csv
 import json
 import math
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_tools.dedup.against import Comparison, Findings, NamedIndex, name_indexes, open_matcher
+from data_tools import views
+from data_tools.dedup.against import Comparison, NamedIndex, name_indexes, open_matcher
 from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.index import TestSet
-from data_tools.dedup.match import TIERS
+from data_tools.dedup.matches import TIERS, Findings
 from data_tools.dedup.matching import Matcher
+from data_tools.dedup.queries import shard_queries
 from data_tools.dedup.report import write_report
 from data_tools.dedup.settings import Settings
-from data_tools.dedup.stored import shard_queries
-from data_tools.dedup.tally import Tally
-from data_tools.engines.task import Progress, Run, Tick
+from data_tools.engines.task import Progress, Run, Task, Tick
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.opening import known_manifest
+from vitscale.data.shards.opening import known_manifest, local_copy
 from vitscale.data.shards.provenance import DECISIONS, DECISIONS_NAME, read_table, write_tables
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground import storage
+from vitscale.ground.errors import DataError, RecipeError, os_errors
 from vitscale.ground.files.digests import file_digests
 from vitscale.ground.files.durable import new_folder
 from vitscale.ground.safe_text import without_secrets
@@ -41,23 +46,18 @@ CONTAMINATED_NAME = "contaminated.csv"
 VERSION = 1
 
 _COLUMNS = ("test_set", "test_key", "train_key", "tier", "distance", "correlation")
+_OPTION = "dedup_against"  # the manifest's option, which conversion writes, too
+_AGAIN = "Run `vitscale dedup find` again"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a comparison.
+    """The result of a comparison."""
 
-    Attributes:
-        matcher: the matcher, with the test sets and settings that were used.
-        tally: the counts.
-        made_anew: number of shards whose tables had no fingerprints, or those of another algorithm.
-        files: names of the files written.
-    """
-
-    matcher: Matcher
-    tally: Tally
-    made_anew: int
-    files: list[str]
+    matcher: Matcher  # with the test sets and settings that were used
+    findings: Findings
+    made_anew: int  # number of shards whose tables had no fingerprints, or those of another algorithm
+    files: list[str]  # names of the files written
 
 
 def find(
@@ -91,21 +91,23 @@ def find(
     named = name_indexes(indexes, "INDEX", embedder)
     settings = _overridden(open_matcher(named).test_sets, overrides) if overrides else ()
     matcher = open_matcher(named, settings)
-    searched = _Searched(manifest.where, manifest.sha256, named, settings)
     with new_folder(out, "--out") as folder:
         pieces = folder / "pieces"
         pieces.mkdir()
-        tasks = (_Task(searched, index, entry.path, pieces) for index, entry in enumerate(manifest.shards))
-        findings, made_anew = Findings.none(matcher), 0
+        tasks = (
+            _Task(manifest.where, manifest.sha256, named, settings, index, entry.path, pieces)
+            for index, entry in enumerate(manifest.shards)
+        )
+        findings, made_anew = Findings(matcher.names), 0
         for of_shard, are_fresh in run(tasks, tick):
             findings.add(of_shard)
             made_anew += are_fresh
-        _join(pieces, len(manifest.shards), folder, [one.name for one in matcher.test_sets])
+        _join(pieces, len(manifest.shards), folder, matcher.names)
         shutil.rmtree(pieces)
         files = [DECISIONS_NAME, CONTAMINATED_NAME]
-        files += write_report(folder, matcher, findings.tally, findings.closest)
-        _describe(folder, manifest, named, findings.tally, files)
-    return Finding(matcher, findings.tally, made_anew, files)
+        files += write_report(folder, matcher, findings)
+        _describe(folder, manifest, named, findings.removed, files)
+    return Finding(matcher, findings, made_anew, files)
 
 
 def _overridden(test_sets: Sequence[TestSet], overrides: dict[str, Any]) -> tuple[tuple[str, Settings], ...]:
@@ -128,44 +130,31 @@ def _overridden(test_sets: Sequence[TestSet], overrides: dict[str, Any]) -> tupl
 
 
 @dataclass(frozen=True)
-class _Searched:
-    """What is compared with what. Paths only, because the contents are large. Sent to every worker."""
+class _Task(Task):
+    """One shard to compare. Paths only, because the contents are large. Its decisions, if any, become a file."""
 
     manifest: str
     manifest_sha256: str
     indexes: tuple[NamedIndex, ...]
     settings: tuple[tuple[str, Settings], ...]
-
-
-@dataclass(frozen=True)
-class _Task:
-    """One shard to compare. Its decisions, if any, become a file in `folder`."""
-
-    searched: _Searched
     shard: int
     path: str
-    folder: Path
+    folder: Path  # of the decisions
 
     @property
     def name(self) -> str:
         return f"shard {self.path}"
 
     def describe(self, position: int) -> str:
-        """What messages call the image at a position."""
         return f"image {position:,} of {self.path}"
-
-    def without(self, position: int, reason: str) -> None:
-        """None: no sample may be left out unnoticed."""
-        return None
 
     def run(self, progress: Progress) -> tuple[Findings, bool]:
         """Returns the findings, and whether the fingerprints had to be made for them.
 
         Raises DataError: a shard, a table or an index that is damaged; StorageError.
         """
-        searched = self.searched
-        manifest = known_manifest(searched.manifest, searched.manifest_sha256)
-        comparison = Comparison(open_matcher(searched.indexes, searched.settings))
+        manifest = known_manifest(self.manifest, self.manifest_sha256)
+        comparison = Comparison(open_matcher(self.indexes, self.settings))
         with shard_queries(manifest, self.shard) as queries:
             for batch in queries.batches():
                 comparison.compare(batch)
@@ -175,10 +164,8 @@ class _Task:
         decided = comparison.decisions()
         if decided.num_rows:
             path = _piece(self.folder, self.shard)
-            try:
+            with os_errors(f"{path}: cannot be written"):
                 write_tables(path, [decided], DECISIONS)
-            except OSError as error:
-                raise DataError(f"{path}: cannot be written ({error.strerror or error})") from error
         return comparison.findings, are_fresh
 
 
@@ -219,7 +206,7 @@ def _order(row: dict[str, Any]) -> tuple[int, float, float, str]:
 
 
 def _describe(
-    folder: Path, manifest: Manifest, indexes: Sequence[NamedIndex], tally: Tally, names: Sequence[str]
+    folder: Path, manifest: Manifest, indexes: Sequence[NamedIndex], removed: int, names: Sequence[str]
 ) -> None:
     digests = {name: file_digests(folder / name) for name in names}
     content = {
@@ -229,8 +216,115 @@ def _describe(
             "sha256": manifest.sha256,
             "samples": manifest.num_samples,
         },
-        "removed": tally.removed,
+        "removed": removed,
         "indexes": [index.described() for index in indexes],
         "files": {name: {"bytes": of.bytes, "sha256": of.sha256} for name, of in digests.items()},
     }
     (folder / FOUND_NAME).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+
+
+# ----------------------------------------------------------------------------------------------------------- applying
+
+
+@dataclass(frozen=True)
+class Removal:
+    """The samples to remove from a dataset."""
+
+    manifest: Manifest  # the dataset
+    decisions: Path  # the file of decisions that names them
+    indexes: list[dict[str, Any]]  # what the dataset was compared with, as `NamedIndex.described` gives it
+    uids: np.ndarray  # of the samples to remove, int64 (n,), sorted
+    by_test_set: dict[str, int]  # how many of them match each test set
+
+    @classmethod
+    def of(cls, dataset: str, found: str) -> "Removal":
+        """Read what `find` wrote.
+
+        Raises:
+            RecipeError: it is about another dataset, or no sample would be left.
+            DataError: the dataset or the findings are missing or damaged.
+            StorageError: a URL that does not answer.
+        """
+        folder = Path(storage.without_file_scheme(found))
+        manifest, described = Manifest.load(dataset), _described(folder)
+        searched = described["dataset"]
+        if searched["sha256"] != manifest.sha256:
+            raise RecipeError(
+                f"FOUND {found}: was found in {searched['manifest']}, a manifest of the sha256 {searched['sha256']}; "
+                f"that of {dataset} has {manifest.sha256}. Run `vitscale dedup find` on this dataset"
+            )
+        decisions = folder / DECISIONS_NAME
+        table = read_table(decisions, DECISIONS, ["train_uid", "test_set", "removed"]).filter(pc.field("removed"))
+        uids = np.unique(table["train_uid"].to_numpy())
+        if len(uids) >= manifest.num_samples:
+            raise RecipeError(
+                f"FOUND {found}: all {manifest.num_samples:,} samples are to be removed, so none would be left"
+            )
+        counts = table.group_by("test_set").aggregate([("train_uid", "count_distinct")]).to_pylist()
+        of_sets = {row["test_set"]: row["train_uid_count_distinct"] for row in counts}
+        names = [name for index in described["indexes"] for name in index["test_sets"]]
+        return cls(manifest, decisions, described["indexes"], uids, {name: of_sets.get(name, 0) for name in names})
+
+    @property
+    def emptied(self) -> int:
+        """The number of shards of which nothing is left."""
+        of_shards = views.uids_by_shard(self.manifest, self.uids)
+        return sum(len(uids) == shard.num_selected for uids, shard in zip(of_shards, self.manifest.shards, strict=True))
+
+    def write(self, out: str) -> Manifest:
+        """Write a manifest of the remaining samples, which refers to the dataset's shards where they are.
+
+        `out` is a new or empty folder; if the dataset is at a URL, a place in the same bucket.
+
+        Raises:
+            RecipeError: an `out` that cannot be used, or from which no relative path leads to the shards.
+            DataError: a shard that is missing or damaged; earlier decisions that are; a disk that refuses.
+            StorageError: a URL that does not answer.
+        """
+        old = self.manifest
+        return views.write_view(
+            old,
+            out,
+            views.kept_without(old, self.uids),
+            {DECISIONS_NAME: self._all_decisions()},
+            num_removed=old.num_removed + len(self.uids),
+            options=old.options | {_OPTION: [*old.options.get(_OPTION, []), *self.indexes]},
+        )
+
+    def _all_decisions(self) -> bytes:
+        """The content of `dedup.parquet` for the remaining dataset: its earlier decisions, then these."""
+        tables = [read_table(self.decisions, DECISIONS)]
+        earlier = self.manifest.location(DECISIONS_NAME)
+        if storage.size_of(earlier) is not None:
+            with local_copy(earlier) as path:
+                tables.insert(0, read_table(path, DECISIONS))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / DECISIONS_NAME
+            write_tables(path, tables, DECISIONS)
+            return path.read_bytes()
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    """The content of `found.json`. Raises DataError if it or the decisions beside it are missing or damaged."""
+    path, decisions = folder / FOUND_NAME, folder / DECISIONS_NAME
+    try:
+        described = json.loads(storage.read_bytes(path))
+        version, expected = described["version"], described["files"][DECISIONS_NAME]["sha256"]
+        if version == VERSION:
+            dataset = described["dataset"]
+            texts = [dataset["sha256"], dataset["manifest"], *(index["sha256"] for index in described["indexes"])]
+            texts += [name for index in described["indexes"] for name in index["test_sets"]]
+            if not all(isinstance(text, str) for text in texts):
+                raise TypeError(texts)
+        found = file_digests(decisions).sha256
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DataError(f"{error.filename}: no such file; `vitscale dedup find` writes it") from error
+    except OSError as error:
+        raise DataError(f"{error.filename or path}: cannot be read ({error.strerror or error})") from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(f"{path}: damaged ({error!r}). {_AGAIN}") from error
+    if version != VERSION:
+        raise DataError(f"{path}: version {version!r}; this version of vitscale reads {VERSION}. {_AGAIN}")
+    if found != expected:
+        raise DataError(f"{decisions}: damaged: sha256 {found}; {FOUND_NAME} says {expected}. {_AGAIN}")
+    return described

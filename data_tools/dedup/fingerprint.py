@@ -15,24 +15,15 @@ ALGORITHM = "pdq-64-1"
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The fingerprint of one picture.
+    """The fingerprint of one picture."""
 
-    Attributes:
-        pixels: XXH3-64 of the pixels, seeded by the width.
-        quality: quality of the hash, 0 (flat) to 100.
-        pdq: the hash, 32 bytes.
-        pdq_trimmed: the hash without uniform borders; None if there are no borders, or nothing within them.
-        luma, luma_trimmed: the lumas that were hashed, uint8 (64, 64).
-        inside: the part of the picture within its borders; None if there are none.
-    """
-
-    pixels: int
-    quality: int
-    pdq: bytes
-    pdq_trimmed: bytes | None
-    luma: np.ndarray
-    luma_trimmed: np.ndarray | None
-    inside: Window | None
+    pixels: int  # XXH3-64 of the pixels, seeded by the width
+    quality: int  # of the hash, 0 (flat) to 100
+    pdq: bytes  # the hash, 32 bytes
+    pdq_trimmed: bytes | None  # the hash without uniform borders; None if there are none, or nothing within them
+    luma: np.ndarray  # that was hashed, uint8 (64, 64)
+    luma_trimmed: np.ndarray | None  # likewise, without borders
+    inside: Window | None  # the part of the picture within its borders; None if there are none
 
 
 def fingerprint(rgb: np.ndarray) -> Fingerprint:

@@ -24,14 +24,15 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from data_tools.dedup.fingerprint import ALGORITHM
 from data_tools.dedup.luma import SIDE, Box
 from data_tools.dedup.settings import Preset, Settings
 from data_tools.dedup.variants import LEVELS
+from vitscale.data.shards.manifest import Sha256, Strict
 from vitscale.data.shards.provenance import read_table
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, os_errors
 from vitscale.ground.files.arrays import map_array
 from vitscale.ground.files.digests import file_digests
 from vitscale.ground.files.unpacked import CHECKS, read_batches
@@ -61,48 +62,34 @@ IMAGES = pa.schema(
 
 @dataclass(frozen=True)
 class TestSet:
-    """One test set of an index.
+    """One test set of an index."""
 
-    Attributes:
-        name: its name in reports.
-        source: where it came from.
-        preset: its kind of pictures, whose settings it has by default.
-        level: level of variants of its images, 0 to 3.
-        images, hashes: number of images, and of hashes.
-        unreadable: number of images that cannot be decoded.
-        settings: what counts as a copy.
-    """
-
-    name: str
-    source: str
-    preset: Preset
-    level: Annotated[int, Field(ge=0, lt=len(LEVELS))]
+    name: str  # in reports
+    source: str  # where it came from
+    preset: Preset  # its kind of pictures, whose settings it has by default
+    level: Annotated[int, Field(ge=0, lt=len(LEVELS))]  # of variants of its images
     images: Annotated[int, Field(ge=1)]
     hashes: _Count
-    unreadable: _Count
-    settings: Settings
+    unreadable: _Count  # images that cannot be decoded
+    settings: Settings  # what counts as a copy
 
     __test__ = False  # for pytest, which takes the class for a test because of its name
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class Embedding(_Strict):
+class Embedding(Strict):
     """An index's record of a user's model: what messages call it, its digest, and the length D of its vectors."""
 
     title: str
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Sha256
     dimensions: Annotated[int, Field(ge=1)]
 
 
-class _File(_Strict):
+class _File(Strict):
     bytes: _Count
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Sha256
 
 
-class _Content(_Strict):
+class _Content(Strict):
     """`index.json`."""
 
     version: Literal[1]
@@ -123,22 +110,13 @@ class _Content(_Strict):
 
 
 class FingerprintIndex:
-    """An open index. Its arrays are memory-mapped: a process reads only what it needs.
-
-    Attributes:
-        folder: the index's folder.
-        sha256: digest of `index.json`'s content, including all files' digests: the index's identity.
-        test_sets: the test sets, in order.
-        embedding: the model's record; None without a user's model.
-        images: a table of schema IMAGES without the pictures.
-        hashes, owners, variants, thumbnails, embeddings, whitening: the arrays of the files with these names; the last
-            two are None without a model.
-    """
+    """An open index. Its arrays are memory-mapped: a process reads only what it needs."""
 
     def __init__(self, folder: str | Path) -> None:
         """Raises DataError: missing, damaged, of another version or made by another algorithm."""
         self.folder = Path(folder)
         content = _read_content(self.folder)
+        # Includes the digests of all files: the index's identity.
         self.sha256 = hashlib.sha256(json.dumps(content.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
         self.test_sets, self.embedding, self._files = content.test_sets, content.embedding, content.files
         for name, file in self._files.items():
@@ -147,11 +125,13 @@ class FingerprintIndex:
                 raise DataError(f"{path}: missing or cut: the index has {file.bytes:,} bytes of it. Make it again")
         count = int(self.first_images[-1])
         columns = [name for name in IMAGES.names if name != "picture"]
+        # Of schema IMAGES, without the pictures.
         self.images = read_table(self.folder / IMAGES_NAME, IMAGES, columns).combine_chunks()
         if len(self.images) != count:
             raise DataError(f"{self.folder / IMAGES_NAME}: {len(self.images):,} images; {INDEX_NAME} says {count:,}")
         arrays = array_types(count, int(self.first_hashes[-1]), self.embedding)
         mapped = {name: self._map(name, *kind) for name, kind in arrays.items()}
+        # The files with these names; the last two are None without a model.
         self.hashes, self.owners, self.variants = mapped["hashes"], mapped["owners"], mapped["variants"]
         self.thumbnails, self.embeddings = mapped["thumbnails"], mapped.get("embeddings")
         self.whitening = mapped.get("whitening")
@@ -161,10 +141,8 @@ class FingerprintIndex:
         """Read everything. Raises DataError for the first file that differs from what was written."""
         for name, file in self._files.items():
             path = self.folder / name
-            try:
+            with os_errors(f"{path}: cannot be read"):
                 digests = file_digests(path)
-            except OSError as error:
-                raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
             if digests.sha256 != file.sha256:
                 raise DataError(f"{path}: damaged: its sha256 is not the index's. Make the index again")
 

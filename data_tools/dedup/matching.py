@@ -1,9 +1,8 @@
-"""Decides whether an image is a copy of a test image, by the tiers of `match.py` in order."""
+"""Decides whether an image is a copy of a test image, by the tiers of `matches.py` in order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -13,50 +12,16 @@ from data_tools.dedup.embedding import Embedder, cosine, unit_vector, whitened
 from data_tools.dedup.hamming import near_pairs, words
 from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.luma import Window
-from data_tools.dedup.match import TIERS, Match, Tier
+from data_tools.dedup.matches import TIERS, Findings, Match, Tier
 from data_tools.dedup.pdq import HASH_BYTES
+from data_tools.dedup.queries import Query
 from data_tools.dedup.settings import COUNTED, EMBEDDED, Settings
-from data_tools.dedup.tally import Tally
 from data_tools.dedup.variants import window_of
 from vitscale.ground.errors import RecipeError
 
 # Pairs that miss the required correlation (or cosine) by no more than this are reported as well.
 NEAR_MISS = 0.15
 _ALIGNED = 2  # the nearest variants of an image that are aligned with a query
-
-
-class Query(Protocol):
-    """An image that may be a copy.
-
-    Attributes:
-        sha256: the file's digest.
-        pixels: XXH3-64 of its pixels; None if unknown.
-        quality, pdq, pdq_trimmed: as in `fingerprint.Fingerprint`.
-    """
-
-    @property
-    def sha256(self) -> bytes: ...
-    @property
-    def pixels(self) -> int | None: ...
-    @property
-    def quality(self) -> int: ...
-    @property
-    def pdq(self) -> bytes: ...
-    @property
-    def pdq_trimmed(self) -> bytes | None: ...
-
-    def luma(self, trimmed: bool) -> np.ndarray:
-        """uint8 (64, 64), of the whole picture or of the part within its borders. Used for candidates only."""
-        ...
-
-    @property
-    def inside(self) -> Window | None:
-        """The part of the picture within uniform borders; None if it has none. Used for candidates only."""
-        ...
-
-    def rgb(self) -> np.ndarray:
-        """The picture, uint8 (height, width, 3). Used for candidates only, if there are embeddings."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -71,13 +36,7 @@ class _Near:
 
 
 class Matcher:
-    """Compares images with the test sets of indexes, and keeps count.
-
-    Attributes:
-        indexes: the indexes, in order.
-        test_sets: those of all indexes, in order.
-        tally: the counts; a caller may set its own.
-    """
+    """Compares images with the test sets of some indexes, in order, and adds to `findings`, which can be set."""
 
     def __init__(
         self,
@@ -91,22 +50,17 @@ class Matcher:
         """
         self.indexes = tuple(indexes)
         self.test_sets = tuple(one for index in indexes for one in index.test_sets)
-        names = [one.name for one in self.test_sets]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
+        self.names = tuple(one.name for one in self.test_sets)
+        if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
             raise RecipeError(f"the test set {', '.join(twice)} is in several indexes, or twice in one: give it once")
-        self._settings = [(settings or {}).get(one.name, one.settings) for one in self.test_sets]
+        self.settings = tuple((settings or {}).get(one.name, one.settings) for one in self.test_sets)
         self._searches = []
         first = 0
         for index in indexes:
             count = len(index.test_sets)
-            self._searches.append(_Search(index, first, self._settings[first : first + count], embedder))
+            self._searches.append(_Search(index, first, self.settings[first : first + count], embedder))
             first += count
-        self.tally = Tally.empty(names)
-
-    @property
-    def settings(self) -> tuple[Settings, ...]:
-        """The settings of each test set."""
-        return tuple(self._settings)
+        self.findings = Findings(self.names)
 
     def index_of(self, test_set: int) -> FingerprintIndex:
         """The index that contains a test set."""
@@ -116,10 +70,10 @@ class Matcher:
         """The matches of each query: removed ones and near misses. Fastest with some dozens of queries at a time."""
         matches: list[list[Match]] = [[] for _ in queries]
         for search in self._searches:
-            search.add(queries, matches, self.tally)
+            search.add(queries, matches, self.findings)
         for of_query in matches:
             of_query.sort(key=lambda match: (match.test_set, TIERS.index(match.tier), match.key))
-        self.tally.add_images(matches)
+        self.findings.add_images(queries, matches)
         return matches
 
 
@@ -127,24 +81,24 @@ class _Search:
     """One index, ready to be searched. Its test sets are numbered from `first_set`."""
 
     def __init__(
-        self, index: FingerprintIndex, first_set: int, settings: list[Settings], embedder: Embedder | None
+        self, index: FingerprintIndex, first_set: int, settings: Sequence[Settings], embedder: Embedder | None
     ) -> None:
         self.index, self.first_set, self._settings, self.sets = index, first_set, settings, len(settings)
         self._bytes = _Exact.of_digests(index.images["sha256"])
         self._pixels = _Exact.of_numbers(index.images["pixels"])
         self._embedder = None if index.embedding is None else embedder
 
-    def add(self, queries: Sequence[Query], matches: list[list[Match]], tally: Tally) -> None:
+    def add(self, queries: Sequence[Query], matches: list[list[Match]], findings: Findings) -> None:
         """Add each query's matches to `matches`."""
         exact = [self._exact(query) for query in queries]
         distances: dict[tuple[int, int], int] = {}
         for number in range(self.sets):
             if self._settings[number].near:
-                for pair in self._near_pairs(queries, number, tally):
+                for pair in self._near_pairs(queries, number, findings):
                     if pair.image in exact[pair.query]:
                         distances[pair.query, pair.image] = pair.distances[0]
                         continue
-                    match = self._judged(queries[pair.query], pair, number, tally)
+                    match = self._judged(queries[pair.query], pair, number, findings)
                     if match is not None:
                         matches[pair.query].append(match)
         for position, found in enumerate(exact):
@@ -168,8 +122,8 @@ class _Search:
         candidates = self._bytes.rows(int.from_bytes(query.sha256[:8], "little"))
         return found | {row: "bytes" for row in candidates if digests[row].as_py() == query.sha256}
 
-    def _near_pairs(self, queries: Sequence[Query], number: int, tally: Tally) -> list[_Near]:
-        """Queries and images of a test set with near hashes; the tally gets all within `COUNTED` bits."""
+    def _near_pairs(self, queries: Sequence[Query], number: int, findings: Findings) -> list[_Near]:
+        """Queries and images of a test set with near hashes; the findings get all within `COUNTED` bits."""
         settings = self._settings[number]
         asked = [(i, query.pdq, False) for i, query in enumerate(queries) if query.quality >= settings.min_quality]
         asked += [(i, pdq, True) for i, _, _ in asked if (pdq := queries[i].pdq_trimmed) is not None]
@@ -185,7 +139,7 @@ class _Search:
         order = np.lexsort((hits, distances, images, of_query))
         of_query, images, distances, hits, rows = (a[order] for a in (of_query, images, distances, hits, rows))
         begins = np.flatnonzero(np.diff(of_query, prepend=-1) | np.diff(images, prepend=-1))
-        tally.add_distances(self.first_set + number, distances[begins])
+        findings.add_distances(self.first_set + number, distances[begins])
         pairs = []
         for begin, after in pairwise([*begins.tolist(), len(images)]):
             if distances[begin] > self._limit(settings):
@@ -202,7 +156,7 @@ class _Search:
             )
         return pairs
 
-    def _judged(self, query: Query, pair: _Near, number: int, tally: Tally) -> Match | None:
+    def _judged(self, query: Query, pair: _Near, number: int, findings: Findings) -> Match | None:
         """The match of a pair with near hashes; None if it is not worth reporting."""
         settings, index, image = self._settings[number], self.index, pair.image
         height, width, trim = index.size(image)
@@ -229,7 +183,7 @@ class _Search:
         tier: Tier = "hash" if decided else "correlation"
         removed = decided or counted >= settings.correlation
         if tier == "correlation" and distance <= settings.candidates:
-            tally.add_correlation(self.first_set + number, counted)
+            findings.add_correlation(self.first_set + number, counted)
         if not removed and self._embedder is not None:
             tier = "embedding"
             alike = self._cosine(query, image, is_mirrored=pair.variants[0] % 2 == 1)

@@ -2,13 +2,12 @@
 
 import io
 from collections.abc import Sequence
-from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from data_tools.dedup.closest import Pair
-from data_tools.dedup.pictures import SIDE
-from vitscale.ground.files.durable import durable_file
+from data_tools.dedup.matches import Pair
+from data_tools.dedup.queries import PICTURE_SIDE as SIDE
+from vitscale.data.shards.contact_sheet import fitted
 from vitscale.ground.files.unpacked import most_pixels
 from vitscale.ground.safe_text import printable
 
@@ -24,25 +23,11 @@ _BACKGROUND, _MARGIN, _TEXT, _FAINT = "white", "#ececec", "black", "#666666"
 _REMOVED, _KEPT = "#b02a25", "#22703a"
 
 
-def write_pair_sheet(
-    path: Path, name: str, removed: Sequence[tuple[Pair, bytes]], kept: Sequence[tuple[Pair, bytes]]
-) -> None:
-    """Write a test set's sheet as PNG.
-
-    Args:
-        path: the file.
-        name: the test set's name, in plain text.
-        removed, kept: pairs, nearest to the threshold first, each with the small JPEG of its test image.
-
-    Raises OSError.
-    """
-    sheet = pair_sheet(name, removed, kept)
-    with durable_file(path) as file:
-        sheet.save(file, "PNG")
-
-
 def pair_sheet(name: str, removed: Sequence[tuple[Pair, bytes]], kept: Sequence[tuple[Pair, bytes]]) -> Image.Image:
-    """Pairs in two blocks: removed ones, the least alike first, and kept ones, the most alike first."""
+    """A test set's pairs in two blocks: removed ones, the least alike first, and kept ones, the most alike first.
+
+    `name`, the test set's, is plain text. Each pair comes with the small JPEG of its test image.
+    """
     blocks = (
         ("removed, the least alike first", "nothing was removed by its hash or its picture", _REMOVED, removed),
         ("kept, the most alike first", "nothing that was kept comes near", _KEPT, kept),
@@ -91,11 +76,7 @@ def _picture(jpeg: bytes) -> Image.Image | None:
             picture = image.convert("RGB") if image.width * image.height <= most_pixels(len(jpeg)) else None
     except Exception:  # Pillow raises nearly anything on damaged files; the pair's facts stay
         picture = None
-    if picture is None:
-        return None
-    scale = SIDE / max(picture.size)
-    size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
-    return picture.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST)
+    return None if picture is None else fitted(picture, SIDE)
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:

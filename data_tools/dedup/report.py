@@ -11,12 +11,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from data_tools.dedup.closest import Closest, Pair
-from data_tools.dedup.match import TIERS, Tier
+from data_tools.dedup.matches import TIERS, Findings, Pair, Tier
 from data_tools.dedup.matching import Matcher
-from data_tools.dedup.pair_sheet import write_pair_sheet
+from data_tools.dedup.pair_sheet import pair_sheet
 from data_tools.dedup.tail import Estimate, Expected, amount, expected_false
-from data_tools.dedup.tally import Tally
 from vitscale.ground.files.durable import durable_file
 from vitscale.ground.safe_text import printable
 from vitscale.ground.wording import counted
@@ -33,7 +31,7 @@ _HEADINGS: dict[Tier, str] = {
 }
 
 
-def write_report(folder: Path, matcher: Matcher, tally: Tally, closest: Closest) -> list[str]:
+def write_report(folder: Path, matcher: Matcher, findings: Findings) -> list[str]:
     """Write `report.json`, and `NAME.pairs.png` for each test set that is compared by more than bytes and pixels.
 
     Equal inputs give equal bytes.
@@ -43,18 +41,19 @@ def write_report(folder: Path, matcher: Matcher, tally: Tally, closest: Closest)
     folder.mkdir(parents=True, exist_ok=True)
     with durable_file(folder / REPORT_NAME) as file:
         # ASCII with escapes: names may contain bytes that are not text.
-        file.write((json.dumps(described(matcher, tally), indent=1) + "\n").encode("ascii"))
+        file.write((json.dumps(described(matcher, findings), indent=1) + "\n").encode("ascii"))
     written = [REPORT_NAME]
-    for number, stem in enumerate(_stems(tally.names)):
+    for number, stem in enumerate(_stems(findings.names)):
         if not matcher.settings[number].near:
             continue
-        sides = [_with_pictures(matcher, closest.pairs(number, removed)) for removed in (True, False)]
-        write_pair_sheet(folder / f"{stem}.pairs.png", printable(tally.names[number]), *sides)
+        sides = [_with_pictures(matcher, findings.pairs(number, removed)) for removed in (True, False)]
         written.append(f"{stem}.pairs.png")
+        with durable_file(folder / written[-1]) as file:
+            pair_sheet(printable(findings.names[number]), *sides).save(file, "PNG")
     return written
 
 
-def described(matcher: Matcher, tally: Tally) -> dict[str, Any]:
+def described(matcher: Matcher, findings: Findings) -> dict[str, Any]:
     """The report as plain values, as `report.json` has them.
 
     `expected_false` estimates how many pairs were removed by hash or correlation though they are not copies but near by
@@ -62,15 +61,15 @@ def described(matcher: Matcher, tally: Tally) -> dict[str, Any]:
     the counts, see `tail.Fit`.
     """
     return {
-        "images": tally.images,
-        "removed": tally.removed,
-        "test_sets": [_of_test_set(matcher, tally, number) for number in range(len(tally.names))],
+        "images": findings.images,
+        "removed": findings.removed,
+        "test_sets": [_of_test_set(matcher, findings, number) for number in range(len(findings.names))],
     }
 
 
-def tables(matcher: Matcher, tally: Tally) -> list[Table]:
+def tables(matcher: Matcher, findings: Findings) -> list[Table]:
     """The report as a terminal shows it, at most 110 columns wide."""
-    report = described(matcher, tally)
+    report = described(matcher, findings)
     test_sets = report["test_sets"]
     with_model = any(index.embedding is not None for index in matcher.indexes)
     tiers = [tier for tier in TIERS if with_model or tier != "embedding"]
@@ -108,11 +107,11 @@ def tables(matcher: Matcher, tally: Tally) -> list[Table]:
     return [table]
 
 
-def _of_test_set(matcher: Matcher, tally: Tally, number: int) -> dict[str, Any]:
+def _of_test_set(matcher: Matcher, findings: Findings, number: int) -> dict[str, Any]:
     test_set, settings, index = matcher.test_sets[number], matcher.settings[number], matcher.index_of(number)
-    removed = {tier: tally.tiers[number][tier] for tier in TIERS}
-    contaminated = len(tally.contaminated[number])
-    expected = _expected(matcher, tally, number)
+    removed = {tier: findings.tiers[number][tier] for tier in TIERS}
+    contaminated = len(findings.contaminated[number])
+    expected = _expected(matcher, findings, number)
     parts = {"hash": _described_estimate(expected.hash), "correlation": _described_estimate(expected.correlation)}
     return {
         "name": test_set.name,
@@ -125,17 +124,17 @@ def _of_test_set(matcher: Matcher, tally: Tally, number: int) -> dict[str, Any]:
         "unreadable": test_set.unreadable,
         "contaminated": {"images": contaminated, "percent": _rounded(100 * contaminated / max(1, test_set.images))},
         "removed": removed,
-        "distances": tally.distances[number].tolist(),
-        "correlations": tally.correlations[number].tolist(),
+        "distances": findings.distances[number].tolist(),
+        "correlations": findings.correlations[number].tolist(),
         "expected_false": {**parts, "total": _sum(list(parts.values()))},
     }
 
 
-def _expected(matcher: Matcher, tally: Tally, number: int) -> Expected:
+def _expected(matcher: Matcher, findings: Findings, number: int) -> Expected:
     """The estimates as fitted, limited to the number of pairs that were removed."""
-    counts = tally.distances[number], tally.correlations[number]
+    counts = findings.distances[number], findings.correlations[number]
     expected = expected_false(*counts, matcher.settings[number])
-    removed = tally.tiers[number]
+    removed = findings.tiers[number]
     return Expected(_limited(expected.hash, removed["hash"]), _limited(expected.correlation, removed["correlation"]))
 
 

@@ -17,25 +17,14 @@ EMBEDDED = 80
 
 @dataclass(frozen=True)
 class Settings:
-    """Thresholds for one test set.
+    """Thresholds for one test set. Raises RecipeError for values out of range."""
 
-    Attributes:
-        near: whether perceptual hashes are compared at all; if not, only equal bytes and equal pixels are copies.
-        distance: bits up to which a hash alone decides (PDQ's authors: 31).
-        candidates: bits up to which the pictures themselves are compared.
-        correlation: the correlation that candidates must reach.
-        min_quality: pictures whose hash has a lower quality are too flat; only equal bytes and pixels decide.
-        cosine: if the index was made with a model, the cosine of whitened features that candidates, and pairs up to
-            80 bits, may reach instead.
-
-    Raises RecipeError for values out of range.
-    """
-
-    near: bool = True
-    distance: int = 31
-    candidates: int = 80
-    correlation: float = 0.92
-    min_quality: int = FLAT
+    near: bool = True  # whether perceptual hashes are compared at all; if not, only equal bytes and pixels are copies
+    distance: int = 31  # bits up to which a hash alone decides (PDQ's authors: 31)
+    candidates: int = 80  # bits up to which the pictures themselves are compared
+    correlation: float = 0.92  # that candidates must reach
+    min_quality: int = FLAT  # pictures whose hash has less are too flat: only equal bytes and pixels decide
+    # With a model, the cosine of whitened features that candidates, and pairs up to 80 bits, may reach instead.
     cosine: float = 0.85
 
     def __post_init__(self) -> None:

@@ -27,21 +27,14 @@ _SMOOTH = 5  # bars
 
 @dataclass(frozen=True)
 class Fit:
-    """A straight line through the logarithm of counts: `exp(intercept + slope * x)` pairs in a bar around `x`.
+    """A straight line through the logarithm of counts: `exp(intercept + slope * x)` pairs in a bar around `x`."""
 
-    Attributes:
-        slope, intercept: the line's parameters, with `x` in bits or as a correlation.
-        error: standard error of the slope.
-        first, last: middles of the first and last bar that were fitted, in the order of `x`.
-        step: width of a bar.
-    """
-
-    slope: float
+    slope: float  # with `x` in bits or as a correlation
     intercept: float
-    error: float
-    first: float
-    last: float
-    step: float
+    error: float  # standard error of the slope
+    first: float  # middle of the first bar that was fitted, in the order of `x`
+    last: float  # middle of the last one
+    step: float  # width of a bar
 
     def pairs(self, low: float, high: float) -> float:
         """The number of pairs on the line between two values of `x`."""
@@ -58,17 +51,11 @@ class Fit:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The number of removed pairs that are not copies.
+    """The number of removed pairs that are not copies."""
 
-    Attributes:
-        expected: the expected number; None if too few pairs were counted to tell.
-        at_most: upper bound with a probability of 95 %, from the fit; from counts alone if there is none.
-        fit: the fit behind these numbers.
-    """
-
-    expected: float | None
-    at_most: float
-    fit: Fit | None
+    expected: float | None  # None if too few pairs were counted to tell
+    at_most: float  # upper bound with a probability of 95 %, from the fit; from counts alone if there is none
+    fit: Fit | None  # behind these numbers
 
 
 @dataclass(frozen=True)
@@ -83,7 +70,7 @@ def expected_false(distances: np.ndarray, correlations: np.ndarray, settings: Se
     """How many pairs of unrelated pictures to expect among the removed ones.
 
     Args:
-        distances: int (91,), pairs by distance, as `tally.Tally` counts them for a test set.
+        distances: int (91,), pairs by distance, as `Findings` counts them for a test set.
         correlations: int (100,), candidates by correlation, likewise.
         settings: the settings by which pairs were removed.
     """
@@ -91,7 +78,8 @@ def expected_false(distances: np.ndarray, correlations: np.ndarray, settings: Se
         none = Estimate(0.0, 0.0, None)
         return Expected(none, none)
     bits = np.arange(STEP_BITS, COUNTED + 1, STEP_BITS)
-    tail = _fitted(distance_bars(distances), bits.astype(float), STEP_BITS)
+    # Counts of 1 and 2 bits, 3 and 4, up to 89 and 90; pairs at distance 0 are copies, and left out.
+    tail = _fitted(distances[1:].reshape(-1, STEP_BITS).sum(1), bits.astype(float), STEP_BITS)
     by_hash = _near_by_chance(tail, distances, -1, edge(settings.distance))
     candidates = _near_by_chance(tail, distances, edge(settings.distance), edge(settings.candidates))
     fit = _correlation_fit(correlations, settings.correlation)
@@ -102,16 +90,6 @@ def expected_false(distances: np.ndarray, correlations: np.ndarray, settings: Se
     if candidates.expected is not None:
         expected = min(expected, candidates.expected)
     return Expected(by_hash, Estimate(min(expected, at_most), at_most, fit))
-
-
-def distance_bars(distances: np.ndarray) -> np.ndarray:
-    """(45,): counts of 1 and 2 bits, 3 and 4, up to 89 and 90. Pairs at distance 0 are copies, and left out."""
-    return distances[1:].reshape(-1, STEP_BITS).sum(1)
-
-
-def correlation_bars(correlations: np.ndarray) -> np.ndarray:
-    """(50,): counts of 0 to 0.02, up to 0.98 to 1."""
-    return correlations.reshape(-1, 2).sum(1)
 
 
 def amount(value: float) -> str:
@@ -136,7 +114,7 @@ def _near_by_chance(tail: Fit | None, distances: np.ndarray, low: int, high: int
 
 def _correlation_fit(correlations: np.ndarray, threshold: float) -> Fit | None:
     """The fit where candidates become rarer with growing correlation, before the threshold and the copies beyond it."""
-    bars = correlation_bars(correlations)
+    bars = correlations.reshape(-1, 2).sum(1)  # counts of 0 to 0.02, up to 0.98 to 1
     middles = (np.arange(len(bars)) + 0.5) * STEP_CORRELATION
     below = int(np.searchsorted(middles, threshold))
     if below < 2:

@@ -17,18 +17,12 @@ _LONG = 4096  # pixels of the longer side of an enlarged picture at most
 
 
 class Crop(NamedTuple):
-    """A part of a picture, by size and position.
+    """A part of a picture, by size and position."""
 
-    Attributes:
-        scale: fraction of either side.
-        down, across: its position, from 0 (top, left) to 1.
-        square: whether it is taken from the largest centred square instead of the whole picture.
-    """
-
-    scale: float
-    down: float = 0.5
-    across: float = 0.5
-    square: bool = False
+    scale: float  # fraction of either side
+    down: float = 0.5  # its position, from 0 (top) to 1
+    across: float = 0.5  # from 0 (left) to 1
+    square: bool = False  # whether it is taken from the largest centred square instead of the whole picture
 
     @property
     def name(self) -> str:
@@ -51,14 +45,10 @@ def _grid(scale: float, steps: int) -> list[Crop]:
     return [Crop(scale, down, across) for down in positions for across in positions]
 
 
-def _unique(crops: list[Crop]) -> tuple[Crop, ...]:
-    return tuple(dict.fromkeys(crops))
-
-
 _FIRST = [Crop(1), Crop(1, square=True), Crop(0.95), Crop(0.9)]
 _SECOND = [Crop(0.85), Crop(0.8), Crop(0.975), Crop(0.875, square=True)]
 _THIRD = [*_grid(0.95, 3), *_grid(0.9, 3), *_grid(0.85, 3), *_grid(0.8, 4)]
-CROPS = _unique([*_FIRST, *_SECOND, *_THIRD])
+CROPS = tuple(dict.fromkeys([*_FIRST, *_SECOND, *_THIRD]))
 LEVELS = (1, len(_FIRST), len(_FIRST) + len(_SECOND), len(CROPS))  # crops per level; each is also mirrored
 
 

@@ -84,14 +84,14 @@ def run_in_processes(
         RuntimeError: a bug in a task, with the worker's trace.
     """
     context = multiprocessing.get_context("spawn")  # forking a process that has threads is unsafe
-    pending = iter(tasks)
+    pending = map(_Attempt, tasks)
     again: list[_Attempt] = []
     pool: list[_Worker] = []
     done = rejected = 0
     try:
         while True:
             while len(pool) < workers or any(worker.attempt is None for worker in pool):
-                attempt = again.pop() if again else _next(pending)
+                attempt = again.pop() if again else next(pending, None)
                 if attempt is None:
                     break
                 idle = next((worker for worker in pool if worker.attempt is None), None)
@@ -124,11 +124,6 @@ def run_in_processes(
             tick(done + sum(max(0, counts[0]) for counts in running), rejected + sum(counts[1] for counts in running))
     finally:
         _end(pool)
-
-
-def _next(tasks: Iterator[Task]) -> _Attempt | None:
-    task = next(tasks, None)
-    return None if task is None else _Attempt(task)
 
 
 def _start(context: Any) -> _Worker:

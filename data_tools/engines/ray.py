@@ -7,7 +7,7 @@ worker or node has died; a task writes the same bytes each time.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from data_tools.engines.task import Task, Tick
+from data_tools.engines.task import Counts, Task, Tick
 from vitscale.ground.errors import DataError, RecipeError, VitscaleError
 from vitscale.ground.files.durable import forbid_writing_by_everybody
 from vitscale.ground.ray_cluster import connect, import_ray
@@ -16,24 +16,10 @@ _POLL_SECONDS = 0.5
 _RETRIES = 3
 
 
-class _Silence:
-    """Progress that is not reported: Ray carries only results, so images are counted when their task is done."""
-
-    def __init__(self) -> None:
-        self.done = self.rejected = 0
-
-    def advance(self, rejected: bool = False) -> None:
-        self.done += 1
-        self.rejected += rejected
-
-    def alive(self) -> None:
-        pass
-
-
 def _perform(task: Task) -> tuple[Any, int, int]:
     """Runs on a worker. Returns the result, or an error that people can fix; images done; images rejected."""
     forbid_writing_by_everybody()
-    progress = _Silence()
+    progress = Counts()  # not reported: Ray carries only results, so images are counted when their task is done
     try:
         return task.run(progress), progress.done, progress.rejected
     except VitscaleError as error:

@@ -23,8 +23,6 @@ from vitscale.data.shards.images import IMAGE_SUFFIXES
 from vitscale.ground import storage
 from vitscale.ground.errors import RecipeError
 
-__all__ = ["KINDS", "Item", "Kind", "Source", "SourceOptions", "open_source"]
-
 Kind = Literal["folder", "tar", "list", "parquet", "tfrecord", "cifar", "dataset"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from data_tools.sources.parts import clean_path, open_unzipped, reading
 from data_tools.sources.source import (
@@ -28,7 +28,7 @@ from data_tools.sources.source import (
     choose_image,
     choose_label,
     label_columns,
-    numbered_label,
+    labels_of,
 )
 from vitscale.data.shards.images import IMAGE_SUFFIXES, refuse_too_large
 from vitscale.ground.errors import DataError, RecipeError
@@ -233,7 +233,8 @@ def _json_rows(lines: Iterator[str], where: str, options: SourceOptions) -> Iter
             if label is not None:
                 if label not in row:
                     raise DataError(f"{where}, line {number}: no {label!r}; write null for an image without labels")
-                labels = _json_labels(row[label], f"{where}, line {number}")
+                labels = labels_of(row[label], f"{where}, line {number}")
+                "".join(labels).encode()  # JSON can spell half a character, which UTF-8 refuses
             yield Item(_key(path, where, number), labels, path.encode())
     except UnicodeDecodeError as error:
         raise DataError(f"{where}, line {number + 1}: not UTF-8 ({error.reason})") from error
@@ -243,16 +244,3 @@ def _json_rows(lines: Iterator[str], where: str, options: SourceOptions) -> Iter
         raise DataError(f"{where}, line {number}: not valid JSON ({error})") from error
     if image is None:
         raise DataError(f"{where}: an empty list")
-
-
-def _json_labels(value: Any, where: str) -> tuple[str, ...]:
-    if isinstance(value, str):
-        value.encode()  # JSON can spell half a character, which UTF-8 refuses
-        return (value,) if value else ()
-    if value is None:
-        return ()
-    if isinstance(value, int) and not isinstance(value, bool):
-        return numbered_label(value, where)
-    if isinstance(value, list) and not any(isinstance(label, list) for label in value):
-        return tuple(dict.fromkeys(chain.from_iterable(_json_labels(label, where) for label in value)))
-    raise DataError(f"{where}: label {str(value)[:100]}; expected text, a whole number, a list of them, or null")

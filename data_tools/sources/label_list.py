@@ -26,7 +26,7 @@ from data_tools.sources.parts import open_part
 from data_tools.sources.source import Item, numbered_label
 from vitscale.data.shards.images import IMAGE_SUFFIXES
 from vitscale.ground.errors import DataError, RecipeError
-from vitscale.ground.wording import counted
+from vitscale.ground.wording import counted, quoted
 
 _GROUND_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
 _META = "data/meta.mat"
@@ -131,11 +131,11 @@ def labelled(items: Iterable[Item], labels: str, where: str) -> Iterator[Item]:
 
     Raises as `read_label_list` and, after the last item, DataError for images that the list does not name.
     """
-    listed = read_label_list(labels)
+    known = read_label_list(labels)
     missing = 0
     examples: list[str] = []
     for item in items:
-        found = listed.labels_of(item.key)
+        found = known.labels_of(item.key)
         if found is not None:
             yield item._replace(labels=found)
             continue
@@ -143,7 +143,7 @@ def labelled(items: Iterable[Item], labels: str, where: str) -> Iterator[Item]:
         if len(examples) < _EXAMPLES:
             examples.append(item.key)
     if missing:
-        shown = ", ".join(map(repr, examples)) + (" ..." if missing > len(examples) else "")
+        shown = quoted(examples, _EXAMPLES, missing)
         raise DataError(f"--labels {labels}: does not name {counted(missing, 'image')} of {where}: {shown}")
 
 

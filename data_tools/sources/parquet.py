@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from data_tools.sources.parts import open_part, part_names, reading
-from data_tools.sources.source import Item, SourceOptions, choose_image, choose_label, label_columns, numbered_label
+from data_tools.sources.source import Item, SourceOptions, choose_image, choose_label, label_columns, labels_of
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.unpacked import CHECKS, read_batches
 
@@ -64,7 +64,7 @@ class ParquetSource:
                 for i in range(batch.num_rows):
                     spot = f"{where}, row {row}"
                     data, path = _image(images[i].as_py(), layout.is_struct, spot)
-                    named = () if labels is None else _labels(labels[i].as_py(), layout.class_names, spot)
+                    named = () if labels is None else labels_of(labels[i].as_py(), spot, layout.class_names)
                     yield Item(f"{self.names[part]}/{row:09d}{path}", named, data)
                     row += 1
             if row != file.metadata.num_rows:
@@ -121,19 +121,6 @@ def _image(value: Any, is_struct: bool, spot: str) -> tuple[bytes, str]:
         raise DataError(f"{spot}: no image")
     name = posixpath.basename(path) if isinstance(path, str) else ""
     return data, f"/{name}" if name not in ("", ".", "..") else ""
-
-
-def _labels(value: Any, class_names: tuple[str, ...] | None, spot: str) -> tuple[str, ...]:
-    if isinstance(value, list):
-        return tuple(dict.fromkeys(name for label in value for name in _labels(label, class_names, spot)))
-    if value is None or value == "":
-        return ()
-    if isinstance(value, str):
-        return (value,)
-    if class_names is not None and value >= len(class_names):
-        raise DataError(f"{spot}: label {value}; there are {len(class_names)} classes")
-    numbered = numbered_label(value, spot)
-    return numbered if class_names is None or not numbered else (class_names[value],)
 
 
 # ----------------------------------------------------------------------------------------------------- what columns are

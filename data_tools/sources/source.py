@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from vitscale.data.shards.images import IMAGE_SUFFIXES, refuse_too_large
 from vitscale.ground.errors import DataError, RecipeError
@@ -24,18 +24,13 @@ RANGE = struct.Struct("<QQ")  # an image's offset and size in the file that hold
 
 
 class Item(NamedTuple):
-    """One image of a source.
+    """One image of a source."""
 
-    Attributes:
-        key: the image's name, unique in the source. If classes are folders, a path with parts joined by /.
-        labels: names of its classes, the main one first; empty for no label. None if the class is the key's first
-            directory that not all images share. Numbers are written in decimals.
-        content: where its bytes are, as the source's `read` understands it; from a stream, the bytes themselves.
-    """
-
-    key: str
+    key: str  # the image's name, unique in the source. If classes are folders, a path with parts joined by /
+    # Names of its classes, the main one first; empty for no label. None if the class is the key's first directory that
+    # not all images share. Numbers are written in decimals.
     labels: tuple[str, ...] | None
-    content: bytes
+    content: bytes  # where its bytes are, as the source's `read` understands it; from a stream, the bytes themselves
 
 
 @dataclass(frozen=True)
@@ -121,6 +116,25 @@ def numbered_label(number: int, where: str) -> tuple[str, ...]:
     if number < -1:
         raise DataError(f"{where}: label {number}; expected 0 or more, or -1 for none")
     return () if number == -1 else (str(number),)
+
+
+def labels_of(value: Any, where: str, class_names: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    """Labels from text, a whole number (of one of `class_names`, if there are any), a list of these, or None.
+
+    Raises DataError for anything else.
+    """
+    if value is None or value == "":
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, int) and not isinstance(value, bool):
+        if class_names is not None and value >= len(class_names):
+            raise DataError(f"{where}: label {value}; there are {len(class_names)} classes")
+        numbered = numbered_label(value, where)
+        return numbered if class_names is None or not numbered else (class_names[value],)
+    if isinstance(value, list) and not any(isinstance(label, list) for label in value):
+        return tuple(dict.fromkeys(name for label in value for name in labels_of(label, where, class_names)))
+    raise DataError(f"{where}: label {str(value)[:100]}; expected text, a whole number, a list of them, or null")
 
 
 # -------------------------------------------------------------- image and label among the fields of records, by default

@@ -30,27 +30,17 @@ _VAL_AFTER_TRAIN = Slice("train")
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy of a task's dataset.
-
-    Attributes:
-        task: the task's name.
-        layout: the copy's layout.
-        folder: the copy's folder.
-        files: files of each split, in order; for class folders the split's folder.
-        train, val, test: the slices of these splits that make up the task's parts.
-        version: the TFDS version; None for other layouts.
-        doubt: why these are not the published images, unless a list of ids selects them; None if they are.
-    """
+    """A copy of a task's dataset."""
 
     task: str
     layout: Layout
     folder: Path
-    files: Mapping[str, tuple[Path, ...]]
-    train: Slice
+    files: Mapping[str, tuple[Path, ...]]  # of each split, in order; for class folders the split's folder
+    train: Slice  # this and the next two: the slices of these splits that make up the task's parts
     val: Slice
     test: Slice
-    version: str | None = None
-    doubt: str | None = None
+    version: str | None = None  # the TFDS version; None for other layouts
+    doubt: str | None = None  # why these are not the published images, unless a list of ids selects them, if so
 
     @property
     def val_follows_train(self) -> bool:
@@ -163,13 +153,15 @@ def _split_folders(place: Path) -> dict[str, str]:
 
 
 def _own_places(task: str, folder: Path) -> list[Path]:
-    names = folder_names(task)
-    return [folder / name for name in names] + ([folder] if folder.name in names else [])
+    return _places(folder, folder_names(task))
 
 
 def _tar_places(task: str, folder: Path) -> list[Path]:
-    name = f"wds_vtab-{ORIGINS[task].tars}"
-    return [folder / name] + ([folder] if folder.name == name else [])
+    return _places(folder, (f"wds_vtab-{ORIGINS[task].tars or task}",))
+
+
+def _places(folder: Path, names: Sequence[str]) -> list[Path]:
+    return [folder / name for name in names] + ([folder] if folder.name in names else [])
 
 
 _FINDERS: dict[Callable[[str, Path], Copy | None], Callable[[str, Path], list[Path]]] = {

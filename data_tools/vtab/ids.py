@@ -9,14 +9,15 @@ accurate integer transform, gray repeated three times.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from data_tools.vtab.source import PartSource
 from vitscale.data.shards.images import Reject, store_image
+from vitscale.data.shards.manifest import Sha256, Strict
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.durable import write_text
 from vitscale.ground.wording import describe_mistake
@@ -24,16 +25,12 @@ from vitscale.ground.wording import describe_mistake
 IDS_NAME = "ids.json"
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class Entry(_Strict):
+class Entry(Strict):
     """One image: its key in the copy that it was taken from, its class number, the SHA-256 of its pixels."""
 
     key: str
     label: Annotated[int, Field(ge=0)]
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Sha256
 
     @property
     def content(self) -> tuple[str, int]:
@@ -41,7 +38,7 @@ class Entry(_Strict):
         return self.sha256, self.label
 
 
-class Ids(_Strict):
+class Ids(Strict):
     """The images of a task's two small parts, and a description of their origin."""
 
     version: Literal[1] = 1
@@ -59,15 +56,16 @@ class Ids(_Strict):
     @property
     def sha256(self) -> str:
         """Digest of pixels and labels of both parts: equal for equal images from any copy."""
-        lines = [f"{name} {sha} {label}" for name, part in self.parts.items() for sha, label in _contents(part)]
+        lines = [
+            f"{name} {sha} {label}"
+            for name, part in self.parts.items()
+            for sha, label in sorted(contents(part).elements())
+        ]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def differences(self, other: "Ids") -> int:
         """How many images of this list are not in the same part of the other."""
-        missing = 0
-        for name, part in self.parts.items():
-            missing += (Counter(_contents(part)) - Counter(_contents(other.parts[name]))).total()
-        return missing
+        return sum((contents(part) - contents(other.parts[name])).total() for name, part in self.parts.items())
 
     def write(self, folder: Path) -> None:
         """Write IDS_NAME into a folder. Raises OSError."""
@@ -108,5 +106,6 @@ def pixels_sha256(image: bytes) -> str:
     return hashlib.sha256(stored.pixels.tobytes()).hexdigest()
 
 
-def _contents(part: tuple[Entry, ...]) -> list[tuple[str, int]]:
-    return sorted(entry.content for entry in part)
+def contents(entries: Iterable[Entry]) -> Counter[tuple[str, int]]:
+    """How often each image, by `Entry.content`, is among these."""
+    return Counter(entry.content for entry in entries)

@@ -9,18 +9,17 @@ OUT/TASK/test/               the whole test part
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_tools.conversion import convert
+from data_tools.conversion import convert, disk_errors
 from data_tools.machine import Machine
 from data_tools.request import Request
 from data_tools.views import write_view
 from data_tools.vtab.copies import Search, find_copy
-from data_tools.vtab.ids import IDS_NAME, Entry, Ids, entries_of, pixels_sha256
+from data_tools.vtab.ids import IDS_NAME, Ids, contents, entries_of, pixels_sha256
 from data_tools.vtab.source import FoundImage, OpenCopy, open_copy
 from data_tools.vtab.tasks import Takes
 from vitscale.data.shards import MANIFEST_NAME, Manifest
@@ -42,19 +41,12 @@ Rows = Mapping[str, Sequence[range]]
 
 @dataclass(frozen=True)
 class Prepared:
-    """The result of preparing a task.
-
-    Attributes:
-        task: the task's name.
-        search: the search for a copy; None if the datasets were already there.
-        counts: number of images in each dataset; empty if no copy was found.
-        doubt: why the 1,000 are not the published ones; None if they are, or if a list of ids selected them.
-    """
+    """The result of preparing a task."""
 
     task: str
-    search: Search | None
-    counts: Mapping[str, int]
-    doubt: str | None = None
+    search: Search | None  # for a copy; None if the datasets were already there
+    counts: Mapping[str, int]  # number of images in each dataset; empty if no copy was found
+    doubt: str | None = None  # why the 1,000 are not the published ones; None if they are, or a list of ids chose them
 
 
 def prepare(
@@ -66,16 +58,9 @@ def prepare(
     pinned: Ids | None = None,
     takes: Takes = _TAKES,
 ) -> Prepared:
-    """Prepare one task in OUT/TASK, or continue doing so.
+    """Prepare one task in OUT/TASK, or continue doing so, from a copy in one of the folders.
 
-    Args:
-        task: the task's name.
-        folders: where a copy may be.
-        out: the folder of all tasks.
-        machine: how conversion is run.
-        console: where progress is shown.
-        pinned: a list of ids: take exactly these images.
-        takes: how many images the two small parts have.
+    With `pinned`, a list of ids, the small parts have exactly these images, otherwise as many as `takes` says.
 
     Raises:
         DataError: a copy that is damaged, too small, or without the images of `pinned`.
@@ -90,7 +75,7 @@ def prepare(
     search = find_copy(task, folders)
     if search.copy is None:
         return Prepared(task, search, {})
-    try:
+    with disk_errors(str(place)):
         opened = open_copy(search.copy)
         small, test = chosen_rows(opened, takes, pinned)
         ids = _list_of(opened, small, pinned)
@@ -106,8 +91,6 @@ def prepare(
             convert(request, place / name, strict, console, source=opened.part(rows))
         for name in VIEWS:
             _write_view(place, name, {entry.key for entry in ids.parts[name]})
-    except OSError as error:
-        raise DataError(f"{error.filename or place}: {error.strerror or error}") from error
     return Prepared(task, search, _counts(place), None if pinned is not None else search.copy.doubt)
 
 
@@ -163,16 +146,19 @@ def _located(opened: OpenCopy, pinned: Ids, test: Rows) -> dict[str, Rows]:
     """Places of a list's images: by keys or, if some keys are missing or belong to other images, by pixels."""
     kept_apart = set(_numbers(test))
     splits = dict.fromkeys((opened.copy.train.split, opened.copy.val.split))
-    pool = partial(_all_but, kept_apart, opened, splits)  # iterated anew each time: images may carry their bytes
+
+    def pool() -> Iterator[FoundImage]:  # iterated anew each time: images may carry their bytes
+        return (found for found in opened.items(splits) if (found.split, found.number) not in kept_apart)
+
     places = {found.key: [(found.split, found.number)] for found in pool()}
     if all(entry.key in places for entries in pinned.parts.values() for entry in entries):
         located = {part: _rows(places, [entry.key for entry in entries]) for part, entries in pinned.parts.items()}
-        if all(_contents(entries_of(opened.part(located[part]))) == _contents(pinned.parts[part]) for part in located):
+        if all(contents(entries_of(opened.part(located[part]))) == contents(pinned.parts[part]) for part in located):
             return located
     by_content: dict[tuple[str, int], list[tuple[str, int]]] = defaultdict(list)
     for found in pool():
         by_content[pixels_sha256(found.read()), found.label].append((found.split, found.number))
-    missing = _contents([entry for entries in pinned.parts.values() for entry in entries])
+    missing = contents([entry for entries in pinned.parts.values() for entry in entries])
     missing -= Counter({content: len(there) for content, there in by_content.items()})
     if missing:
         raise DataError(
@@ -189,14 +175,6 @@ def _rows(places: Mapping[Any, list[tuple[str, int]]], names: Iterable[Any]) -> 
         split, number = places[name].pop(0)
         numbers[split].append(number)
     return {split: [range(number, number + 1) for number in sorted(here)] for split, here in numbers.items()}
-
-
-def _contents(entries: Iterable[Entry]) -> Counter[tuple[str, int]]:
-    return Counter(entry.content for entry in entries)
-
-
-def _all_but(kept_apart: set[tuple[str, int]], opened: OpenCopy, splits: Iterable[str]) -> Iterator[FoundImage]:
-    return (found for found in opened.items(splits) if (found.split, found.number) not in kept_apart)
 
 
 def _list_of(opened: OpenCopy, small: Mapping[str, Rows], pinned: Ids | None) -> Ids:

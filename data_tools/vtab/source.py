@@ -39,19 +39,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class PartSource:
-    """The images of a part of a task. Keys are the copy's own, prefixed by the name of their split.
-
-    Attributes:
-        task: the task's name.
-        pieces: the pieces of the files that hold its images.
-        known_names: the classes in the order in which the copy names them; None if it numbers them.
-        class_names: names by label, as the dataset will have them.
-    """
+    """The images of a part of a task. Keys are the copy's own, prefixed by the name of their split."""
 
     task: str
-    pieces: tuple[Piece, ...]
-    known_names: tuple[str, ...] | None
-    class_names: tuple[str, ...]
+    pieces: tuple[Piece, ...]  # of the files that hold its images
+    known_names: tuple[str, ...] | None  # the classes in the order in which the copy names them; None if numbered
+    class_names: tuple[str, ...]  # by label, as the dataset will have them
 
     @property
     def streams(self) -> bool:
@@ -140,19 +133,11 @@ def with_full_contrast(image: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class OpenCopy:
-    """A copy with open splits.
-
-    Attributes:
-        copy: the copy on disk.
-        sources: the source of each split.
-        counts: number of images in each file, by split.
-        known_names: the classes in the order in which the copy names them; None if it numbers them.
-        class_names: names by label, as the dataset will have them.
-    """
+    """A copy with open splits; the names of classes as in `PartSource`."""
 
     copy: Copy
-    sources: Mapping[str, Source]
-    counts: Mapping[str, tuple[int, ...]]
+    sources: Mapping[str, Source]  # by split
+    counts: Mapping[str, tuple[int, ...]]  # number of images in each file, by split
     known_names: tuple[str, ...] | None
     class_names: tuple[str, ...]
 
@@ -169,12 +154,11 @@ class OpenCopy:
         """All images of these splits."""
         for split in splits:
             begin = 0
-            source = self.part({split: [range(self.size(split))]})
-            for part, count in enumerate(self.counts[split]):
-                if count:
-                    number = next(n for n, piece in enumerate(source.pieces) if piece.part == part)
-                    for row, item in source.numbered(number, Counter()):
-                        yield FoundImage(split, begin + row, item, source, number)
+            for count in self.counts[split]:
+                source = self.part({split: [range(begin, begin + count)]})  # of one piece, or none
+                for part in range(len(source.pieces)):
+                    for row, item in source.numbered(part, Counter()):
+                        yield FoundImage(split, begin + row, item, source)
                 begin += count
 
     def _pieces(self, split: str, rows: Sequence[range]) -> Iterator[Piece]:
@@ -190,21 +174,12 @@ class OpenCopy:
 
 @dataclass(frozen=True)
 class FoundImage:
-    """An image of a copy.
-
-    Attributes:
-        split: the split's name.
-        number: the image's number within the split.
-        item: its key, labels and content.
-        source: the source that reads it.
-        part: the number of its part there.
-    """
+    """An image of a copy."""
 
     split: str
-    number: int
+    number: int  # within the split
     item: Item
-    source: PartSource
-    part: int
+    source: PartSource  # of its file alone
 
     @property
     def key(self) -> str:
@@ -217,7 +192,7 @@ class FoundImage:
 
     def read(self) -> bytes:
         """The bytes of its file. Raises OSError."""
-        return self.source.read(self.part, self.item.content)
+        return self.source.read(0, self.item.content)
 
 
 def open_copy(copy: Copy) -> OpenCopy:

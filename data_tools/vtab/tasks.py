@@ -46,150 +46,121 @@ _STATED = LabelRule(("label",), stated)
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a task's images.
+    """The origin of a task's images."""
 
-    Attributes:
-        tfds: name of the dataset in TFDS, with its configuration after a /.
-        version: the version that the published order of images belongs to; `3` stands for any 3.x.y.
-        splits: all splits in TFDS.
-        train, val, test: the slices for the three parts. The small parts take the first images of `train` and `val`.
-        rule: computes the label from an example's features.
-        class_names: names in order, where neither dataset nor folders give them; None otherwise.
-        is_binary: whether pixels are 0 and 1, and are stored as 0 and 255.
-        folders: names that a folder of the task may have, besides its own name.
-        tars: CLIP_benchmark's name for it, after `wds_vtab-`.
-        get: where people get the data.
-    """
-
-    tfds: str
-    version: str
-    splits: tuple[str, ...]
-    val: Slice
+    tfds: str  # name of the dataset in TFDS, with its configuration after a /
+    version: str  # the version that the published order of images belongs to; `3` stands for any 3.x.y
+    splits: tuple[str, ...]  # all splits in TFDS
+    val: Slice  # the small parts take the first images of this and of `train`
     test: Slice
-    get: str
-    tars: str
-    folders: tuple[str, ...] = ()
-    rule: LabelRule = _STATED
-    class_names: tuple[str, ...] | None = None
-    is_binary: bool = False
+    place: str  # where people get the data
+    tars: str = ""  # CLIP_benchmark's name for it, after `wds_vtab-`, if it is not the task's
+    folders: tuple[str, ...] = ()  # names that a folder of the task may have, besides its own name
+    rule: LabelRule = _STATED  # computes the label from an example's features
+    class_names: tuple[str, ...] | None = None  # in order, where neither dataset nor folders give them; None otherwise
+    needs_hand: bool = False  # whether TFDS cannot fetch the data itself
+    is_binary: bool = False  # whether pixels are 0 and 1, and are stored as 0 and 255
     train: Slice = _TRAIN
 
     @property
     def tfds_name(self) -> str:
         return self.tfds.partition("/")[0]
 
+    @property
+    def get(self) -> str:
+        """How people get the data."""
+        return f"{self.place}, {'then' if self.needs_hand else 'or'}: tfds build {self.tfds}"
 
-_ALL_THREE = ("train", "validation", "test")
+
+_ALL_THREE, _TRAIN_TEST = ("train", "validation", "test"), ("train", "test")
 _TEST = Slice("test")
 _VALIDATION = Slice("validation")
-_CLEVR = ("clevr", "3", _ALL_THREE, Slice("train", 90), Slice("validation"))
-_CLEVR_GET = "https://cs.stanford.edu/people/jcjohns/clevr (18 GB), or: tfds build clevr"
-_DSPRITES = ("dsprites", "2", ("train",), Slice("train", 80, 90), Slice("train", 90))
-_DSPRITES_GET = "https://github.com/google-deepmind/dsprites-dataset, or: tfds build dsprites"
-_SMALLNORB = ("smallnorb", "2", ("train", "test"), Slice("test", 0, 50), Slice("test", 50))
-_SMALLNORB_GET = "https://cs.nyu.edu/~ylclab/data/norb-v1.0-small, or: tfds build smallnorb"
+_CLEVR = (
+    *("clevr", "3", _ALL_THREE, Slice("train", 90), Slice("validation")),
+    "https://cs.stanford.edu/people/jcjohns/clevr (18 GB)",
+)
+_DSPRITES = (
+    *("dsprites", "2", ("train",), Slice("train", 80, 90), Slice("train", 90)),
+    "https://github.com/google-deepmind/dsprites-dataset",
+)
+_SMALLNORB = (
+    *("smallnorb", "2", _TRAIN_TEST, Slice("test", 0, 50), Slice("test", 50)),
+    "https://cs.nyu.edu/~ylclab/data/norb-v1.0-small",
+)
 
 ORIGINS: Mapping[str, Origin] = {
     "caltech101": Origin(
-        "caltech101", "3", ("train", "test"), Slice("train", 90), _TEST,
-        get="https://data.caltech.edu/records/mzrjq-6wc02, or: tfds build caltech101",
-        tars="caltech101",
+        "caltech101", "3", _TRAIN_TEST, Slice("train", 90), _TEST, "https://data.caltech.edu/records/mzrjq-6wc02"
     ),
     "cifar100": Origin(
-        "cifar100", "3", ("train", "test"), Slice("train", 90), _TEST,
-        get="https://www.cs.toronto.edu/~kriz/cifar.html, or: tfds build cifar100",
-        tars="cifar100", folders=("cifar",),
+        "cifar100", "3", _TRAIN_TEST, Slice("train", 90), _TEST, "https://www.cs.toronto.edu/~kriz/cifar.html",
+        folders=("cifar",),
     ),
-    "dtd": Origin(
-        "dtd", "3", _ALL_THREE, _VALIDATION, _TEST,
-        get="https://www.robots.ox.ac.uk/~vgg/data/dtd, or: tfds build dtd",
-        tars="dtd",
-    ),
+    "dtd": Origin("dtd", "3", _ALL_THREE, _VALIDATION, _TEST, "https://www.robots.ox.ac.uk/~vgg/data/dtd"),
     "flowers102": Origin(
-        "oxford_flowers102", "2", _ALL_THREE, _VALIDATION, _TEST,
-        get="https://www.robots.ox.ac.uk/~vgg/data/flowers/102, or: tfds build oxford_flowers102",
+        "oxford_flowers102", "2", _ALL_THREE, _VALIDATION, _TEST, "https://www.robots.ox.ac.uk/~vgg/data/flowers/102",
         tars="flowers",
     ),
     "pets": Origin(
-        "oxford_iiit_pet", "3", ("train", "test"), Slice("train", 80), _TEST,
-        get="https://www.robots.ox.ac.uk/~vgg/data/pets, or: tfds build oxford_iiit_pet",
-        tars="pets",
+        "oxford_iiit_pet", "3", _TRAIN_TEST, Slice("train", 80), _TEST, "https://www.robots.ox.ac.uk/~vgg/data/pets"
     ),
     "sun397": Origin(
-        "sun397/tfds", "4", _ALL_THREE, _VALIDATION, _TEST,
-        get="https://vision.princeton.edu/projects/2010/SUN (37 GB), or: tfds build sun397/tfds",
-        tars="sun397",
+        "sun397/tfds", "4", _ALL_THREE, _VALIDATION, _TEST, "https://vision.princeton.edu/projects/2010/SUN (37 GB)"
     ),
     "svhn": Origin(
         "svhn_cropped", "3", ("train", "test", "extra"), Slice("train", 90), _TEST,
-        get="http://ufldl.stanford.edu/housenumbers, or: tfds build svhn_cropped",
-        tars="svhn",
+        "http://ufldl.stanford.edu/housenumbers",
     ),
     "camelyon": Origin(
-        "patch_camelyon", "2", _ALL_THREE, _VALIDATION, _TEST,
-        get="https://github.com/basveeling/pcam, or: tfds build patch_camelyon",
-        tars="pcam",
+        "patch_camelyon", "2", _ALL_THREE, _VALIDATION, _TEST, "https://github.com/basveeling/pcam", tars="pcam"
     ),
     "eurosat": Origin(
         "eurosat/rgb", "2", ("train",), Slice("train", 60, 80), Slice("train", 80),
-        get="https://github.com/phelber/EuroSAT, or: tfds build eurosat/rgb",
-        tars="eurosat",
+        "https://github.com/phelber/EuroSAT",
     ),
     "resisc45": Origin(
         "resisc45", "3", ("train",), Slice("train", 60, 80), Slice("train", 80),
-        get="NWPU-RESISC45.rar, by hand (https://www.tensorflow.org/datasets/catalog/resisc45 says from where), "
-        "then: tfds build resisc45",
-        tars="resisc45",
+        "NWPU-RESISC45.rar, by hand (https://www.tensorflow.org/datasets/catalog/resisc45 says from where)",
+        needs_hand=True,
     ),
     "retinopathy": Origin(
         "diabetic_retinopathy_detection/btgraham-300", "3", ("sample", *_ALL_THREE), _VALIDATION, _TEST,
-        get="https://www.kaggle.com/c/diabetic-retinopathy-detection/data, by hand and with an account, then: "
-        "tfds build diabetic_retinopathy_detection/btgraham-300",
-        tars="diabetic_retinopathy", folders=("diabetic_retinopathy",),
+        "https://www.kaggle.com/c/diabetic-retinopathy-detection/data, by hand and with an account",
+        needs_hand=True, tars="diabetic_retinopathy", folders=("diabetic_retinopathy",),
     ),
     "clevr_count": Origin(
-        *_CLEVR, get=_CLEVR_GET, tars="clevr_count_all",
-        rule=LabelRule(("objects/size",), clevr_count),
+        *_CLEVR, tars="clevr_count_all", rule=LabelRule(("objects/size",), clevr_count),
         class_names=tuple(f"{count} objects" for count in range(3, 11)),
     ),
     "clevr_dist": Origin(
-        *_CLEVR, get=_CLEVR_GET, tars="clevr_closest_object_distance",
-        rule=LabelRule(("objects/pixel_coords",), clevr_distance),
+        *_CLEVR, tars="clevr_closest_object_distance", rule=LabelRule(("objects/pixel_coords",), clevr_distance),
         class_names=("to 8", "to 8.5", "to 9", "to 9.5", "to 10", "over 10"),
     ),
     "dmlab": Origin(
-        "dmlab", "2.0.1", _ALL_THREE, _VALIDATION, _TEST,
-        get="https://github.com/google-research/task_adaptation (Dmlab), or: tfds build dmlab",
-        tars="dmlab",
+        "dmlab", "2.0.1", _ALL_THREE, _VALIDATION, _TEST, "https://github.com/google-research/task_adaptation (Dmlab)"
     ),
     "dspr_loc": Origin(
-        *_DSPRITES, get=_DSPRITES_GET, tars="dsprites_label_x_position", folders=("dsprites_loc",),
+        *_DSPRITES, tars="dsprites_label_x_position", folders=("dsprites_loc",), is_binary=True,
         rule=LabelRule(("label_x_position",), dsprites_location),
         class_names=tuple(f"x {2 * bin} to {2 * bin + 1}" for bin in range(16)),
-        is_binary=True,
     ),
     "dspr_ori": Origin(
-        *_DSPRITES, get=_DSPRITES_GET, tars="dsprites_label_orientation", folders=("dsprites_ori",),
+        *_DSPRITES, tars="dsprites_label_orientation", folders=("dsprites_ori",), is_binary=True,
         rule=LabelRule(("label_orientation",), dsprites_orientation),
         class_names=tuple(f"orientation from {-(-5 * bin // 2)}" for bin in range(16)),
-        is_binary=True,
     ),
     "kitti_dist": Origin(
-        "kitti", "3.1.0", _ALL_THREE, _VALIDATION, _TEST,
-        get="https://www.cvlibs.net/datasets/kitti (12 GB), or: tfds build kitti",
-        tars="kitti_closest_vehicle_distance",
-        rule=LabelRule(("objects/type", "objects/location"), kitti_distance),
+        "kitti", "3.1.0", _ALL_THREE, _VALIDATION, _TEST, "https://www.cvlibs.net/datasets/kitti (12 GB)",
+        tars="kitti_closest_vehicle_distance", rule=LabelRule(("objects/type", "objects/location"), kitti_distance),
         class_names=("to 8 m", "to 20 m", "over 20 m", "no vehicle"),
     ),
     "snorb_azim": Origin(
-        *_SMALLNORB, get=_SMALLNORB_GET, tars="smallnorb_label_azimuth", folders=("smallnorb_azi",),
-        rule=LabelRule(("label_azimuth",), stated),
-        class_names=tuple(f"azimuth {20 * step}" for step in range(18)),
+        *_SMALLNORB, tars="smallnorb_label_azimuth", folders=("smallnorb_azi",),
+        rule=LabelRule(("label_azimuth",), stated), class_names=tuple(f"azimuth {20 * step}" for step in range(18)),
     ),
     "snorb_elev": Origin(
-        *_SMALLNORB, get=_SMALLNORB_GET, tars="smallnorb_label_elevation", folders=("smallnorb_ele",),
-        rule=LabelRule(("label_elevation",), stated),
-        class_names=tuple(f"elevation {30 + 5 * step}" for step in range(9)),
+        *_SMALLNORB, tars="smallnorb_label_elevation", folders=("smallnorb_ele",),
+        rule=LabelRule(("label_elevation",), stated), class_names=tuple(f"elevation {30 + 5 * n}" for n in range(9)),
     ),
 }  # fmt: skip
 """By task; the tasks are those of `vitscale.ground.vtab`."""

@@ -11,7 +11,7 @@ from messages import refusal
 
 from data_tools import shuffle
 from data_tools.conversion_plan import ConversionPlan, write_plan
-from data_tools.engines.inline import run_inline
+from data_tools.engines.task import run_inline
 from data_tools.listing import ListingTask, Spool
 from data_tools.shuffle import order_images
 from data_tools.sources.source import Item

@@ -102,7 +102,7 @@ def make_tfds(root: Path, task: str, images: int = IMAGES, version: str | None =
 
 def make_tars(root: Path, task: str, splits: tuple[str, ...], images: int = IMAGES) -> Path:
     """Tars as CLIP_benchmark writes them, two a split."""
-    folder = root / f"wds_vtab-{ORIGINS[task].tars}"
+    folder = root / f"wds_vtab-{ORIGINS[task].tars or task}"
     for split in splits:
         (folder / split).mkdir(parents=True)
         for index, half in enumerate((range(images // 2), range(images // 2, images))):

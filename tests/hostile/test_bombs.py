@@ -29,9 +29,9 @@ from mutate import MEMORY, SECONDS, limit
 from PIL import Image
 from small_disk import small_disk
 
-from data_tools.dedup.closest import Pair
-from data_tools.dedup.pair_sheet import write_pair_sheet
-from data_tools.engines.inline import run_inline
+from data_tools.dedup.matches import Pair
+from data_tools.dedup.pair_sheet import pair_sheet
+from data_tools.engines.task import run_inline
 from data_tools.listing import ListingTask
 from data_tools.sources import SourceOptions, open_source
 from data_tools.sources.tfrecord import _masked
@@ -295,7 +295,7 @@ def picture(make: Callable[[io.BytesIO], object]) -> Attack:
             assert check(data, header.height, header.width) != OK
         assert with_full_contrast(data) == data
         pair = Pair(0, 0, "a", "b", "pdq", 0, 0.9, None, True, data)
-        write_pair_sheet(path.with_suffix(".png"), "test", [(pair, data)], [])
+        pair_sheet("test", [(pair, data)], [])
 
     return one("image", content, read)
 

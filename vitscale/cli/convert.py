@@ -157,8 +157,8 @@ def command(
             conversion, plan, probed = dry_run(request, out, machine, console)
             console.print(_forecast(plan, probed, machine.processes, starting))
             _note(console, plan.notes)
-            if conversion.matcher is not None and probed.tally is not None:
-                for table in tables(conversion.matcher, probed.tally):
+            if conversion.matcher is not None and probed.findings is not None:
+                for table in tables(conversion.matcher, probed.findings):
                     console.print(table)
             return
         _tell(console, out, convert(request, out, machine, console), tasks)
@@ -209,7 +209,7 @@ def _forecast(plan: ConversionPlan, probed: Probe, workers: int, starting: float
     table.add_column(style="bold")
     table.add_column(justify="right")
     images = plan.images
-    removed = 0 if probed.tally is None else probed.tally.removed
+    removed = 0 if probed.findings is None else probed.findings.removed
     losses = (probed.rejected + removed) / max(probed.images, 1)
     for split in plan.splits:
         table.add_row(f"images{f' of {split.name}' if split.name else ''}", f"{split.images:,}")
@@ -228,7 +228,7 @@ def _forecast(plan: ConversionPlan, probed: Probe, workers: int, starting: float
         (f"seconds with {counted(workers, 'worker')}, about", f"{seconds:,.0f}"),
     ):
         table.add_row(name, value)
-    if probed.tally is not None:
+    if probed.findings is not None:
         about = round(removed / max(probed.images, 1) * images)
         table.add_row("copies of test images", f"{removed:,} of the probed images, so about {about:,} would be removed")
     return table

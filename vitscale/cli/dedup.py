@@ -152,13 +152,13 @@ def find(
             errors,
         )
     if as_json:
-        print(json.dumps({"out": out, "files": found.files, **described(found.matcher, found.tally)}, indent=1))
+        print(json.dumps({"out": out, "files": found.files, **described(found.matcher, found.findings)}, indent=1))
         return
     console = Console()
-    for table in tables(found.matcher, found.tally):
+    for table in tables(found.matcher, found.findings):
         console.print(table)
     say(printable(f"written: {out}: {', '.join(found.files)}"))
-    if found.tally.removed:
+    if found.findings.removed:
         say(printable(f"nothing was removed yet: vitscale dedup apply {dataset} {out} OUT"))
 
 
@@ -170,14 +170,14 @@ def apply(
     is_dry_run: Annotated[bool, Option("--dry-run", help="Show what would be removed.")] = False,
 ) -> None:
     """Write a dataset without what `find` found; the old one stays."""
-    from data_tools.dedup.applying import Removal, write_view
+    from data_tools.dedup.finding import Removal
 
     removal, console = Removal.of(dataset, found), Console()
     old = removal.manifest
     left = old.num_samples - len(removal.uids)
     if not is_dry_run:
         with interruptible("no manifest was written"):
-            write_view(removal, out)
+            removal.write(out)
     table = Table("test set")
     table.add_column("copies removed", justify="right")
     for name, count in removal.by_test_set.items():

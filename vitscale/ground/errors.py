@@ -4,6 +4,8 @@ An error raised here ends the command with one readable message and no stack tra
 where, what was expected and what to do. Everything else is a bug and keeps its trace (exit code 1).
 """
 
+from collections import abc
+from contextlib import contextmanager
 from typing import Self
 
 from vitscale.ground.safe_text import shown
@@ -112,3 +114,12 @@ class CheckpointError(VitscaleError):
     """A checkpoint that is missing, damaged or of another model. Data on disk, hence the same code as `DataError`."""
 
     exit_code = 3
+
+
+@contextmanager
+def os_errors(what: str, kind: type[VitscaleError] = DataError) -> abc.Iterator[None]:
+    """Turns an OSError into an error for people: `what`, such as `FILE: cannot be read`, and the system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what} ({error.strerror or error})") from error

@@ -1,6 +1,6 @@
 """Numbers and lists in sentences (`2 shards`, `0-3, 7`, `a, b and 3 more`), and pydantic's mistakes in our words."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _SHOWN_SPANS = 10
@@ -30,6 +30,13 @@ def listed(words: Sequence[object], most: int) -> str:
     """`a, b, c and 7 more`: the first `most` words, and how many more there are."""
     more = f" and {len(words) - most:,} more" if len(words) > most else ""
     return ", ".join(map(str, words[:most])) + more
+
+
+def quoted(values: Iterable[object], most: int, total: int | None = None) -> str:
+    """`'a', 'b' ...`: the first few of some values as Python writes them; of `total`, if not all of them are given."""
+    values = list(values)
+    dots = " ..." if (len(values) if total is None else total) > min(len(values), most) else ""
+    return ", ".join(map(repr, values[:most])) + dots
 
 
 def shortened(text: str, limit: int = _SHOWN_CHARACTERS) -> str:

@@ -13,9 +13,8 @@ from messages import refusal
 from planted_copies import OWN, PLANTED, URL
 
 from data_tools.conversion import convert
-from data_tools.dedup.applying import Removal, write_view
-from data_tools.dedup.finding import find
-from data_tools.engines.inline import run_inline
+from data_tools.dedup.finding import Removal, find
+from data_tools.engines.task import run_inline
 from data_tools.request import Request
 from data_tools.sources import SourceOptions
 from data_tools.views import write_subset
@@ -60,7 +59,7 @@ def expected(planted):
 
 def test_a_view_is_what_is_left(found, planted, tmp_path):
     before = contents(planted.dataset)
-    view = write_view(removal_of(planted, found), str(tmp_path / "deep" / "view"))
+    view = removal_of(planted, found).write(str(tmp_path / "deep" / "view"))
     assert samples(tmp_path / "deep" / "view") == expected(planted)
     whole = Manifest.load(planted.dataset)
     assert (view.num_removed, view.class_names, view.shuffle_seed) == (len(PLANTED), whole.class_names, 3)
@@ -77,7 +76,7 @@ def test_a_view_is_what_is_left(found, planted, tmp_path):
 
 
 def test_a_view_trains(found, planted, tmp_path):
-    view = write_view(removal_of(planted, found), str(tmp_path / "view"))
+    view = removal_of(planted, found).write(str(tmp_path / "view"))
     sizes = [shard.num_selected for shard in view.shards]
     assert TrainOrder(sizes, 8, seed=0).num_samples == OWN
     order = EvalOrder(sizes, 8)
@@ -93,14 +92,14 @@ def test_what_was_found_in_a_subset_leaves_the_subset(planted, tmp_path):
     for step, name in enumerate(("fish", "birds")):
         find(str(dataset), [str(planted.indexes[name])], str(tmp_path / f"found-{name}"), run_inline)
         out = tmp_path / f"without-{name}"
-        view = write_view(removal_of(planted, tmp_path / f"found-{name}", dataset), str(out))
+        view = removal_of(planted, tmp_path / f"found-{name}", dataset).write(str(out))
         left = {u: facts for u, facts in left.items() if PLANTED.get(facts[-1]["key"], ("",))[0] != name}
         assert samples(out) == left and not verify(view).damage
         assert len(view.options["dedup_against"]) == step + 1
         dataset = out
     assert view.num_removed == 30 - len(left) and set(left) == {uid for uid in expected(planted) if uid < 30}
     result = find(str(dataset), [str(planted.indexes["birds"])], str(tmp_path / "again"), run_inline)
-    assert result.tally.removed == 0
+    assert result.findings.removed == 0
     with (tmp_path / "again" / "contaminated.csv").open(newline="") as file:
         assert len(list(csv.reader(file))) == 1
 
@@ -109,7 +108,7 @@ def test_a_shard_of_which_nothing_is_left_disappears(found, planted, tmp_path):
     whole = samples(planted.dataset)
     uids = np.array([uid for uid in whole if 9 <= uid < 18 or uid in (0, 20)])
     removal = replace(removal_of(planted, found), uids=uids)
-    written = write_view(removal, str(tmp_path / "view"))
+    written = removal.write(str(tmp_path / "view"))
     assert len(written.shards) == len(Manifest.load(planted.dataset).shards) - 1
     assert samples(tmp_path / "view") == {uid: facts for uid, facts in whole.items() if uid not in uids}
     assert not verify(written).damage
@@ -119,7 +118,7 @@ def test_at_a_url(found, planted):
     """The same dataset, by its bytes, so what was found on this machine holds there."""
     removal, memory = removal_of(planted, found, URL), fsspec.filesystem("memory")
     try:
-        view = write_view(removal, "memory://planted/view")
+        view = removal.write("memory://planted/view")
         assert not verify(view).damage and view.num_samples == OWN
     finally:
         memory.rm("/planted/view", recursive=True)
@@ -168,12 +167,12 @@ def test_out_must_be_new_or_empty(found, planted, tmp_path):
     (tmp_path / "full" / "mine.txt").write_text("x")
     for out in (tmp_path / "full", tmp_path / "full" / "mine.txt", planted.dataset):
         with refusal(RecipeError, "dedup", f"view to {out.name}", {out: "OUT"}):
-            write_view(removal, str(out))
+            removal.write(str(out))
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine.txt"]
 
 
 def test_uids_that_the_shards_do_not_have(found, planted, tmp_path):
     removal = replace(removal_of(planted, found), uids=np.array([4, 10**6]))
     with pytest.raises(DataError, match=r"\b0 of\b.*\b1\b"):
-        write_view(removal, str(tmp_path / "view"))
+        removal.write(str(tmp_path / "view"))
     assert not list((tmp_path / "view").iterdir())

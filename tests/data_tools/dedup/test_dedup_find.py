@@ -13,7 +13,7 @@ from messages import refusal
 from planted_copies import OWN, PLANTED, URL
 
 from data_tools.dedup.finding import find
-from data_tools.engines.inline import run_inline
+from data_tools.engines.task import run_inline
 from data_tools.machine import Machine
 from data_tools.views import write_subset
 from vitscale.data.shards import Manifest, ShardFile
@@ -36,7 +36,7 @@ def copies(found):
 
 def test_what_was_planted_is_found_and_nothing_else(finding, planted):
     found, result = finding
-    assert (result.tally.images, result.tally.removed, result.made_anew) == (OWN + len(PLANTED), len(PLANTED), 0)
+    assert (result.findings.images, result.findings.removed, result.made_anew) == (OWN + len(PLANTED), len(PLANTED), 0)
     rows = rows_of(found)
     assert sorted(row["train_key"] for row in rows) == sorted(PLANTED)
     for row in rows:
@@ -156,7 +156,7 @@ def test_settings_out_of_range_name_the_test_set(planted, tmp_path):
 def test_only_selected_samples_are_compared(found, planted, tmp_path):
     write_subset(str(planted.dataset), str(tmp_path / "subset"), 23)
     result = run(planted, tmp_path / "subset", tmp_path / "found")
-    assert result.tally.images == 23
+    assert result.findings.images == 23
     expected = [row["train_uid"] for row in rows_of(found) if row["train_uid"] < 23]
     assert [row["train_uid"] for row in rows_of(tmp_path / "found")] == expected
     assert 0 < len(expected) < len(PLANTED)

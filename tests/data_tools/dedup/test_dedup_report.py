@@ -14,13 +14,12 @@ from PIL import Image
 from planted_copies import jpeg, photo, write_images
 from rich.console import Console
 
-from data_tools.dedup.closest import Closest, Pair
 from data_tools.dedup.index import FingerprintIndex
+from data_tools.dedup.matches import Findings, Pair
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.pair_sheet import pair_sheet
 from data_tools.dedup.report import described, tables, write_report
 from data_tools.dedup.settings import Settings
-from data_tools.dedup.tally import Tally
 
 COLUMNS = 110
 
@@ -36,7 +35,7 @@ def index_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return index_of(root / "index", sources).folder
 
 
-def matched(folder: Path) -> tuple[Matcher, Tally, Closest]:
+def matched(folder: Path) -> tuple[Matcher, Findings]:
     """Four copies and two other images, compared with an index."""
     images = {
         "bytes.jpg": jpeg(photo(0)),
@@ -46,11 +45,9 @@ def matched(folder: Path) -> tuple[Matcher, Tally, Closest]:
         "other.jpg": jpeg(photo(800)),
         "another.jpg": jpeg(photo(801)),
     }
-    matcher, closest = Matcher([FingerprintIndex(folder)]), Closest()
-    queries = [candidate(content, key=key) for key, content in images.items()]
-    for query, matches in zip(queries, matcher.match(queries), strict=True):
-        closest.add(query.key, matches, query.picture)
-    return matcher, matcher.tally, closest
+    matcher = Matcher([FingerprintIndex(folder)])
+    matcher.match([candidate(content, key=key) for key, content in images.items()])
+    return matcher, matcher.findings
 
 
 def renamed(folder: Path, out: Path, names: list[str]) -> Path:
@@ -63,18 +60,18 @@ def renamed(folder: Path, out: Path, names: list[str]) -> Path:
     return out
 
 
-def shown(matcher: Matcher, tally: Tally) -> list[str]:
+def shown(matcher: Matcher, findings: Findings) -> list[str]:
     out = io.StringIO()
-    for table in tables(matcher, tally):
+    for table in tables(matcher, findings):
         Console(file=out, width=COLUMNS).print(table)
     return out.getvalue().splitlines()
 
 
 def test_numbers_are_those_of_what_was_planted(index_folder: Path, tmp_path: Path) -> None:
-    matcher, tally, closest = matched(index_folder)
-    write_report(tmp_path / "report", matcher, tally, closest)
+    matcher, findings = matched(index_folder)
+    write_report(tmp_path / "report", matcher, findings)
     report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert report == described(matcher, tally)
+    assert report == described(matcher, findings)
     assert (report["images"], report["removed"]) == (6, 4)
     birds, scans = report["test_sets"]
     assert birds["removed"] == {"bytes": 1, "pixels": 0, "hash": 2, "correlation": 0, "embedding": 0}
@@ -94,8 +91,8 @@ def test_numbers_are_those_of_what_was_planted(index_folder: Path, tmp_path: Pat
 
 
 def test_table_shows_them(index_folder: Path) -> None:
-    matcher, tally, _ = matched(index_folder)
-    lines = shown(matcher, tally)
+    matcher, findings = matched(index_folder)
+    lines = shown(matcher, findings)
     birds, scans, total = (next(line.split() for line in lines if name in line) for name in ("birds", "scans", "all "))
     assert birds == ["birds", "5", "2", "(40.0%)", "3", "1", "0", "2", "0", "?"]
     assert scans == ["scans", "5", "1", "(20.0%)", "1", "1", "0", "0", "0", "0"]
@@ -108,13 +105,13 @@ def test_table_of_large_counts_fits_the_terminal(index_folder: Path, tmp_path: P
     names = ["a test set with a name of quite some length", "[bold]鸟🐟\n\x1b[31m"]
     matcher = Matcher([FingerprintIndex(renamed(index_folder, tmp_path / "index", names))])
     matcher.indexes[0].embedding = {"side": 224}  # as one made with a user's model has it: a column more
-    tally = Tally.empty(names)
-    tally.images, tally.removed = 300_000_000, 1_234_567
+    findings = Findings(names)
+    findings.images, findings.removed = 300_000_000, 1_234_567
     for number in range(2):
-        tally.tiers[number].update(bytes=123_456, pixels=12_345, hash=654_321, correlation=234_567, embedding=9_876)
-        tally.contaminated[number].update(range(5))
-    tally.distances[0] = (1e9 * np.exp(0.3 * (np.arange(91) - 90))).astype(int)
-    lines = shown(matcher, tally)
+        findings.tiers[number].update(bytes=123_456, pixels=12_345, hash=654_321, correlation=234_567, embedding=9_876)
+        findings.contaminated[number].update(range(5))
+    findings.distances[0] = (1e9 * np.exp(0.3 * (np.arange(91) - 90))).astype(int)
+    lines = shown(matcher, findings)
     assert max(len(line) for line in lines) <= COLUMNS
     text = "\n".join(lines)
     assert "1,034,565" in text and "654,321" in text and "of quite" in text and "[bold]" in text
@@ -150,7 +147,7 @@ def test_any_names_make_files_of_their_own(index_folder: Path, tmp_path: Path, n
     matcher = Matcher([index], {name: Settings() for name in names})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        written = write_report(tmp_path / "report", matcher, Tally.empty(names), Closest())
+        written = write_report(tmp_path / "report", matcher, Findings(names))
     assert len({name.lower() for name in written}) == len(written) == 3
     assert sorted(path.name for path in (tmp_path / "report").iterdir()) == sorted(written)
     assert json.loads((tmp_path / "report" / "report.json").read_text())["test_sets"][0]["name"] == names[0]
@@ -158,8 +155,8 @@ def test_any_names_make_files_of_their_own(index_folder: Path, tmp_path: Path, n
 
 def test_damage_of_an_earlier_report_is_overwritten(index_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "report.json").write_text("cut off")
-    matcher, tally, closest = matched(index_folder)
-    write_report(tmp_path, matcher, tally, closest)
+    matcher, findings = matched(index_folder)
+    write_report(tmp_path, matcher, findings)
     assert json.loads((tmp_path / "report.json").read_text())["images"] == 6
 
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from dedup_data import candidate, index_of, make_photo, source_of
 from PIL import Image, ImageOps
+from planted_copies import jpeg
 
-from data_tools.dedup.match import Match
+from data_tools.dedup.matches import Match
 from data_tools.dedup.matching import Matcher
 
 SIDE = 200
@@ -51,12 +52,6 @@ FRAMES = [
     Frame(1, 0, (46, 0, 46, 0), "white"),
     Frame(0.3, 0, CROOKED[0], "white"),
 ]
-
-
-def jpeg(picture: Image.Image, quality: int = 92) -> bytes:
-    out = io.BytesIO()
-    picture.save(out, "JPEG", quality=quality)
-    return out.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +134,7 @@ def test_hashes_that_a_frame_makes_decide_nothing(pictures, frame, tmp_path):
     tests, strangers = pictures[: PICTURES // 2], pictures[PICTURES // 2 :]
     matcher = indexed([frame.around(picture) for picture in tests], tmp_path / "framed")
     found = matched(matcher, [frame.around(picture) for picture in strangers])
-    assert matcher.tally.distances[0][:32].sum() > 0
+    assert matcher.findings.distances[0][:32].sum() > 0
     assert not [match for matches in found for match in matches if match.removed]
     own = matched(matcher, [frame.around(picture) for picture in tests], 85)
     removed = [{match.key for match in matches if match.removed} for matches in own]

@@ -9,25 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
+from datasets_on_disk import contents
 from dedup_data import NAMES, candidate, index_of, make_photo, source_of, write_photos
 from PIL import Image, ImageOps
 
 from data_tools.dedup import building
-from data_tools.dedup.against import Candidate
 from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.luma import square_luma
 from data_tools.dedup.matching import Matcher
+from data_tools.dedup.queries import Candidate
 from data_tools.dedup.settings import PRESETS, Settings
 
 
 def file(path: Path) -> Candidate:
     """An image file as a query."""
     return candidate(path.read_bytes())
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def hashes_by_key(index: FingerprintIndex) -> dict[str, list[tuple[int, tuple[int, ...]]]]:

@@ -9,6 +9,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from datasets_on_disk import contents
 from dedup_data import NAMES, index_of, source_of
 
 from data_tools.dedup import building
@@ -16,10 +17,6 @@ from data_tools.dedup.building import build_index
 from data_tools.dedup.index import FingerprintIndex
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.durable import durable_folder
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def names_in(folder: Path) -> list[str]:

@@ -1,27 +1,21 @@
 """What decides about a pair, in which order, and what is not even asked for."""
 
-import io
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from dedup_data import candidate, index_of, make_photo, source_of
 from PIL import Image, ImageOps
+from planted_copies import jpeg
 
-from data_tools.dedup.against import Candidate
 from data_tools.dedup.fingerprint import fingerprint
 from data_tools.dedup.matching import Matcher
+from data_tools.dedup.queries import Candidate
 
 EQUAL = 300
 
 
-def jpeg(picture: Image.Image, quality: int = 92, **options: object) -> bytes:
-    out = io.BytesIO()
-    picture.save(out, "JPEG", quality=quality, **options)
-    return out.getvalue()
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Unseen(Candidate):
     """An image of which nobody may ask how it looks: at `find` it would have to be decoded."""
 
@@ -52,7 +46,7 @@ def many(tmp_path_factory) -> Matcher:
 
 def test_equal_bytes_and_pixels_need_no_look(many):
     """Some hundred equal test images: each is told, none is laid over the query."""
-    before = many.tally.correlations[0].sum()
+    before = many.findings.correlations[0].sum()
     same, commented = jpeg(make_photo(1, 96, 128)), jpeg(make_photo(1, 96, 128), comment=b"mine")
     for content, tier in ((same, "bytes"), (commented, "pixels")):
         (matches,) = many.match([unseen(content)])
@@ -60,7 +54,7 @@ def test_equal_bytes_and_pixels_need_no_look(many):
         for match in matches:
             assert (match.tier, match.distance, match.removed) == (tier, 0, True)
             assert match.correlation is match.cosine is match.variant is None
-    assert many.tally.correlations[0].sum() == before
+    assert many.findings.correlations[0].sum() == before
     # Strangers are not looked at either: their hashes are far.
     assert many.match([unseen(jpeg(make_photo(3, 96, 128)))]) == [[]]
 
@@ -91,7 +85,7 @@ def test_equal_to_one_and_near_to_another(tmp_path):
     ]
     assert [match.correlation is None for match in matches] == [True, True, False]
     # The image is one of those removed, not three.
-    assert matcher.tally.removed == 1
+    assert matcher.findings.removed == 1
 
 
 def test_borders_in_a_fingerprint():

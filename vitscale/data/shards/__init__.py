@@ -5,6 +5,3 @@ Provenance tables are in `vitscale.data.shards.provenance`, which loads pyarrow;
 
 from vitscale.data.shards.beton import DEFAULT_CAPACITY, ShardFile, StoredSample, field_names, write_shard
 from vitscale.data.shards.manifest import MANIFEST_NAME, ExcludedSlots, Manifest, SelectExclude, SelectFirst, ShardEntry
-
-__all__ = ["DEFAULT_CAPACITY", "ShardFile", "StoredSample", "field_names", "write_shard"]
-__all__ += ["MANIFEST_NAME", "ExcludedSlots", "Manifest", "SelectExclude", "SelectFirst", "ShardEntry"]

@@ -18,7 +18,7 @@ from vitscale.data.shards.beton import ShardFile
 from vitscale.data.shards.foreign import IMAGE, INTEGER, ForeignShard, read_fields
 from vitscale.data.shards.manifest import Adopted, Manifest, ShardEntry, StoredChecksums, schema_version_of
 from vitscale.data.shards.scan import Scan, scan
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, os_errors
 from vitscale.ground.files.durable import new_folder
 from vitscale.ground.storage import is_url, without_file_scheme
 
@@ -157,10 +157,8 @@ def _scan(shard: ShardFile, decode: bool, progress: Callable[[int], None] | None
     """Read the whole file. Raises DataError for images that training would refuse, or if the file changes meanwhile."""
 
     before = _state(shard)
-    try:
+    with os_errors(f"{shard.path}: cannot be read"):
         scanned = scan(shard, decode, progress)
-    except OSError as error:
-        raise DataError(f"{shard.path}: cannot be read ({error.strerror or error})") from error
     if _state(shard) != before or scanned.digests.bytes != before[0]:
         raise DataError(f"{shard.path}: has changed while it was read. Adopt it when its writer is done")
     bad = {"is no JPEG of the height and width that the file states": ~scanned.is_sized}

@@ -47,7 +47,7 @@ def first_samples(manifest: Manifest, count: int) -> Iterator[Sample]:
                     height=pixels.shape[0],
                     width=pixels.shape[1],
                     bytes=int(shard.file.size[slot]),
-                    picture=_small(Image.fromarray(pixels)),
+                    picture=fitted(Image.fromarray(pixels), _SIDE),
                 )
                 count -= 1
 
@@ -92,7 +92,8 @@ def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) ->
     return f"{text}…"
 
 
-def _small(picture: Image.Image) -> Image.Image:
-    scale = _SIDE / max(picture.size)
-    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+def fitted(picture: Image.Image, side: int) -> Image.Image:
+    """A picture of which the longer side has this many pixels."""
+    scale = side / max(picture.size)
+    size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
     return picture.resize(size, Image.Resampling.LANCZOS if scale < 1 else Image.Resampling.NEAREST)

@@ -29,7 +29,7 @@ from pydantic import (
     model_validator,
 )
 
-from vitscale.ground.errors import DataError
+from vitscale.ground.errors import DataError, os_errors
 from vitscale.ground.files.arrays import parse_array
 from vitscale.ground.files.digests import file_digests
 from vitscale.ground.files.durable import write_text
@@ -55,41 +55,43 @@ def _relative(path: str) -> str:
 
 _Path = Annotated[str, AfterValidator(_relative)]
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
-_Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Content of a JSON file: no other keys, no conversions of types, no changes."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-class SelectFirst(_Strict):
+class SelectFirst(Strict):
     """The first `first` slots of a shard."""
 
     first: _Count
 
 
-class ExcludedSlots(_Strict):
+class ExcludedSlots(Strict):
     """A .npy file of `count` sorted uint32 slots; `path` is relative to the manifest's directory."""
 
     path: _Path
-    sha256: _Sha256
+    sha256: Sha256
     count: _Count
 
 
-class SelectExclude(_Strict):
+class SelectExclude(Strict):
     """All slots of a shard except those listed in a file."""
 
     exclude: ExcludedSlots
 
 
-class StoredChecksums(_Strict):
+class StoredChecksums(Strict):
     """A .npy file with the crc32c of every image, uint32 (samples,); `path` is relative to the manifest's directory."""
 
     path: _Path
-    sha256: _Sha256
+    sha256: Sha256
 
 
-class Adopted(_Strict):
+class Adopted(Strict):
     """Marks a shard as a file of FFCV's own writer: the fields that are used, and the checksums that it lacks.
 
     A `label_field` of None means that there are no labels.
@@ -100,13 +102,13 @@ class Adopted(_Strict):
     checksums: StoredChecksums
 
 
-class ShardEntry(_Strict):
+class ShardEntry(Strict):
     """One shard: its path (relative to the manifest, possibly outside its directory), its content and its selection."""
 
     path: _Path
     samples: Annotated[int, Field(ge=1, le=2**32)]
     bytes: Annotated[int, Field(ge=1, lt=2**63)]
-    sha256: _Sha256
+    sha256: Sha256
     xxh3_128: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
     first_uid: _Count
     select: Literal["all"] | SelectFirst | SelectExclude = "all"
@@ -143,7 +145,7 @@ class ShardEntry(_Strict):
         return self.samples
 
 
-class Manifest(_Strict):
+class Manifest(Strict):
     """A dataset: its shards, in order of uid, and which of their samples belong to it."""
 
     schema_version: Literal[1, 2] = 1  # as `schema_version_of`; a version 2 that would only need 1 is read as well
@@ -302,10 +304,8 @@ class Manifest(_Strict):
     ) -> np.ndarray:
         """The content of a .npy file that the manifest lists, uint32 (count,). Raises DataError."""
         file = self.location(listed.path)
-        try:
+        with os_errors(f"{file}: {what} cannot be read"):
             content = read_bytes(file)
-        except OSError as error:
-            raise DataError(f"{file}: {what} cannot be read ({error.strerror or error})") from error
         found = hashlib.sha256(content).hexdigest()
         if found != listed.sha256:
             raise DataError(f"{file}: damaged: sha256 {found}; the manifest says {listed.sha256}")

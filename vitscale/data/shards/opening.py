@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -154,6 +155,24 @@ def keys_of(manifest: Manifest, index: int) -> list[str] | None:
     if len(keys) != samples:
         raise DataError(f"{where}: {samples:,} samples; its table of provenance has {len(keys):,}")
     return keys
+
+
+def table_beside(manifest: Manifest, index: int, columns: list[str]) -> Any:
+    """Columns of the table of provenance beside a shard, a `pyarrow.Table`; None if there is none.
+
+    Raises DataError if it is damaged or has other than one row a sample, StorageError if a URL does not answer.
+    """
+    from vitscale.data.shards.provenance import provenance_path, read_provenance  # loads pyarrow
+
+    entry = manifest.shards[index]
+    beside = provenance_path(manifest.location(entry.path))
+    if size_of(beside) is None:
+        return None
+    with local_copy(beside) as path:
+        table = read_provenance(path, columns)
+    if table.num_rows != entry.samples:
+        raise DataError(f"{beside}: {table.num_rows:,} rows; the manifest says {entry.samples:,} samples")
+    return table
 
 
 def sample_names(manifest: Manifest) -> Iterator[tuple[int, str]]:
