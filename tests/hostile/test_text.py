@@ -17,6 +17,8 @@ import pytest
 
 from data_tools.sources import SourceOptions, open_source
 from data_tools.sources.parts import clean_path
+from vitscale.about.studies.expansion import expand
+from vitscale.about.studies.reading import Study
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.page import read_figures
@@ -57,6 +59,12 @@ WITH_SECRETS = {
     r"https:\/\/u:TOPSECRET@h\/x?a=1\u0026sig\u003dTOPSECRET": r"https:\/\/h\/x?a=1",
     "{'Authorization': 'Basic TOPSECRET', 'Range': 'x'}": "{'Authorization': '...', 'Range': 'x'}",
     "authorization: Bearer TOPSECRET": "authorization: ...",
+    "{'tracking.token': 'TOPSECRET', 'hub': {'API_KEY': \"a'TOPSECRET\"}}": (
+        "{'tracking.token': '...', 'hub': {'API_KEY': \"...\"}}"
+    ),
+    json.dumps({"wandb-api-key": "TOPSECRET", "password": "TOPSECRET"}): json.dumps(
+        {"wandb-api-key": "...", "password": "..."}
+    ),
     json.dumps({"why": 'of "https://u:TOPSECRET@h/x?key=TOPSECRET"\nhere'}): json.dumps(
         {"why": 'of "https://h/x"\nhere'}
     ),
@@ -66,6 +74,7 @@ WITHOUT_SECRETS = [
     *("hf://datasets/o/n@main/a:b@c", "github://org:repo@main/x", "zip://x::s3://b/k?x", "sftp://user@host/x"),
     *("s3://b/a?keyword=1&monkey=2&design=3", "/a:b@c/d", "ask me@host: a://b", "https://host: ask x@y", "12:30@x"),
     *("https://h/get?id=1&w=2", "a?b=c", "&#34;key=1&#34; &lt;sig=2", "x = y & key=z"),
+    '{"token": 3, "tokens": "x", "key": "y", "class_token": ""}',
 ]
 
 
@@ -81,7 +90,23 @@ def test_text_without_secrets_stays(text):
 
 
 @pytest.mark.parametrize(
-    "unit", ["x://a:b", "://", "?sig=a&", "%3a%2f%2fa", "authorization: ", "https://u:", "@:", "&a_", "?%", "aA-", " "]
+    "unit",
+    [
+        "x://a:b",
+        "://",
+        "?sig=a&",
+        "%3a%2f%2fa",
+        "authorization: ",
+        "https://u:",
+        "@:",
+        "&a_",
+        "?%",
+        "aA-",
+        " ",
+        "\\",
+        "'token':\"",
+        "'a.",
+    ],
 )
 def test_long_text_takes_no_longer_than_it_has_to(unit):
     text = f"https://u:{unit * 50_000}@"  # quadratic time would be an hour
@@ -109,9 +134,15 @@ def test_keys_are_urls_without_secrets(path, key):
         "data.train=https://TOPSECRET@host/D",
         "checkpoint.dir=simplecache::s3://user:TOPSECRET@bucket/c",
         "init.from=https://host/w.npz?sig=TOPSECRET",
+        "deepspeed.comet.api_key=TOPSECRET",
     ],
 )
-def test_recipes_hold_no_secrets(setting):
+def test_recipes_hold_no_secrets(setting, tmp_path):
+    key, _, value = setting.partition("=")
+    study = Study.model_validate({"parts": {"a": {"recipe": str(RECIPE), "settings": {key: value}}}})
+    with pytest.raises(RecipeError) as refused:
+        expand(study, tmp_path)
+    assert key.partition(".")[0] in str(refused.value) and SECRET not in str(refused.value)
     with pytest.raises(RecipeError) as refused:
         refuse_secrets(load_recipe(RECIPE, [setting]), "r")
     assert setting.partition(".")[0] in str(refused.value) and SECRET not in str(refused.value)
