@@ -3,8 +3,10 @@
 import copy
 import io
 import json
+import math
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +30,8 @@ from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
 from vitscale.data.shards.opening import open_shard
 from vitscale.ground.errors import CheckpointError, DataError, MachineError, RecipeError, VitscaleError
 from vitscale.recipe import load_recipe
+from vitscale.runs.done import write_done
+from vitscale.runs.metrics import MetricsLines
 
 SIZE = 64
 
@@ -368,6 +372,36 @@ def test_recipes(tmp_path, home):
     evil.symlink_to(home / "run")
     for shown in (vs.Run(evil), vs.Run(evil).recipe, vs.Dataset(home / "data/test"), vs.Run(evil).plot()):
         assert "<script" not in shown._repr_html_()
+
+
+def strict(text: str) -> object:
+    """What a reader of JSON that knows no NaN finds."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_numbers_that_are_none_break_no_run(home, tmp_path):
+    run, told = tmp_path / "run", {"v/a": math.nan, "v/b": math.inf, "v/top1": 0.5}
+    shutil.copytree(home / "run", run)
+    lines = [
+        '{"step": 1, "step_time_s": 1, "exaflops": 1, "loss": NaN, "lr": 1e999, "x": [1], "d": "ab"}',
+        f'{{"step": 2, "step_time_s": 1, "exaflops": 1, "loss": {"9" * 400}, "lr": -Infinity}}',
+        '{"step": 2, "eval/v/top1": NaN, "eval/v\\u001b": 1}',
+    ]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    written = MetricsLines(run / "metrics.jsonl", 2)
+    written.training(3, {"step_time_s": 1, "exaflops": 2.0, "loss": math.nan, "lr": 0.5})
+    written.evaluation(3, told)
+    write_done(run, {"step": 3, "exaflops": math.nan, "evaluation": told})
+    for text in ((run / "DONE").read_text(), *(run / "metrics.jsonl").read_text().splitlines()[-2:]):
+        assert strict(text)
+    found = vs.Run(run)
+    assert found.evaluation == {"v/top1": 0.5} and found.cost.exaflops == 2
+    assert found.evaluations == [(2, {"v/top1": None}), (3, {"v/a": None, "v/b": None, "v/top1": 0.5})]
+    assert np.isnan(found.metrics["loss"]).all() and found.metrics["lr"][-1] == 0.5
+    assert "0.5" in found._repr_html_() and "<svg" in found.plot()._repr_html_()
+    for key in ("x", "d"):
+        with pytest.raises(RecipeError):
+            found.plot(key)
 
 
 def test_training_waits_stops_continues_and_fails_as_the_launch_does(tmp_path, capfd):

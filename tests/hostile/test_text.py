@@ -12,6 +12,8 @@ from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -19,11 +21,24 @@ from data_tools.sources import SourceOptions, open_source
 from data_tools.sources.parts import clean_path
 from vitscale.about.studies.expansion import expand
 from vitscale.about.studies.reading import Study
+from vitscale.api.shown import Predictions
 from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.evaluation.prediction import Prediction
 from vitscale.ground.errors import DataError, RecipeError
-from vitscale.ground.page import read_figures
+from vitscale.ground.page import (
+    Facts,
+    Folded,
+    Section,
+    Table,
+    Text,
+    draw,
+    fragment,
+    page_text,
+    read_figures,
+    standalone,
+)
 from vitscale.ground.safe_text import SafeStream, shown, without_secrets
-from vitscale.ground.table import Console
+from vitscale.ground.table import Column, Console, ResultTable
 from vitscale.launch.clusters import Job, hostfile, slurm
 from vitscale.launch.pretraining import Pretraining
 from vitscale.recipe import load_recipe, refuse_secrets
@@ -284,6 +299,30 @@ def test_nothing_that_controls_a_terminal_is_printed(control):
     console.print(f"[bold]{text}[/bold]")
     plain = screen.getvalue().replace("\x1b[1m", "").replace("\x1b[0m", "")
     assert all(line.isprintable() for line in plain.split("\n")) and len(plain.split("\n")) == 3
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.filterwarnings("ignore:Glyph", "ignore:constrained_layout")
+def test_a_page_shows_names_and_obeys_none(control):
+    """A class name on pages, in drawings and in what notebooks show."""
+    name = f"</td></svg><script>x</script>{control}$\\frac$"
+
+    def put(figure: Any) -> None:
+        panel = figure.subplots()
+        panel.plot([1, 1000], [1, 2], label=name)
+        panel.set(title=name, xlabel=name, xscale="log")
+        panel.set_yticks([1, 2], [name.encode(errors="replace").decode()] * 2)
+        panel.legend()
+
+    drawing = draw("a", name, put, caption=name)
+    table = Table(ResultTable([Column("a", name, is_text=True)], [{"a": name}]), caption=name)
+    parts = [drawing, table, Text(name), Facts([(name, name)]), Folded(name, [])]
+    predictions = Predictions([Prediction(name, [(name, 0.5)])])
+    for page in (page_text(name, name, [Section(name, parts)]), fragment(parts), predictions._repr_html_()):
+        assert "<script>x" not in page and page.count("</svg>") == page.count("<svg")
+        assert all(line.isprintable() for line in page.split("\n")) and "\\frac$" in page
+    assert "mathdefault" not in drawing.svg  # the labels of a logarithmic axis
+    ElementTree.fromstring(standalone(put, "svg", width=300, height=200))
 
 
 def test_a_name_begins_no_line_of_its_own(tmp_path):

@@ -33,6 +33,7 @@ from vitscale.evaluation.prediction import (
     view_of,
 )
 from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.safe_text import shown
 from vitscale.ground.weight_formats import Format
 from vitscale.models import Outputs
 from vitscale.models.weights import HEAD, write_weights
@@ -315,7 +316,7 @@ def opened(model: "Model | Run | str | os.PathLike[str]") -> Model:
 
 
 def _warn(note: str) -> None:
-    warnings.warn(note, stacklevel=4)
+    warnings.warn(shown(note), stacklevel=4)
 
 
 def _pictures(images: Picture | Sequence[Picture]) -> list[Picture]:

@@ -141,14 +141,15 @@ class Run(runs.Run):
 
         Raises `RecipeError` for a key that there is not.
         """
-        lines = {key: (self.metrics["step"], self.metrics[key]) for key in self.metrics if key != "step"}
+        columns = {key: self.metrics[key] for key in self.metrics if key != "step"}
+        lines = {key: (self.metrics["step"], column) for key, column in columns.items() if column.dtype != object}
         for key in dict.fromkeys(key for _, values in self.evaluations for key in values):
             found = [(step, values[key]) for step, values in self.evaluations if number(values.get(key)) is not None]
             lines |= {key: tuple(zip(*found, strict=True))} if found else {}  # type: ignore[dict-item]
         shown = keys or [key for key in lines if key == "loss" or key.endswith("/top1")]
         if unknown := [key for key in shown if key not in lines]:
             raise RecipeError(
-                f"{unknown[0]!r}: {self.directory} has no such column; it has {', '.join(lines) or 'none'}"
+                f"{unknown[0]!r}: {self.directory} has no such column of numbers; it has {', '.join(lines) or 'none'}"
             )
 
         def put(figure: "Figure") -> None:

@@ -19,6 +19,7 @@ from vitscale.evaluation.finished import FinishedModel
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.ranks import gather
 from vitscale.ground.storage import regular
+from vitscale.ground.wording import finite
 from vitscale.recipe import EvalCrop
 
 Picture = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
@@ -45,7 +46,7 @@ class Prediction:
         """The prediction as plain data for JSON."""
         if self.problem is not None:
             return {"file": self.file, "error": self.problem}
-        return {"file": self.file, "top": [{"class": name, "probability": p} for name, p in self.classes]}
+        return {"file": self.file, "top": [{"class": name, "probability": finite(p)} for name, p in self.classes]}
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:

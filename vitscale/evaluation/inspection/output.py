@@ -18,11 +18,11 @@ from vitscale.ground.page import (
     Section,
     Text,
     draw,
-    finite_rows,
     page_text,
     standalone,
     write_figures,
 )
+from vitscale.ground.wording import finite
 
 PAGE = "index.html"
 
@@ -40,7 +40,7 @@ def write(
     for figure in figures:
         size: dict[str, Any] = {"width": figure.width, "height": figure.height}
         svg = draw(figure.key.replace("_", "-"), figure.title, figure.put, **size).svg
-        about, numbers = (figure.key, figure.title, figure.caption), (list(figure.columns), finite_rows(figure.rows))
+        about, numbers = (figure.key, figure.title, figure.caption), (list(figure.columns), finite(figure.rows))
         drawn.append(NumberedDrawing(*about, *numbers, svg, figure.width))
         for form in ("png", "svg"):
             (folder / f"{figure.key}.{form}").write_bytes(standalone(figure.put, form, **size))

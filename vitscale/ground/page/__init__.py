@@ -5,7 +5,6 @@ from vitscale.ground.page.figures_file import (
     FIGURES_FILE,
     Figures,
     NumberedDrawing,
-    finite_rows,
     read_figures,
     write_figures,
 )
@@ -29,7 +28,6 @@ __all__ = [
     "Tone",
     "check_drawing",
     "draw",
-    "finite_rows",
     "fragment",
     "page_text",
     "read_figures",
