@@ -152,7 +152,7 @@ def read_content(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise RecipeError(f"{path}: extends itself: {' -> '.join(str(p.name) for p in (*chain, path))}")
     content = read_yaml(path)
     # Of a file that is something else, no word is repeated: it may hold secrets.
-    if not isinstance(content, dict) or (content and not content.keys() & {"extends", *keys_in("")}):
+    if not isinstance(content, dict) or (content and not content.keys() & {"extends", *Recipe.model_fields}):
         raise RecipeError(f"{path}: expected a mapping of keys such as model, data and batch")
     base = content.pop("extends", None)
     if base is None:
