@@ -259,6 +259,33 @@ def test_what_is_no_model_is_one_clear_error(home, model, tmp_path, capfd):
     assert capfd.readouterr().out == ""
 
 
+def test_the_folder_of_a_checkpoint_opens_that_step(home, tmp_path, monkeypatch):
+    folder, photo = home / "run/checkpoints/step-00000002", file_of(home)
+    found = vs.load(folder)
+    assert found.step == 2 and found.predict(photo) == vs.load(home / "run", 2).predict(photo)
+    assert vs.load(folder, 2).step == 2 and vs.load(home / "run").step == 3
+    lines = [
+        CliRunner().invoke(app, ["export", str(source), "--format", "hf", "--out", str(tmp_path / name), *more])
+        for source, name, more in ((folder, "a", ()), (home / "run", "b", ("--step", "2")))
+    ]
+    assert not any(line.exception for line in lines)
+    written = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in "ab"]
+    assert written[0] == written[1]
+    copied = tmp_path / "elsewhere" / folder.name
+    shutil.copytree(folder, copied)
+    monkeypatch.chdir(copied)
+    assert vs.load(".").predict(photo) == found.predict(photo)
+    for source, step in ((folder, 3), (copied.rename(copied.with_name("mine")), None)):
+        with pytest.raises(RecipeError):
+            vs.load(source, step)
+    for name, damage in (("index.json", Path.unlink), ("rank-00000.safetensors", lambda file: os.truncate(file, 999))):
+        shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)
+        shutil.copytree(folder, copied)
+        damage(copied / name)
+        with pytest.raises(CheckpointError):
+            vs.load(copied)
+
+
 def test_a_fifo_of_a_stranger_is_no_picture(model, tmp_path):
     os.mkfifo(tmp_path / "x.jpg")
     for ask in (model.predict, model.features):

@@ -260,7 +260,8 @@ def load(
     """A model from a run, from weights in any format, or fresh by its name.
 
     Args:
-        source: a run's directory, a file or folder of weights, or a name of `list_models`: "ViT-B/16".
+        source: a run's directory, the folder of one of its checkpoints, a file or folder of weights, or a name of
+            `list_models`: "ViT-B/16".
         step: for a run, the step of the checkpoint; by default the newest.
         precision: the precision of the weights, in which the model computes; by default a run's own, else fp32.
         use_average: for a run, False for its last weights instead of the average, if it keeps one.

@@ -50,7 +50,7 @@ def export(
     from vitscale.about.report.card import model_card
     from vitscale.models.weights import HEAD, loading_lines, write_weights
     from vitscale.runs.checkpoint import EMA
-    from vitscale.runs.checkpoint.opening import kind_of, open_model
+    from vitscale.runs.checkpoint.opening import kind_of, open_model, run_directory
     from vitscale.runs.run import Run
 
     options = {"step": step, "no_ema": no_ema or None, "model": model, "set": settings or None, "seed": seed}
@@ -75,7 +75,8 @@ def export(
 
         def card() -> str:
             is_as_evaluated = image_size is None and not (no_ema and weights.recipe is not None and weights.recipe.ema)
-            run, lines = None if weights.recipe is None else Run(source), loading_lines(Path("PATH"), form, written)
+            place, lines = run_directory(Path(source)), loading_lines(Path("PATH"), form, written)
+            run = None if weights.recipe is None or place is None else Run(place)
             return model_card(written, form, lines, run, is_as_evaluated=is_as_evaluated, licence=licence)
 
         count = write_weights(out, form, description, lambda name: values[name](), drop_head, readme=card)
