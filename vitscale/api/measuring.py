@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vitscale.api.dataset import Dataset
 from vitscale.api.model import Images, Model, opened
-from vitscale.api.shown import Plot, Results
+from vitscale.api.shown import Results
 from vitscale.evaluation.build import samples_expected
 from vitscale.evaluation.features import Features, extract_features
 from vitscale.evaluation.finished import evaluate_finished
@@ -18,8 +18,8 @@ from vitscale.evaluation.inspection.looking import Findings, Part
 from vitscale.evaluation.representation import PAPERS_L2, Measuring, Method, default_counts, measure
 from vitscale.evaluation.scoring import scores
 from vitscale.evaluation.splits import Overlap
-from vitscale.ground.errors import RecipeError
-from vitscale.ground.page import fragment
+from vitscale.ground.errors import RecipeError, check_numbers
+from vitscale.ground.page import Plot, fragment
 from vitscale.runs.run import Run
 
 Source = Model | Run | str | os.PathLike[str]
@@ -106,11 +106,7 @@ class Inspection:
     @cached_property
     def figures(self) -> dict[str, Plot]:
         """All figures by name: "attention_maps", ... They need matplotlib."""
-        made = inspection_figures({"model": self.findings})
-        return {
-            each.key: Plot(each.key.replace("_", "-"), each.title, each.put, each.width, each.height, each.caption)
-            for each in made
-        }
+        return {each.key: each for each in inspection_figures({"model": self.findings})}
 
     def _repr_html_(self) -> str:
         return fragment([figure.drawing for figure in self.figures.values()])
@@ -137,8 +133,7 @@ def inspect(
 
     Raises `RecipeError` for parts that the model does not have, `DataError` for what is not an image.
     """
-    if count < 1 or pictures < 1:
-        raise RecipeError(f"count={count}, pictures={pictures}: expected numbers from 1")
+    check_numbers(1, count=count, pictures=pictures)
     module = opened(model)
     with module.evaluating() as finished:
         if isinstance(images, Dataset):

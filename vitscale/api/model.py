@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from vitscale.evaluation.prediction import (
     predict_files,
     view_of,
 )
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, check_numbers
 from vitscale.ground.safe_text import shown
 from vitscale.ground.weight_formats import Format
 from vitscale.models import Outputs
@@ -121,7 +121,7 @@ class Model(nn.Module):
         self.source, self.step = str(finished.source), finished.step
         self.class_names, self.num_classes = finished.class_names, finished.num_classes
         self._shapes = _shapes(self.backbone)
-        self._lock, self._inside, self._modes = _Lock(), 0, list[tuple[nn.Module, bool]]()
+        self._lock, self._inside, self._modes = RLock(), 0, list[tuple[nn.Module, bool]]()
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -145,8 +145,7 @@ class Model(nn.Module):
         """
         if self.num_classes is None:
             raise RecipeError(f"{self.source} has no classes to be predicted; `features` has its representations")
-        if not isinstance(top, int) or top < 1:
-            raise RecipeError(f"top={top}: expected a number of classes from 1")
+        check_numbers(1, top=top)
         self._check_unchanged()
         if not isinstance(images, Tensor):
             with self.evaluating():
@@ -186,6 +185,13 @@ class Model(nn.Module):
                 report=lambda note: None,
             )
         return Path(out)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lock = RLock()  # copies and pickles have one of their own
 
     def _check_unchanged(self) -> None:
         """Raise `RecipeError` if modules were replaced, so that names of classes and formats say nothing of it."""
@@ -292,9 +298,8 @@ def load(
         num_classes = len(names)
     if isinstance(class_names, str) or not all(isinstance(name, str) for name in names or ()):
         raise RecipeError("class_names: expected a list of names")
-    for name, value, least in (("image_size", image_size, 1), ("num_classes", num_classes, 1), ("seed", seed, 0)):
-        if value is not None and not (isinstance(value, int) and value >= least):
-            raise RecipeError(f"{name}={value!r}: expected a number from {least}")
+    check_numbers(1, image_size=image_size, num_classes=num_classes)
+    check_numbers(0, seed=seed)
     block = None if model is None else {"name": model}
     about = OfWeights(block, image_size, names, precision=precision or "fp32", num_classes=num_classes, seed=seed or 0)
     # That a fresh head is all zeros is no news.
@@ -343,22 +348,6 @@ def _pictures(images: Picture | Sequence[Picture]) -> list[Picture]:
     if not found:
         raise DataError("no pictures")
     return found
-
-
-class _Lock:
-    """A lock that copies and pickles are given anew."""
-
-    def __init__(self) -> None:
-        self._lock = RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Lock, ()
 
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from vitscale import recipe as recipes
 from vitscale.about.status import RunReader
-from vitscale.api.shown import Plot, facts
+from vitscale.api.shown import facts
 from vitscale.flops.estimate import Estimate, estimate
 from vitscale.flops.hardware import find_device
 from vitscale.flops.reports import check_known
-from vitscale.ground.errors import RecipeError
-from vitscale.ground.page import SERIES, Text, fragment
+from vitscale.ground.errors import RecipeError, check_numbers
+from vitscale.ground.page import SERIES, Plot, Text, fragment
 from vitscale.ground.wording import counted
 from vitscale.runs import run as runs
 from vitscale.runs.reading import number
@@ -92,8 +92,7 @@ class Recipe(recipes.Recipe):
         from vitscale.about.planning.cluster import make_cluster
         from vitscale.about.planning.plan import make_plan
 
-        if devices < 1 or (nodes is not None and nodes < 1):
-            raise RecipeError(f"devices={devices}, nodes={nodes}: expected numbers from 1")
+        check_numbers(1, devices=devices, nodes=nodes)
         estimated = self.flops(samples)
         if estimated.work is None:
             check_known(estimated)
@@ -158,7 +157,7 @@ class Run(runs.Run):
                 panel.plot(*lines[key], color=SERIES[0], marker="." if "/" in key else "")
                 panel.set(title=key, xlabel="step")
 
-        return Plot("run", f"{', '.join(shown) or 'nothing'} of {self.name}", put, 340 * max(len(shown), 1), 260)
+        return Plot("run", f"{', '.join(shown) or 'nothing'} of {self.name}", "", put, 340 * max(len(shown), 1), 260)
 
     def __repr__(self) -> str:
         return f"Run({str(self.directory)!r})"

@@ -22,7 +22,7 @@ from vitscale.api.dataset import Dataset
 from vitscale.api.run import Recipe, Run
 from vitscale.data.shards.images import ImageOptions
 from vitscale.ground import errors, storage
-from vitscale.ground.errors import EXIT_DONE, PreemptedError, RecipeError, VitscaleError
+from vitscale.ground.errors import EXIT_DONE, PreemptedError, RecipeError, VitscaleError, check_numbers
 from vitscale.ground.table import Console
 from vitscale.recipe import Recipe as AnyRecipe
 from vitscale.recipe import find_recipe
@@ -100,9 +100,8 @@ def convert(
     Returns the dataset, or with `split` the datasets by name. Raises as `vitscale convert` ends: `RecipeError` for
     options, `DataError` for the source, `StorageError` for a place that does not answer.
     """
-    for name, value, least in (("workers", workers, 1), ("short_side", short_side, 1), ("seed", seed, 0)):
-        if value is not None and not least <= value < 2**63:
-            raise RecipeError(f"{name}={value}: expected a number from {least}")
+    check_numbers(1, workers=workers, short_side=short_side)
+    check_numbers(0, seed=seed)
     if split is not None and not split:
         raise RecipeError("split={}: expected names and what each takes, or None for one dataset")
     request = Request(

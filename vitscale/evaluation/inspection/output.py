@@ -17,7 +17,6 @@ from vitscale.ground.page import (
     Part,
     Section,
     Text,
-    draw,
     page_text,
     standalone,
     write_figures,
@@ -39,9 +38,8 @@ def write(
     drawn = []
     for figure in figures:
         size: dict[str, Any] = {"width": figure.width, "height": figure.height}
-        svg = draw(figure.key.replace("_", "-"), figure.title, figure.put, **size).svg
         about, numbers = (figure.key, figure.title, figure.caption), (list(figure.columns), finite(figure.rows))
-        drawn.append(NumberedDrawing(*about, *numbers, svg, figure.width))
+        drawn.append(NumberedDrawing(*about, *numbers, figure.drawing.svg, figure.width))
         for form in ("png", "svg"):
             (folder / f"{figure.key}.{form}").write_bytes(standalone(figure.put, form, **size))
         text = io.StringIO(newline="")

@@ -9,6 +9,7 @@ from vitscale.ground.page.figures_file import (
     write_figures,
 )
 from vitscale.ground.page.parts import Facts, Folded, Part, Picture, Section, Table, Text, Tone
+from vitscale.ground.page.plot import Plot
 from vitscale.ground.page.rendering import fragment, page_text
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "NumberedDrawing",
     "Part",
     "Picture",
+    "Plot",
     "Section",
     "Table",
     "Text",
