@@ -235,6 +235,15 @@ def test_what_is_no_model_is_one_clear_error(home, model, tmp_path, capfd):
         lambda: vs.Recipe.load("b16_i1k").plan(0, "h100", samples=1000),
         lambda: vs.convert(home / "photos", tmp_path / "out", split={}),
         lambda: vs.convert(home / "photos", tmp_path / "out", workers=0),
+        lambda: vs.convert(home / "photos", "a\0b"),
+        lambda: vs.train("demo", "a\0b"),
+        lambda: vs.Recipe.load("demo", "seed=1"),
+        lambda: vs.Recipe.load("demo").flops(-1),
+        lambda: vs.Recipe.load("b16_i1k").plan(8, "h100", price=math.nan),
+        lambda: vs.Dataset(home / "data/test").loader(8, stop=-1),
+        lambda: vs.inspect(model, home / "photos", show=["nose"]),
+        lambda: vs.fewshot(model, home / "data/train", home / "data/test", shots=[1.5]),
+        lambda: vs.fewshot(model, home / "data/train", home / "data/test", overlap="maybe"),
     ):
         with pytest.raises(RecipeError):
             ask()
@@ -243,6 +252,8 @@ def test_what_is_no_model_is_one_clear_error(home, model, tmp_path, capfd):
             ask(tmp_path / "none")
     for ask in (
         lambda: vs.Dataset("none/such"),
+        *(lambda ask=ask: ask("x" * 5000) for ask in (vs.load, vs.Run, vs.Dataset, model.predict)),
+        lambda: vs.convert(home / "photos", tmp_path / ("x" * 5000)),
         lambda: vs.evaluate(model, tmp_path),
         lambda: vs.convert(tmp_path, tmp_path),
     ):

@@ -117,7 +117,7 @@ class Dataset(torch_data.Dataset[Sample]):
         Raises `RecipeError` for a batch that cannot be, and `DataError` for a dataset without samples.
         """
         check_numbers(1, image_size=image_size)
-        check_numbers(0, seed=seed, start=start)
+        check_numbers(0, seed=seed, start=start, stop=stop)
         data = Data(train="") if recipe is None else recipe.data
         if batch is None:
             batch = 256 if recipe is None else recipe.batch.global_size if training else recipe.evaluation.batch * world

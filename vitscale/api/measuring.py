@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from typing import get_args
 
 from vitscale.api.dataset import Dataset
 from vitscale.api.model import Images, Model, opened
@@ -81,11 +81,15 @@ def fewshot(
 
     Raises `DataError` if the classes differ, or test samples are among the training samples.
     """
-    if method not in ("ridge", "knn", "logistic", "heads"):
-        raise RecipeError(f"method={method!r}: expected 'ridge', 'knn', 'logistic' or 'heads'")
+    for name, value, known in (("method", method, get_args(Method)), ("overlap", overlap, (None, *get_args(Overlap)))):
+        if value not in known:
+            raise RecipeError(f"{name}={value!r}: expected one of {', '.join(map(repr, known))}")
     counts = default_counts(method) if shots is None else list(shots)
-    if seeds < 1 or not l2 > 0 or not counts or any(count is not None and count < 1 for count in counts):
-        raise RecipeError(f"shots={shots}, seeds={seeds}, l2={l2}: expected numbers above 0")
+    check_numbers(1, seeds=seeds)
+    for count in counts:
+        check_numbers(1, shots=count)
+    if not l2 > 0 or not counts:
+        raise RecipeError(f"shots={shots}, l2={l2}: expected numbers above 0")
     with opened(model).evaluating() as finished:
         how = Measuring(method, counts, seeds, l2, overlap)
         found = measure(finished, [(_place(train), _place(test))], how)
@@ -138,7 +142,7 @@ def inspect(
     with module.evaluating() as finished:
         if isinstance(images, Dataset):
             seen = first_of(finished, images.where, count)
-        elif isinstance(images, str | os.PathLike) and Path(images).is_dir():
+        elif isinstance(images, str | os.PathLike) and os.path.isdir(images):  # noqa: PTH112
             seen = pictures_from(finished, os.fspath(images), count)
         else:
             seen = without_dataset(module.views(images))

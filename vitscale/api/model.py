@@ -6,7 +6,7 @@ Shape legend: B images, S side of the input in pixels, K classes, D width of the
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
@@ -338,10 +338,9 @@ def _pictures(images: Picture | Sequence[Picture]) -> list[Picture]:
     found: list[Picture] = []
     for at, picture in enumerate(several):
         if isinstance(picture, str | os.PathLike):
-            with suppress(ValueError):  # a path with a zero byte, which is told when it is read
-                if Path(picture).is_dir():
-                    found += image_files([Path(picture)])
-                    continue
+            if os.path.isdir(picture):  # noqa: PTH112 (without an error for what no file is called)
+                found += image_files([Path(picture)])
+                continue
         elif not isinstance(picture, bytes | Image.Image | np.ndarray):
             raise DataError(f"picture {at}: {type(picture).__name__}; expected {_KINDS}")
         found.append(picture)

@@ -45,7 +45,7 @@ class Recipe(recipes.Recipe):
                 key: json.dumps(value, default=_plain, ensure_ascii=False) for key, value in (overrides or {}).items()
             }
             settings = [f"{key}={value}" for key, value in plain.items()]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, AttributeError) as error:
             raise RecipeError(f"overrides: {error}; expected values as a YAML file has them") from None
         return cls.of(recipes.load_recipe(os.fspath(recipe), settings), Path(recipe).stem)
 
@@ -67,6 +67,7 @@ class Recipe(recipes.Recipe):
         `samples` is the number of training samples, if the dataset is not here. What cannot be known is None, and
         `problem` says why.
         """
+        check_numbers(1, samples=samples)
         return estimate(self._name, self, samples)
 
     def plan(
@@ -93,6 +94,8 @@ class Recipe(recipes.Recipe):
         from vitscale.about.planning.plan import make_plan
 
         check_numbers(1, devices=devices, nodes=nodes)
+        if price is not None and not 0 <= price <= 1e9:
+            raise RecipeError(f"price={price}: expected the price of one device-hour from 0 to 1e9")
         estimated = self.flops(samples)
         if estimated.work is None:
             check_known(estimated)

@@ -104,8 +104,9 @@ def convert(
     check_numbers(0, seed=seed)
     if split is not None and not split:
         raise RecipeError("split={}: expected names and what each takes, or None for one dataset")
+    where = _where(out)
     request = Request(
-        src=os.fspath(source),
+        src=_where(source),
         kind=format,
         source=SourceOptions(labels, unlabelled=unlabelled),
         classes=None if classes is None else read_classes(Path(classes)),
@@ -113,7 +114,6 @@ def convert(
         images=ImageOptions(short_side),
         splits=parse_splits([f"{name}={what}" for name, what in (split or {}).items()]),
     )
-    where = os.fspath(out)
     run_conversion(request, where, Machine(workers), Console(stderr=True, quiet=not progress))
     if split is None:
         return Dataset(where)
@@ -262,8 +262,8 @@ def train(
             file = folder / f"{recipe.name if isinstance(recipe, Recipe) else 'recipe'}.yaml"
             file.write_text(dump_yaml(recipe.dump()), encoding="utf-8")
         else:
-            file = find_recipe(os.fspath(recipe))
-        where = default_run_dir(str(file), smoke=smoke) if run_dir is None else Path(run_dir)
+            file = find_recipe(_where(recipe))
+        where = default_run_dir(str(file), smoke=smoke) if run_dir is None else Path(_where(run_dir))
         options: dict[str, object] = {"ranks": ranks, "resume": resume, "max-restarts": max_restarts}
         options |= {"stop-at": stop_at, "time-limit": time_limit}
         command = [sys.executable, "-P", "-m", "vitscale", "launch", str(file), "--run-dir", str(where)]
@@ -273,6 +273,14 @@ def train(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return training.wait() if wait else training
+
+
+def _where(place: Place) -> str:
+    """A path or URL as text. Raises `RecipeError` for what none can be."""
+    text = os.fspath(place)
+    if not text or "\0" in text:
+        raise RecipeError(f"{text!r}: expected a path or URL")
+    return text
 
 
 def _error_of(code: int) -> type[VitscaleError]:

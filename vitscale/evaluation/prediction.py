@@ -61,7 +61,10 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
         if not path.is_dir():
             files.append(path)
             continue
-        below = [file for file in sorted(path.rglob("*")) if file.name.lower().endswith(IMAGE_SUFFIXES)]
+        try:
+            below = [file for file in sorted(path.rglob("*")) if file.name.lower().endswith(IMAGE_SUFFIXES)]
+        except OSError as error:
+            raise DataError(f"{error.filename}: {error.strerror}") from None
         visible = [file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts)]
         if not visible and (path / MANIFEST_NAME).is_file():
             raise DataError(

@@ -43,7 +43,7 @@ def find_dataset_or_folder(dataset: str, root: str | None) -> str:
     try:
         return find_dataset(dataset, root)
     except (RecipeError, DataError):
-        if (Path(dataset) / "manifest.json").is_file():
+        if os.path.isfile(os.path.join(dataset, "manifest.json")):  # noqa: PTH113, PTH118 (without an error)
             return dataset
         raise
 
