@@ -4,7 +4,7 @@ An error raised here ends the command with one readable message and no stack tra
 where, what was expected and what to do. Everything else is a bug and keeps its trace (exit code 1).
 """
 
-from numbers import Integral
+import numbers
 from typing import Self
 
 from vitscale.ground.safe_text import shown
@@ -48,7 +48,7 @@ class RecipeError(VitscaleError):
 def check_numbers(least: int, **arguments: object) -> None:
     """Raise `RecipeError` for an argument that is given, so is not None, and no whole number from `least` to 2**63."""
     for name, value in arguments.items():
-        if value is not None and not (isinstance(value, Integral) and least <= int(value) < 2**63):
+        if value is not None and not (isinstance(value, numbers.Integral) and least <= int(value) < 2**63):
             raise RecipeError(f"{name}={value!r}: expected a number from {least}")
 
 
