@@ -153,7 +153,7 @@ class Model(nn.Module):
             if bad := next((each for each in found if each.problem is not None), None):
                 raise DataError(f"{bad.file}: {bad.problem}")
             return Predictions(found)
-        rows = [row for each in self._all_outputs(images) for row in named_classes(self.finished, _logits(each), top)]
+        rows = [row for each in self._all_outputs(images) for row in named_classes(self.finished, each, top)]
         return Predictions(Prediction(f"picture {at}", row) for at, row in enumerate(rows))
 
     def features(self, images: Images) -> Tensor:
@@ -351,8 +351,3 @@ def _pictures(images: Picture | Sequence[Picture]) -> list[Picture]:
 
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in module.named_parameters()}
-
-
-def _logits(outputs: Outputs) -> Tensor:
-    assert outputs.logits is not None, "a model with classes has logits"
-    return outputs.logits

@@ -28,7 +28,8 @@ from vitscale.recipe import Recipe as AnyRecipe
 from vitscale.recipe import find_recipe
 from vitscale.recipe.strict_yaml import dump_yaml
 from vitscale.runs.metrics import MetricsLog
-from vitscale.runs.names import METRICS_FILE, default_run_dir
+from vitscale.runs.names import default_run_dir
+from vitscale.runs.run import RunFiles
 
 Place: TypeAlias = str | os.PathLike[str]
 """A path or URL."""
@@ -142,9 +143,7 @@ class Training:
     @property
     def metrics(self) -> MetricsLog:
         """The metrics so far, read anew: `metrics["loss"]` is a column."""
-        log = MetricsLog(self.run_dir / METRICS_FILE, whole=True)
-        log.refresh()
-        return log
+        return RunFiles(self.run_dir, None).metrics
 
     @property
     def output(self) -> str:

@@ -54,7 +54,7 @@ class Source:
         image_size: the side of a folder's images in pixels, if it says so.
         normalise: how the images that the weights are for are normalised, if the format or a folder says so.
         notes: what people should know: what was left unread, and what the file says that we compute otherwise.
-        seen_otherwise: likewise, of how its preprocessing shows pictures; a run that begins with the weights has its own.
+        seen_otherwise: likewise, of pictures, which a run that begins with the weights prepares its own way.
     """
 
     path: Path
