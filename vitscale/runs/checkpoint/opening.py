@@ -251,8 +251,8 @@ def open_run(
     if (own := checkpoint_step(run_dir)) is not None:
         if step not in (None, own):
             raise RecipeError(f"step {step}: {run_dir} is the checkpoint of step {own}")
-        reader = CheckpointStore(run_dir.absolute().parent).open(own)
-        return trained_recipe(reader), reader
+        opened = CheckpointStore(run_dir.absolute().parent).open(own)
+        return trained_recipe(opened), opened
     recipe = recipe_of_run(run_dir)
     store = CheckpointStore(checkpoint_directory(recipe, run_dir))
     if step is None:
