@@ -59,8 +59,8 @@ def convert(
     """
     machine, console = machine or Machine(), console or Console(quiet=True)
     output = Output.at(str(out), machine.work)
-    _refuse_nested(request.src, output.where)
     with disk_errors(output.where):
+        _refuse_nested(request.src, output.where)
         if output.is_complete(request.split_names):
             return _already(request, output)
         output.refuse_foreign(request.split_names)

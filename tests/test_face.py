@@ -3,8 +3,10 @@
 import copy
 import io
 import json
+import math
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +30,8 @@ from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
 from vitscale.data.shards.opening import open_shard
 from vitscale.ground.errors import CheckpointError, DataError, MachineError, RecipeError, VitscaleError
 from vitscale.recipe import load_recipe
+from vitscale.runs.done import write_done
+from vitscale.runs.metrics import MetricsLines
 
 SIZE = 64
 
@@ -231,6 +235,15 @@ def test_what_is_no_model_is_one_clear_error(home, model, tmp_path, capfd):
         lambda: vs.Recipe.load("b16_i1k").plan(0, "h100", samples=1000),
         lambda: vs.convert(home / "photos", tmp_path / "out", split={}),
         lambda: vs.convert(home / "photos", tmp_path / "out", workers=0),
+        lambda: vs.convert(home / "photos", "a\0b"),
+        lambda: vs.train("demo", "a\0b"),
+        lambda: vs.Recipe.load("demo", "seed=1"),
+        lambda: vs.Recipe.load("demo").flops(-1),
+        lambda: vs.Recipe.load("b16_i1k").plan(8, "h100", price=math.nan),
+        lambda: vs.Dataset(home / "data/test").loader(8, stop=-1),
+        lambda: vs.inspect(model, home / "photos", show=["nose"]),
+        lambda: vs.fewshot(model, home / "data/train", home / "data/test", shots=[1.5]),
+        lambda: vs.fewshot(model, home / "data/train", home / "data/test", overlap="maybe"),
     ):
         with pytest.raises(RecipeError):
             ask()
@@ -239,6 +252,8 @@ def test_what_is_no_model_is_one_clear_error(home, model, tmp_path, capfd):
             ask(tmp_path / "none")
     for ask in (
         lambda: vs.Dataset("none/such"),
+        *(lambda ask=ask: ask("x" * 5000) for ask in (vs.load, vs.Run, vs.Dataset, model.predict)),
+        lambda: vs.convert(home / "photos", tmp_path / ("x" * 5000)),
         lambda: vs.evaluate(model, tmp_path),
         lambda: vs.convert(tmp_path, tmp_path),
     ):
@@ -253,6 +268,33 @@ def test_what_is_no_model_is_one_clear_error(home, model, tmp_path, capfd):
         with pytest.raises(DataError):
             ask(model, tmp_path / "others")
     assert capfd.readouterr().out == ""
+
+
+def test_the_folder_of_a_checkpoint_opens_that_step(home, tmp_path, monkeypatch):
+    folder, photo = home / "run/checkpoints/step-00000002", file_of(home)
+    found = vs.load(folder)
+    assert found.step == 2 and found.predict(photo) == vs.load(home / "run", 2).predict(photo)
+    assert vs.load(folder, 2).step == 2 and vs.load(home / "run").step == 3
+    lines = [
+        CliRunner().invoke(app, ["export", str(source), "--format", "hf", "--out", str(tmp_path / name), *more])
+        for source, name, more in ((folder, "a", ()), (home / "run", "b", ("--step", "2")))
+    ]
+    assert not any(line.exception for line in lines)
+    written = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in "ab"]
+    assert written[0] == written[1]
+    copied = tmp_path / "elsewhere" / folder.name
+    shutil.copytree(folder, copied)
+    monkeypatch.chdir(copied)
+    assert vs.load(".").predict(photo) == found.predict(photo)
+    for source, step in ((folder, 3), (copied.rename(copied.with_name("mine")), None)):
+        with pytest.raises(RecipeError):
+            vs.load(source, step)
+    for name, damage in (("index.json", Path.unlink), ("rank-00000.safetensors", lambda file: os.truncate(file, 999))):
+        shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)
+        shutil.copytree(folder, copied)
+        damage(copied / name)
+        with pytest.raises(CheckpointError):
+            vs.load(copied)
 
 
 def test_a_fifo_of_a_stranger_is_no_picture(model, tmp_path):
@@ -368,6 +410,36 @@ def test_recipes(tmp_path, home):
     evil.symlink_to(home / "run")
     for shown in (vs.Run(evil), vs.Run(evil).recipe, vs.Dataset(home / "data/test"), vs.Run(evil).plot()):
         assert "<script" not in shown._repr_html_()
+
+
+def strict(text: str) -> object:
+    """What a reader of JSON that knows no NaN finds."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_numbers_that_are_none_break_no_run(home, tmp_path):
+    run, told = tmp_path / "run", {"v/a": math.nan, "v/b": math.inf, "v/top1": 0.5}
+    shutil.copytree(home / "run", run)
+    lines = [
+        '{"step": 1, "step_time_s": 1, "exaflops": 1, "loss": NaN, "lr": 1e999, "x": [1], "d": "ab"}',
+        f'{{"step": 2, "step_time_s": 1, "exaflops": 1, "loss": {"9" * 400}, "lr": -Infinity}}',
+        '{"step": 2, "eval/v/top1": NaN, "eval/v\\u001b": 1}',
+    ]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    written = MetricsLines(run / "metrics.jsonl", 2)
+    written.training(3, {"step_time_s": 1, "exaflops": 2.0, "loss": math.nan, "lr": 0.5})
+    written.evaluation(3, told)
+    write_done(run, {"step": 3, "exaflops": math.nan, "evaluation": told})
+    for text in ((run / "DONE").read_text(), *(run / "metrics.jsonl").read_text().splitlines()[-2:]):
+        assert strict(text)
+    found = vs.Run(run)
+    assert found.evaluation == {"v/top1": 0.5} and found.cost.exaflops == 2
+    assert found.evaluations == [(2, {"v/top1": None}), (3, {"v/a": None, "v/b": None, "v/top1": 0.5})]
+    assert np.isnan(found.metrics["loss"]).all() and found.metrics["lr"][-1] == 0.5
+    assert "0.5" in found._repr_html_() and "<svg" in found.plot()._repr_html_()
+    for key in ("x", "d"):
+        with pytest.raises(RecipeError):
+            found.plot(key)
 
 
 def test_training_waits_stops_continues_and_fails_as_the_launch_does(tmp_path, capfd):

@@ -32,7 +32,7 @@ from vitscale.ground.interruption import Interruption  # noqa: E402
 from vitscale.ground.machine import divide_memory_finely, share_cores  # noqa: E402
 from vitscale.ground.safe_text import indented, protect_output  # noqa: E402
 from vitscale.launch import Pretraining, read_environment  # noqa: E402
-from vitscale.recipe import override, smoke_form  # noqa: E402
+from vitscale.recipe import override, refuse_secrets, smoke_form  # noqa: E402
 
 if TYPE_CHECKING:
     from vitscale.training.beginning.run_plan import RunPlan
@@ -138,7 +138,8 @@ def pretrain(options: argparse.Namespace) -> None:
 
             smoke_data = run_dir / f"smoke-data-{world_size}"
             if options.smoke:
-                recipe = override(smoke_form(recipe, smoke_data, world_size).dump(), options.settings, "the smoke form")
+                small = smoke_form(recipe, smoke_data, world_size).dump()
+                recipe = refuse_secrets(override(small, options.settings, "the smoke form"), "the smoke form")
             recipe, chosen = settle(recipe, run_dir, local_rank, world_size)
             recipe, functions = settle_functions(recipe, run_dir)
             done = check_run_dir(recipe, run_dir, may_resume=options.resume == "auto")

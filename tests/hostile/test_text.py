@@ -12,16 +12,33 @@ from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from data_tools.sources import SourceOptions, open_source
 from data_tools.sources.parts import clean_path
+from vitscale.about.studies.expansion import expand
+from vitscale.about.studies.reading import Study
+from vitscale.api.shown import Predictions
 from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.evaluation.prediction import Prediction
 from vitscale.ground.errors import DataError, RecipeError
-from vitscale.ground.page import read_figures
+from vitscale.ground.page import (
+    Facts,
+    Folded,
+    Section,
+    Table,
+    Text,
+    draw,
+    fragment,
+    page_text,
+    read_figures,
+    standalone,
+)
 from vitscale.ground.safe_text import SafeStream, shown, without_secrets
-from vitscale.ground.table import Console
+from vitscale.ground.table import Column, Console, ResultTable
 from vitscale.launch.clusters import Job, hostfile, slurm
 from vitscale.launch.pretraining import Pretraining
 from vitscale.recipe import load_recipe, refuse_secrets
@@ -57,6 +74,12 @@ WITH_SECRETS = {
     r"https:\/\/u:TOPSECRET@h\/x?a=1\u0026sig\u003dTOPSECRET": r"https:\/\/h\/x?a=1",
     "{'Authorization': 'Basic TOPSECRET', 'Range': 'x'}": "{'Authorization': '...', 'Range': 'x'}",
     "authorization: Bearer TOPSECRET": "authorization: ...",
+    "{'tracking.token': 'TOPSECRET', 'hub': {'API_KEY': \"a'TOPSECRET\"}}": (
+        "{'tracking.token': '...', 'hub': {'API_KEY': \"...\"}}"
+    ),
+    json.dumps({"wandb-api-key": "TOPSECRET", "password": "TOPSECRET"}): json.dumps(
+        {"wandb-api-key": "...", "password": "..."}
+    ),
     json.dumps({"why": 'of "https://u:TOPSECRET@h/x?key=TOPSECRET"\nhere'}): json.dumps(
         {"why": 'of "https://h/x"\nhere'}
     ),
@@ -66,6 +89,7 @@ WITHOUT_SECRETS = [
     *("hf://datasets/o/n@main/a:b@c", "github://org:repo@main/x", "zip://x::s3://b/k?x", "sftp://user@host/x"),
     *("s3://b/a?keyword=1&monkey=2&design=3", "/a:b@c/d", "ask me@host: a://b", "https://host: ask x@y", "12:30@x"),
     *("https://h/get?id=1&w=2", "a?b=c", "&#34;key=1&#34; &lt;sig=2", "x = y & key=z"),
+    '{"token": 3, "tokens": "x", "key": "y", "class_token": ""}',
 ]
 
 
@@ -81,7 +105,23 @@ def test_text_without_secrets_stays(text):
 
 
 @pytest.mark.parametrize(
-    "unit", ["x://a:b", "://", "?sig=a&", "%3a%2f%2fa", "authorization: ", "https://u:", "@:", "&a_", "?%", "aA-", " "]
+    "unit",
+    [
+        "x://a:b",
+        "://",
+        "?sig=a&",
+        "%3a%2f%2fa",
+        "authorization: ",
+        "https://u:",
+        "@:",
+        "&a_",
+        "?%",
+        "aA-",
+        " ",
+        "\\",
+        "'token':\"",
+        "'a.",
+    ],
 )
 def test_long_text_takes_no_longer_than_it_has_to(unit):
     text = f"https://u:{unit * 50_000}@"  # quadratic time would be an hour
@@ -109,9 +149,15 @@ def test_keys_are_urls_without_secrets(path, key):
         "data.train=https://TOPSECRET@host/D",
         "checkpoint.dir=simplecache::s3://user:TOPSECRET@bucket/c",
         "init.from=https://host/w.npz?sig=TOPSECRET",
+        "deepspeed.comet.api_key=TOPSECRET",
     ],
 )
-def test_recipes_hold_no_secrets(setting):
+def test_recipes_hold_no_secrets(setting, tmp_path):
+    key, _, value = setting.partition("=")
+    study = Study.model_validate({"parts": {"a": {"recipe": str(RECIPE), "settings": {key: value}}}})
+    with pytest.raises(RecipeError) as refused:
+        expand(study, tmp_path)
+    assert key.partition(".")[0] in str(refused.value) and SECRET not in str(refused.value)
     with pytest.raises(RecipeError) as refused:
         refuse_secrets(load_recipe(RECIPE, [setting]), "r")
     assert setting.partition(".")[0] in str(refused.value) and SECRET not in str(refused.value)
@@ -253,6 +299,30 @@ def test_nothing_that_controls_a_terminal_is_printed(control):
     console.print(f"[bold]{text}[/bold]")
     plain = screen.getvalue().replace("\x1b[1m", "").replace("\x1b[0m", "")
     assert all(line.isprintable() for line in plain.split("\n")) and len(plain.split("\n")) == 3
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.filterwarnings("ignore:Glyph", "ignore:constrained_layout")
+def test_a_page_shows_names_and_obeys_none(control):
+    """A class name on pages, in drawings and in what notebooks show."""
+    name = f"</td></svg><script>x</script>{control}$\\frac$"
+
+    def put(figure: Any) -> None:
+        panel = figure.subplots()
+        panel.plot([1, 1000], [1, 2], label=name)
+        panel.set(title=name, xlabel=name, xscale="log")
+        panel.set_yticks([1, 2], [name.encode(errors="replace").decode()] * 2)
+        panel.legend()
+
+    drawing = draw("a", name, put, caption=name)
+    table = Table(ResultTable([Column("a", name, is_text=True)], [{"a": name}]), caption=name)
+    parts = [drawing, table, Text(name), Facts([(name, name)]), Folded(name, [])]
+    predictions = Predictions([Prediction(name, [(name, 0.5)])])
+    for page in (page_text(name, name, [Section(name, parts)]), fragment(parts), predictions._repr_html_()):
+        assert "<script>x" not in page and page.count("</svg>") == page.count("<svg")
+        assert all(line.isprintable() for line in page.split("\n")) and "\\frac$" in page
+    assert "mathdefault" not in drawing.svg  # the labels of a logarithmic axis
+    ElementTree.fromstring(standalone(put, "svg", width=300, height=200))
 
 
 def test_a_name_begins_no_line_of_its_own(tmp_path):

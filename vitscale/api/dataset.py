@@ -17,14 +17,14 @@ from vitscale.data.augmentation import EvalTransform, train_transform
 from vitscale.data.loader import Loader
 from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.settings import Reading
-from vitscale.data.shards import MANIFEST_NAME, Manifest
+from vitscale.data.shards import Manifest
 from vitscale.data.shards.cache import PinnedFile, ShardCache
 from vitscale.data.shards.opening import OpenShard, keys_of, open_shard_file
-from vitscale.ground.errors import DataError, MachineError, RecipeError
-from vitscale.ground.images import OK, decode
+from vitscale.ground.errors import DataError, MachineError, RecipeError, check_numbers
 from vitscale.ground.page import fragment
 from vitscale.ground.storage import is_url
-from vitscale.recipe import Cache, Data, Recipe, find_dataset
+from vitscale.recipe import Cache, Data, Recipe
+from vitscale.recipe.datasets import find_dataset_or_folder
 
 _OPEN_SHARDS = 64
 
@@ -54,11 +54,12 @@ class Dataset(torch_data.Dataset[Sample]):
         source: path or URL of the dataset, or a name that datasets.yaml or VITSCALE_DATA_ROOT gives a place.
         transform: what `image` of samples becomes, such as a model's `preprocess`.
 
-    Raises `DataError` if there is no dataset or it is damaged, `StorageError` for a URL that does not answer.
+    Raises `RecipeError` for a name without a place, `DataError` if there is no dataset or it is damaged, `StorageError`
+    for a URL that does not answer.
     """
 
     def __init__(self, source: str | os.PathLike[str], transform: Callable[[Image.Image], Any] | None = None) -> None:
-        self.manifest = Manifest.load(_place(os.fspath(source)))
+        self.manifest = Manifest.load(find_dataset_or_folder(os.fspath(source), None))
         self.transform = transform
         self._ends = np.cumsum([shard.num_selected for shard in self.manifest.shards], dtype=np.int64)
         self._shards: OrderedDict[int, _Shard] = OrderedDict()
@@ -84,7 +85,7 @@ class Dataset(torch_data.Dataset[Sample]):
         held = self._open(number)  # which keeps it open, whatever another thread does
         shard = held.shard
         slot = int(shard.slots[at - (int(self._ends[number - 1]) if number else 0)])
-        image: Any = Image.fromarray(_pixels(shard, slot))
+        image: Any = Image.fromarray(shard.pixels(slot))
         if self.transform is not None:
             image = self.transform(image)
         key = shard.keys[slot] if shard.keys is not None else ""
@@ -115,9 +116,8 @@ class Dataset(torch_data.Dataset[Sample]):
 
         Raises `RecipeError` for a batch that cannot be, and `DataError` for a dataset without samples.
         """
-        for name, value, least in (("image_size", image_size, 1), ("seed", seed, 0), ("start", start, 0)):
-            if value is not None and value < least:
-                raise RecipeError(f"{name}={value}: expected a number from {least}")
+        check_numbers(1, image_size=image_size)
+        check_numbers(0, seed=seed, start=start, stop=stop)
         data = Data(train="") if recipe is None else recipe.data
         if batch is None:
             batch = 256 if recipe is None else recipe.batch.global_size if training else recipe.evaluation.batch * world
@@ -225,26 +225,3 @@ class _OneAfterTheOther:
 
     def __len__(self) -> int:
         return sum(map(len, self.loaders))
-
-
-def _pixels(shard: OpenShard, slot: int) -> np.ndarray:
-    """The pixels of a slot, uint8 (height, width, 3), decoded as for training. Raises `DataError` for damage."""
-    content, height, width = shard.image(slot), int(shard.file.height[slot]), int(shard.file.width[slot])
-    if shard.file.raw[slot]:
-        return np.frombuffer(content, np.uint8).reshape(height, width, 3)
-    status, pixels = decode(content, height, width)
-    if status != OK:
-        raise DataError(f"{shard.file.path}: {shard.name(slot)} cannot be decoded")
-    return pixels
-
-
-def _place(source: str) -> str:
-    """Path or URL of a dataset: of its name, if that has a place, else of a folder here."""
-    try:
-        return find_dataset(source, None)
-    except (RecipeError, DataError):
-        if (Path(source) / MANIFEST_NAME).is_file():
-            return source
-        raise DataError(
-            f"{source}: there is no such dataset; expected a folder that `convert` wrote, or a URL"
-        ) from None

@@ -4,11 +4,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from typing import get_args
 
 from vitscale.api.dataset import Dataset
 from vitscale.api.model import Images, Model, opened
-from vitscale.api.shown import Plot, Results
+from vitscale.api.shown import Results
 from vitscale.evaluation.build import samples_expected
 from vitscale.evaluation.features import Features, extract_features
 from vitscale.evaluation.finished import evaluate_finished
@@ -18,8 +18,8 @@ from vitscale.evaluation.inspection.looking import Findings, Part
 from vitscale.evaluation.representation import PAPERS_L2, Measuring, Method, default_counts, measure
 from vitscale.evaluation.scoring import scores
 from vitscale.evaluation.splits import Overlap
-from vitscale.ground.errors import RecipeError
-from vitscale.ground.page import fragment
+from vitscale.ground.errors import RecipeError, check_numbers
+from vitscale.ground.page import Plot, fragment
 from vitscale.runs.run import Run
 
 Source = Model | Run | str | os.PathLike[str]
@@ -81,11 +81,15 @@ def fewshot(
 
     Raises `DataError` if the classes differ, or test samples are among the training samples.
     """
-    if method not in ("ridge", "knn", "logistic", "heads"):
-        raise RecipeError(f"method={method!r}: expected 'ridge', 'knn', 'logistic' or 'heads'")
+    for name, value, known in (("method", method, get_args(Method)), ("overlap", overlap, (None, *get_args(Overlap)))):
+        if value not in known:
+            raise RecipeError(f"{name}={value!r}: expected one of {', '.join(map(repr, known))}")
     counts = default_counts(method) if shots is None else list(shots)
-    if seeds < 1 or not l2 > 0 or not counts or any(count is not None and count < 1 for count in counts):
-        raise RecipeError(f"shots={shots}, seeds={seeds}, l2={l2}: expected numbers above 0")
+    check_numbers(1, seeds=seeds)
+    for count in counts:
+        check_numbers(1, shots=count)
+    if not l2 > 0 or not counts:
+        raise RecipeError(f"shots={shots}, l2={l2}: expected numbers above 0")
     with opened(model).evaluating() as finished:
         how = Measuring(method, counts, seeds, l2, overlap)
         found = measure(finished, [(_place(train), _place(test))], how)
@@ -106,11 +110,7 @@ class Inspection:
     @cached_property
     def figures(self) -> dict[str, Plot]:
         """All figures by name: "attention_maps", ... They need matplotlib."""
-        made = inspection_figures({"model": self.findings})
-        return {
-            each.key: Plot(each.key.replace("_", "-"), each.title, each.put, each.width, each.height, each.caption)
-            for each in made
-        }
+        return {each.key: each for each in inspection_figures({"model": self.findings})}
 
     def _repr_html_(self) -> str:
         return fragment([figure.drawing for figure in self.figures.values()])
@@ -137,13 +137,12 @@ def inspect(
 
     Raises `RecipeError` for parts that the model does not have, `DataError` for what is not an image.
     """
-    if count < 1 or pictures < 1:
-        raise RecipeError(f"count={count}, pictures={pictures}: expected numbers from 1")
+    check_numbers(1, count=count, pictures=pictures)
     module = opened(model)
     with module.evaluating() as finished:
         if isinstance(images, Dataset):
             seen = first_of(finished, images.where, count)
-        elif isinstance(images, str | os.PathLike) and Path(images).is_dir():
+        elif isinstance(images, str | os.PathLike) and os.path.isdir(images):  # noqa: PTH112
             seen = pictures_from(finished, os.fspath(images), count)
         else:
             seen = without_dataset(module.views(images))

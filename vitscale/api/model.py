@@ -6,11 +6,11 @@ Shape legend: B images, S side of the input in pixels, K classes, D width of the
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -32,7 +32,8 @@ from vitscale.evaluation.prediction import (
     predict_files,
     view_of,
 )
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, check_numbers
+from vitscale.ground.safe_text import shown
 from vitscale.ground.weight_formats import Format
 from vitscale.models import Outputs
 from vitscale.models.weights import HEAD, write_weights
@@ -120,7 +121,7 @@ class Model(nn.Module):
         self.source, self.step = str(finished.source), finished.step
         self.class_names, self.num_classes = finished.class_names, finished.num_classes
         self._shapes = _shapes(self.backbone)
-        self._lock, self._inside, self._modes = _Lock(), 0, list[tuple[nn.Module, bool]]()
+        self._lock, self._inside, self._modes = RLock(), 0, list[tuple[nn.Module, bool]]()
         self.eval()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -144,8 +145,7 @@ class Model(nn.Module):
         """
         if self.num_classes is None:
             raise RecipeError(f"{self.source} has no classes to be predicted; `features` has its representations")
-        if not isinstance(top, int) or top < 1:
-            raise RecipeError(f"top={top}: expected a number of classes from 1")
+        check_numbers(1, top=top)
         self._check_unchanged()
         if not isinstance(images, Tensor):
             with self.evaluating():
@@ -153,7 +153,7 @@ class Model(nn.Module):
             if bad := next((each for each in found if each.problem is not None), None):
                 raise DataError(f"{bad.file}: {bad.problem}")
             return Predictions(found)
-        rows = [row for each in self._all_outputs(images) for row in named_classes(self.finished, _logits(each), top)]
+        rows = [row for each in self._all_outputs(images) for row in named_classes(self.finished, each, top)]
         return Predictions(Prediction(f"picture {at}", row) for at, row in enumerate(rows))
 
     def features(self, images: Images) -> Tensor:
@@ -185,6 +185,13 @@ class Model(nn.Module):
                 report=lambda note: None,
             )
         return Path(out)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._lock = RLock()  # copies and pickles have one of their own
 
     def _check_unchanged(self) -> None:
         """Raise `RecipeError` if modules were replaced, so that names of classes and formats say nothing of it."""
@@ -259,7 +266,8 @@ def load(
     """A model from a run, from weights in any format, or fresh by its name.
 
     Args:
-        source: a run's directory, a file or folder of weights, or a name of `list_models`: "ViT-B/16".
+        source: a run's directory, the folder of one of its checkpoints, a file or folder of weights, or a name of
+            `list_models`: "ViT-B/16".
         step: for a run, the step of the checkpoint; by default the newest.
         precision: the precision of the weights, in which the model computes; by default a run's own, else fp32.
         use_average: for a run, False for its last weights instead of the average, if it keeps one.
@@ -290,9 +298,8 @@ def load(
         num_classes = len(names)
     if isinstance(class_names, str) or not all(isinstance(name, str) for name in names or ()):
         raise RecipeError("class_names: expected a list of names")
-    for name, value, least in (("image_size", image_size, 1), ("num_classes", num_classes, 1), ("seed", seed, 0)):
-        if value is not None and not (isinstance(value, int) and value >= least):
-            raise RecipeError(f"{name}={value!r}: expected a number from {least}")
+    check_numbers(1, image_size=image_size, num_classes=num_classes)
+    check_numbers(0, seed=seed)
     block = None if model is None else {"name": model}
     about = OfWeights(block, image_size, names, precision=precision or "fp32", num_classes=num_classes, seed=seed or 0)
     # That a fresh head is all zeros is no news.
@@ -315,7 +322,7 @@ def opened(model: "Model | Run | str | os.PathLike[str]") -> Model:
 
 
 def _warn(note: str) -> None:
-    warnings.warn(note, stacklevel=4)
+    warnings.warn(shown(note), stacklevel=4)
 
 
 def _pictures(images: Picture | Sequence[Picture]) -> list[Picture]:
@@ -331,10 +338,9 @@ def _pictures(images: Picture | Sequence[Picture]) -> list[Picture]:
     found: list[Picture] = []
     for at, picture in enumerate(several):
         if isinstance(picture, str | os.PathLike):
-            with suppress(ValueError):  # a path with a zero byte, which is told when it is read
-                if Path(picture).is_dir():
-                    found += image_files([Path(picture)])
-                    continue
+            if os.path.isdir(picture):  # noqa: PTH112 (without an error for what no file is called)
+                found += image_files([Path(picture)])
+                continue
         elif not isinstance(picture, bytes | Image.Image | np.ndarray):
             raise DataError(f"picture {at}: {type(picture).__name__}; expected {_KINDS}")
         found.append(picture)
@@ -343,26 +349,5 @@ def _pictures(images: Picture | Sequence[Picture]) -> list[Picture]:
     return found
 
 
-class _Lock:
-    """A lock that copies and pickles are given anew."""
-
-    def __init__(self) -> None:
-        self._lock = RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Lock, ()
-
-
 def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in module.named_parameters()}
-
-
-def _logits(outputs: Outputs) -> Tensor:
-    assert outputs.logits is not None, "a model with classes has logits"
-    return outputs.logits

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from vitscale import recipe as recipes
 from vitscale.about.status import RunReader
-from vitscale.api.shown import Plot, facts
+from vitscale.api.shown import facts
 from vitscale.flops.estimate import Estimate, estimate
 from vitscale.flops.hardware import find_device
 from vitscale.flops.reports import check_known
-from vitscale.ground.errors import RecipeError
-from vitscale.ground.page import SERIES, Text, fragment
+from vitscale.ground.errors import RecipeError, check_numbers
+from vitscale.ground.page import SERIES, Plot, Text, fragment
 from vitscale.ground.wording import counted
 from vitscale.runs import run as runs
 from vitscale.runs.reading import number
@@ -45,7 +45,7 @@ class Recipe(recipes.Recipe):
                 key: json.dumps(value, default=_plain, ensure_ascii=False) for key, value in (overrides or {}).items()
             }
             settings = [f"{key}={value}" for key, value in plain.items()]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, AttributeError) as error:
             raise RecipeError(f"overrides: {error}; expected values as a YAML file has them") from None
         return cls.of(recipes.load_recipe(os.fspath(recipe), settings), Path(recipe).stem)
 
@@ -67,6 +67,7 @@ class Recipe(recipes.Recipe):
         `samples` is the number of training samples, if the dataset is not here. What cannot be known is None, and
         `problem` says why.
         """
+        check_numbers(1, samples=samples)
         return estimate(self._name, self, samples)
 
     def plan(
@@ -92,8 +93,9 @@ class Recipe(recipes.Recipe):
         from vitscale.about.planning.cluster import make_cluster
         from vitscale.about.planning.plan import make_plan
 
-        if devices < 1 or (nodes is not None and nodes < 1):
-            raise RecipeError(f"devices={devices}, nodes={nodes}: expected numbers from 1")
+        check_numbers(1, devices=devices, nodes=nodes)
+        if price is not None and not 0 <= price <= 1e9:
+            raise RecipeError(f"price={price}: expected the price of one device-hour from 0 to 1e9")
         estimated = self.flops(samples)
         if estimated.work is None:
             check_known(estimated)
@@ -141,14 +143,15 @@ class Run(runs.Run):
 
         Raises `RecipeError` for a key that there is not.
         """
-        lines = {key: (self.metrics["step"], self.metrics[key]) for key in self.metrics if key != "step"}
+        columns = {key: self.metrics[key] for key in self.metrics if key != "step"}
+        lines = {key: (self.metrics["step"], column) for key, column in columns.items() if column.dtype != object}
         for key in dict.fromkeys(key for _, values in self.evaluations for key in values):
             found = [(step, values[key]) for step, values in self.evaluations if number(values.get(key)) is not None]
             lines |= {key: tuple(zip(*found, strict=True))} if found else {}  # type: ignore[dict-item]
         shown = keys or [key for key in lines if key == "loss" or key.endswith("/top1")]
         if unknown := [key for key in shown if key not in lines]:
             raise RecipeError(
-                f"{unknown[0]!r}: {self.directory} has no such column; it has {', '.join(lines) or 'none'}"
+                f"{unknown[0]!r}: {self.directory} has no such column of numbers; it has {', '.join(lines) or 'none'}"
             )
 
         def put(figure: "Figure") -> None:
@@ -157,7 +160,7 @@ class Run(runs.Run):
                 panel.plot(*lines[key], color=SERIES[0], marker="." if "/" in key else "")
                 panel.set(title=key, xlabel="step")
 
-        return Plot("run", f"{', '.join(shown) or 'nothing'} of {self.name}", put, 340 * max(len(shown), 1), 260)
+        return Plot("run", f"{', '.join(shown) or 'nothing'} of {self.name}", "", put, 340 * max(len(shown), 1), 260)
 
     def __repr__(self) -> str:
         return f"Run({str(self.directory)!r})"

@@ -1,20 +1,11 @@
 """Results that show themselves in a notebook. All text of theirs is shown, never obeyed."""
 
-import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vitscale.evaluation.prediction import Prediction
-from vitscale.ground.errors import RecipeError
-from vitscale.ground.page import Drawing, Facts, Table, draw, fragment, standalone
+from vitscale.ground.page import Facts, Table, fragment
 from vitscale.ground.table import Column, ResultTable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from matplotlib.figure import Figure
 
 
 class Results(dict[str, Any]):
@@ -37,40 +28,6 @@ class Predictions(list[Prediction]):
             for each in self
         ]
         return fragment([Table(ResultTable(columns, rows))])
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A figure.
-
-    Attributes:
-        name: letters, digits and `-`.
-        title, caption: its title, and a text that says how to read it.
-        put: draws it into an empty figure of `width` x `height` CSS pixels.
-    """
-
-    name: str
-    title: str
-    put: "Callable[[Figure], None]"
-    width: int = 720
-    height: int = 300
-    caption: str = ""
-
-    def save(self, file: str | os.PathLike[str]) -> None:
-        """Write it to a file that ends in `.png` or `.svg`. Raises `RecipeError` for any other, and OSError."""
-        suffix = Path(file).suffix
-        if suffix not in (".png", ".svg"):
-            raise RecipeError(f"{os.fspath(file)}: expected a file that ends in .png or .svg")
-        content = standalone(self.put, "png" if suffix == ".png" else "svg", width=self.width, height=self.height)
-        Path(file).write_bytes(content)
-
-    @property
-    def drawing(self) -> Drawing:
-        """It as a part of a page."""
-        return draw(self.name, self.title, self.put, width=self.width, height=self.height, caption=self.caption)
-
-    def _repr_html_(self) -> str:
-        return fragment([self.drawing])
 
 
 def facts(rows: Mapping[str, object]) -> Facts:

@@ -22,13 +22,14 @@ from vitscale.api.dataset import Dataset
 from vitscale.api.run import Recipe, Run
 from vitscale.data.shards.images import ImageOptions
 from vitscale.ground import errors, storage
-from vitscale.ground.errors import EXIT_DONE, PreemptedError, RecipeError, VitscaleError
+from vitscale.ground.errors import EXIT_DONE, PreemptedError, RecipeError, VitscaleError, check_numbers
 from vitscale.ground.table import Console
 from vitscale.recipe import Recipe as AnyRecipe
 from vitscale.recipe import find_recipe
 from vitscale.recipe.strict_yaml import dump_yaml
 from vitscale.runs.metrics import MetricsLog
-from vitscale.runs.names import METRICS_FILE, default_run_dir
+from vitscale.runs.names import default_run_dir
+from vitscale.runs.run import RunFiles
 
 Place: TypeAlias = str | os.PathLike[str]
 """A path or URL."""
@@ -100,13 +101,13 @@ def convert(
     Returns the dataset, or with `split` the datasets by name. Raises as `vitscale convert` ends: `RecipeError` for
     options, `DataError` for the source, `StorageError` for a place that does not answer.
     """
-    for name, value, least in (("workers", workers, 1), ("short_side", short_side, 1), ("seed", seed, 0)):
-        if value is not None and not least <= value < 2**63:
-            raise RecipeError(f"{name}={value}: expected a number from {least}")
+    check_numbers(1, workers=workers, short_side=short_side)
+    check_numbers(0, seed=seed)
     if split is not None and not split:
         raise RecipeError("split={}: expected names and what each takes, or None for one dataset")
+    where = _where(out)
     request = Request(
-        src=os.fspath(source),
+        src=_where(source),
         kind=format,
         source=SourceOptions(labels, unlabelled=unlabelled),
         classes=None if classes is None else read_classes(Path(classes)),
@@ -114,7 +115,6 @@ def convert(
         images=ImageOptions(short_side),
         splits=parse_splits([f"{name}={what}" for name, what in (split or {}).items()]),
     )
-    where = os.fspath(out)
     run_conversion(request, where, Machine(workers), Console(stderr=True, quiet=not progress))
     if split is None:
         return Dataset(where)
@@ -143,9 +143,7 @@ class Training:
     @property
     def metrics(self) -> MetricsLog:
         """The metrics so far, read anew: `metrics["loss"]` is a column."""
-        log = MetricsLog(self.run_dir / METRICS_FILE, whole=True)
-        log.refresh()
-        return log
+        return RunFiles(self.run_dir, None).metrics
 
     @property
     def output(self) -> str:
@@ -263,8 +261,8 @@ def train(
             file = folder / f"{recipe.name if isinstance(recipe, Recipe) else 'recipe'}.yaml"
             file.write_text(dump_yaml(recipe.dump()), encoding="utf-8")
         else:
-            file = find_recipe(os.fspath(recipe))
-        where = default_run_dir(str(file), smoke=smoke) if run_dir is None else Path(run_dir)
+            file = find_recipe(_where(recipe))
+        where = default_run_dir(str(file), smoke=smoke) if run_dir is None else Path(_where(run_dir))
         options: dict[str, object] = {"ranks": ranks, "resume": resume, "max-restarts": max_restarts}
         options |= {"stop-at": stop_at, "time-limit": time_limit}
         command = [sys.executable, "-P", "-m", "vitscale", "launch", str(file), "--run-dir", str(where)]
@@ -274,6 +272,14 @@ def train(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return training.wait() if wait else training
+
+
+def _where(place: Place) -> str:
+    """A path or URL as text. Raises `RecipeError` for what none can be."""
+    text = os.fspath(place)
+    if not text or "\0" in text:
+        raise RecipeError(f"{text!r}: expected a path or URL")
+    return text
 
 
 def _error_of(code: int) -> type[VitscaleError]:

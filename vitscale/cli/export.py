@@ -7,15 +7,15 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from vitscale.cli.options import ModelName, NoEma, Step, model_block
+from vitscale.cli.options import ModelName, NoEma, Step, model_block, refuse
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.weight_formats import Format
 
 # The options that each kind of source uses; an option that would have no effect is refused.
 _OPTIONS = {
-    "a run": {"step", "no_ema", "image_size"},
-    "a file of weights": {"model", "set", "image_size"},
-    "a model's name": {"seed", "num_classes", "image_size", "head"},
+    "a run": {"step", "no-ema", "image-size"},
+    "a file of weights": {"model", "set", "image-size"},
+    "a model's name": {"seed", "num-classes", "image-size", "head"},
 }
 
 
@@ -50,18 +50,15 @@ def export(
     from vitscale.about.report.card import model_card
     from vitscale.models.weights import HEAD, loading_lines, write_weights
     from vitscale.runs.checkpoint import EMA
-    from vitscale.runs.checkpoint.opening import kind_of, open_model
+    from vitscale.runs.checkpoint.opening import kind_of, open_model, run_directory
     from vitscale.runs.run import Run
 
-    options = {"step": step, "no_ema": no_ema or None, "model": model, "set": settings or None, "seed": seed}
-    options |= {"num_classes": num_classes, "image_size": image_size, "head": head}
-    given = {name for name, value in options.items() if value is not None}
+    options = {"step": step, "no-ema": no_ema or None, "model": model, "set": settings or None, "seed": seed}
+    options |= {"num-classes": num_classes, "image-size": image_size, "head": head}
     try:
         kind = kind_of(source)
-        if useless := sorted(given - _OPTIONS[kind]):
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in useless)
-            this = "this has" if len(useless) == 1 else "these have"
-            raise RecipeError(f"{flags}: {source} is {kind}, where {this} no effect")
+        idle = {f"--{name}": value for name, value in options.items() if name not in _OPTIONS[kind]}
+        refuse(f"{source} is {kind}", idle)
         is_fresh = kind == "a model's name"
         if is_fresh and num_classes is None and not drop_head:
             raise RecipeError(f"{source}: fresh weights need --num-classes")
@@ -75,7 +72,8 @@ def export(
 
         def card() -> str:
             is_as_evaluated = image_size is None and not (no_ema and weights.recipe is not None and weights.recipe.ema)
-            run, lines = None if weights.recipe is None else Run(source), loading_lines(Path("PATH"), form, written)
+            place, lines = run_directory(Path(source)), loading_lines(Path("PATH"), form, written)
+            run = None if weights.recipe is None or place is None else Run(place)
             return model_card(written, form, lines, run, is_as_evaluated=is_as_evaluated, licence=licence)
 
         count = write_weights(out, form, description, lambda name: values[name](), drop_head, readme=card)

@@ -8,6 +8,7 @@ from typer import Argument, Option
 
 from vitscale.cli.options import Json, ModelOptions, one_speaks, with_model_options
 from vitscale.ground.errors import RecipeError
+from vitscale.ground.wording import finite
 
 if TYPE_CHECKING:
     from vitscale.evaluation.representation import Method, Strength
@@ -75,7 +76,7 @@ def fewshot(
         with options.opened(source) as finished:
             accelerator, results = finished.accelerator, measure(finished, tasks, how)
     if accelerator.is_main_process:
-        print(json.dumps(results) if as_json else table_of(results))
+        print(json.dumps(finite(results)) if as_json else table_of(results))
 
 
 def _counts(shots: str | None, method: "Method") -> list[int | None]:

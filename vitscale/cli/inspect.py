@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typer import Argument, Option
@@ -17,7 +17,7 @@ from vitscale.ground.page import check_drawing
 from vitscale.ground.table import Console
 
 if TYPE_CHECKING:
-    from vitscale.evaluation.inspection.looking import Findings, Part
+    from vitscale.evaluation.inspection.looking import Findings
 
 
 @with_model_options("class_names", "batch")
@@ -53,7 +53,7 @@ def inspect(
     from vitscale.evaluation.inspection.output import PAGE, write
 
     check_drawing("vitscale inspect")
-    wanted = _parts(show)
+    wanted: list[Any] | None = None if show is None else show.split(",")  # `parts_of` checks them
     names = _names(sources)
     with new_folder(out, "--out") as folder:
         findings: dict[str, Findings] = {}
@@ -88,16 +88,6 @@ def _for_its_kind(options: ModelOptions, source: Path, sources: Sequence[Path]) 
     if is_weights(source):
         return replace(options, step=None, no_ema=False)
     return replace(options, model=None, image_size=None, precision=None)
-
-
-def _parts(show: str | None) -> "list[Part] | None":
-    from vitscale.evaluation.inspection.looking import PARTS
-
-    if show is None:
-        return None
-    if unknown := [part for part in show.split(",") if part not in PARTS]:
-        raise RecipeError(f"--show: {unknown[0]!r} is none; expected some of {','.join(PARTS)}")
-    return [part for part in PARTS if part in show.split(",")]
 
 
 def _names(sources: Sequence[Path]) -> list[str]:

@@ -10,7 +10,7 @@ from typer import Argument, Option
 from vitscale.cli.options import Json, ModelOptions, Source, at_work, refuse, with_model_options
 from vitscale.ground.errors import DataError
 from vitscale.ground.safe_text import printable, without_secrets
-from vitscale.ground.wording import counted
+from vitscale.ground.wording import counted, finite
 
 
 @with_model_options()
@@ -64,7 +64,7 @@ def evaluate(
         of_split = {name: value for name, value in values.items() if "/" not in name or name.startswith("validation/")}
         intervals = accuracy_intervals(of_split, samples)
         if as_json:
-            print(json.dumps({"step": finished.step, **values, "intervals": intervals, "policy": policy}))
+            print(json.dumps(finite({"step": finished.step, **values, "intervals": intervals, "policy": policy})))
             return
         print(f"{source}, step {finished.step:,}" if finished.step is not None else source)
         if samples is not None:

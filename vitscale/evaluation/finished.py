@@ -18,18 +18,18 @@ from torch import nn
 from vitscale.data.augmentation import EvalTransform
 from vitscale.data.image_operations import to_model_input
 from vitscale.data.settings import Reading
-from vitscale.data.shards import MANIFEST_NAME, Manifest
+from vitscale.data.shards import Manifest
 from vitscale.evaluation.build import build_evaluators, exact_pass
 from vitscale.evaluation.contract import MakeLoader, evaluate
 from vitscale.evaluation.placing import ReadTensor, is_main, join, place, tell
 from vitscale.evaluation.splits import common_samples
-from vitscale.ground.errors import DataError, RecipeError, VitscaleError
+from vitscale.ground.errors import RecipeError, VitscaleError
 from vitscale.ground.weight_formats import POSITIONS_RULE
 from vitscale.models import BlockTokens, Model, Outputs, weight_dtype
 from vitscale.models.weights import WHOLE_PICTURE, Description, Source
 from vitscale.objectives import Objective, build_objective
 from vitscale.recipe import Data, EvalCrop, Normalise, Recipe, override
-from vitscale.recipe.datasets import find_dataset
+from vitscale.recipe.datasets import find_dataset_or_folder
 from vitscale.runs.checkpoint import MASTER, CheckpointReader
 from vitscale.runs.checkpoint.opening import describe_run, is_weights, open_model, open_run, trained_recipe
 from vitscale.runs.checkpoint_index import data_root
@@ -197,12 +197,7 @@ class FinishedModel:
 
         Raises `RecipeError`, `DataError` and `StorageError`.
         """
-        try:
-            name = find_dataset(name, self._data.root)
-        except (RecipeError, DataError):
-            if not (Path(name) / MANIFEST_NAME).is_file():
-                raise
-        return Manifest.load(name)
+        return Manifest.load(find_dataset_or_folder(name, self._data.root))
 
     def loader(self, manifest: Manifest, crop: EvalCrop | None = None, border: int = 0) -> MakeLoader:
         """Makes loaders over this process's part of a dataset, seen through `EvalTransform`.

@@ -13,6 +13,7 @@ from accelerate.utils import get_max_memory, offload_weight, save_offload_index
 from torch import Tensor, nn
 
 from vitscale.ground.errors import RecipeError
+from vitscale.ground.safe_text import shown
 
 _ROOM = 0.8
 """The share of a device's free memory that weights may take; the rest is for activations."""
@@ -35,7 +36,7 @@ def is_main() -> bool:
 def tell(message: str) -> None:
     """Print a note, once for all processes, to standard error, as standard output is for results."""
     if is_main():
-        print(message, file=sys.stderr)
+        print(shown(message), file=sys.stderr)
 
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -19,6 +19,8 @@ from vitscale.evaluation.finished import FinishedModel
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.ranks import gather
 from vitscale.ground.storage import regular
+from vitscale.ground.wording import finite
+from vitscale.models import Outputs
 from vitscale.recipe import EvalCrop
 
 Picture = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
@@ -45,7 +47,7 @@ class Prediction:
         """The prediction as plain data for JSON."""
         if self.problem is not None:
             return {"file": self.file, "error": self.problem}
-        return {"file": self.file, "top": [{"class": name, "probability": p} for name, p in self.classes]}
+        return {"file": self.file, "top": [{"class": name, "probability": finite(p)} for name, p in self.classes]}
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
@@ -60,7 +62,10 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
         if not path.is_dir():
             files.append(path)
             continue
-        below = [file for file in sorted(path.rglob("*")) if file.name.lower().endswith(IMAGE_SUFFIXES)]
+        try:
+            below = [file for file in sorted(path.rglob("*")) if file.name.lower().endswith(IMAGE_SUFFIXES)]
+        except OSError as error:
+            raise DataError(f"{error.filename}: {error.strerror}") from None
         visible = [file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts)]
         if not visible and (path / MANIFEST_NAME).is_file():
             raise DataError(
@@ -138,9 +143,10 @@ def name_of(picture: Picture, at: int) -> str:
     return str(picture) if isinstance(picture, str | os.PathLike) else f"picture {at}"
 
 
-def named_classes(model: FinishedModel, logits: Tensor, top: int) -> list[list[tuple[str, float]]]:
-    """(class, probability) of logits (n, K), for each row the `top` most probable, the most probable first."""
-    logits = logits.float()
+def named_classes(model: FinishedModel, outputs: Outputs, top: int) -> list[list[tuple[str, float]]]:
+    """(class, probability) of n pictures' outputs, for each the `top` most probable, the most probable first."""
+    assert outputs.logits is not None, "a model with classes has logits"
+    logits = outputs.logits.float()
     probabilities = (logits.softmax(dim=1) if model.loss == "softmax" else logits.sigmoid()).cpu()
     num_classes = probabilities.shape[1]
     names = model.class_names or [f"class {place}" for place in range(num_classes)]
@@ -154,9 +160,7 @@ def named_classes(model: FinishedModel, logits: Tensor, top: int) -> list[list[t
 def _predicted(model: FinishedModel, named: Sequence[tuple[str, Picture]], top: int) -> list[Prediction]:
     seen = [view_of(picture, model.eval_crop, model.image_size) for _, picture in named]
     views = [view for view in seen if not isinstance(view, Reject)]
-    logits = model.predict(torch.stack(views)).logits if views else torch.zeros(0, 1)
-    assert logits is not None, "a model with classes has logits"
-    rows = iter(named_classes(model, logits, top))
+    rows = iter(named_classes(model, model.predict(torch.stack(views)), top) if views else ())
     return [
         Prediction(name, problem=view.reason) if isinstance(view, Reject) else Prediction(name, next(rows))
         for (name, _), view in zip(named, seen, strict=True)

@@ -21,6 +21,7 @@ from vitscale.evaluation.finished import FinishedModel, tell_common_samples
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.ranks import gather_rows, on_rank_zero
 from vitscale.ground.safe_text import csv_cell
+from vitscale.ground.wording import finite
 from vitscale.runs.intervals import accuracy_intervals, wilson_interval
 
 METRICS = ("top1", "top5", "mean_per_class", "calibration")
@@ -132,7 +133,7 @@ def _write(folder: Path, answers: Answers, manifest: Manifest, content: dict[str
     _table(folder / "per_class.csv", "class samples right predicted top1 low high", by_class)
     _table(folder / "confusion.csv", "class predicted samples", of_pairs)
     _table(folder / "predictions.csv", "uid name class predicted probability", of_samples)
-    (folder / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (folder / "evaluation.json").write_text(json.dumps(finite(content), indent=1) + "\n", encoding="utf-8")
 
 
 def _table(path: Path, columns: str, rows: Sequence[Sequence[Any]]) -> None:

@@ -4,6 +4,7 @@ An error raised here ends the command with one readable message and no stack tra
 where, what was expected and what to do. Everything else is a bug and keeps its trace (exit code 1).
 """
 
+import numbers
 from collections import abc
 from contextlib import contextmanager
 from typing import Self
@@ -49,6 +50,13 @@ class RecipeError(VitscaleError):
     """A recipe, a command line or an environment that cannot be run as written."""
 
     exit_code = 2
+
+
+def check_numbers(least: int, **arguments: object) -> None:
+    """Raise `RecipeError` for an argument that is given, so is not None, and no whole number from `least` to 2**63."""
+    for name, value in arguments.items():
+        if value is not None and not (isinstance(value, numbers.Integral) and least <= int(value) < 2**63):
+            raise RecipeError(f"{name}={value!r}: expected a number from {least}")
 
 
 class MachineError(RecipeError):

@@ -28,11 +28,17 @@ _USER = re.compile(
 )
 _WEB = re.compile(r".*(?:https?|webdavs?|davs?):[\\/]+", re.IGNORECASE)
 _ENCODED_USER = re.compile(r"""(%3a(?:%2f){2})(?:(?!%2f)[^\s/?#&"'<>]){0,4096}?%40""", re.IGNORECASE)
+# A block of a recipe, in JSON or as Python shows it.
+_KEYED = re.compile(
+    r"""(["'](?:[\w.-]*[_.-])?(?:signature|token|secret|passw(?:or)?d|passphrase|credentials?|jwt|"""
+    r"""(?:api|access|secret|auth|private|account)[_-]?key)\\*["']\s*:\s*)(\\*["'])(?:(?!\2)(?:\\.|[^\\]))+\2""",
+    re.IGNORECASE,
+)
 _HEADER = re.compile(r"""(authorization["']?\s*[:=,]\s*["']?)(?:[a-z]+\s+)?[^\s"',;)}\]]+""", re.IGNORECASE)
 
 
 def without_secrets(text: str) -> str:
-    """Text, or one URL, without what grants access: passwords before hosts, signatures and tokens in queries.
+    """Text, or one URL, without what grants access: passwords before hosts, signatures and tokens in queries or blocks.
 
     A user's name stays, as `abfs://container@account` needs it, except on the web, where it may be a token.
     """
@@ -40,7 +46,7 @@ def without_secrets(text: str) -> str:
         text = _USER.sub(_without_user, text)
     if "%" in text:
         text = _ENCODED_USER.sub(r"\1", text)
-    text = _HEADER.sub(r"\1...", text)
+    text = _KEYED.sub(r"\1\2...\2", _HEADER.sub(r"\1...", text))
     return _OTHER.sub("", _FIRST.sub("", text)) if re.search("=|%3|u003d", text, re.IGNORECASE) else text
 
 

@@ -1,6 +1,7 @@
-"""Numbers and lists in sentences (`2 shards`, `0-3, 7`, `a, b and 3 more`), and pydantic's mistakes in our words."""
+"""Numbers and lists in sentences (`2 shards`, `0-3, 7`, `a, b and 3 more`) and in JSON, and pydantic's mistakes in our words."""
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _SHOWN_SPANS = 10
@@ -12,6 +13,15 @@ def counted(number: int, noun: str) -> str:
     hisses = noun.endswith(("s", "ch", "sh", "x")) and not noun.endswith("och")
     plural = noun if number == 1 else f"{noun}es" if hisses else f"{noun}s"
     return f"{number:,} {plural}"
+
+
+def finite(value: Any) -> Any:
+    """Plain data for JSON, which has no NaN: a number that is not finite is None."""
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def ranges(numbers: list[int]) -> str:

@@ -38,6 +38,16 @@ def find_dataset(dataset: str, root: str | None) -> str:
     raise DataError(f"dataset {dataset!r}: there is no {Path(where).absolute()}{said_by}{hint}")
 
 
+def find_dataset_or_folder(dataset: str, root: str | None) -> str:
+    """As `find_dataset`, or else a folder here that holds a dataset, whose path need not begin with ./."""
+    try:
+        return find_dataset(dataset, root)
+    except (RecipeError, DataError):
+        if os.path.isfile(os.path.join(dataset, "manifest.json")):  # noqa: PTH113, PTH118 (without an error)
+            return dataset
+        raise
+
+
 def _hint(dataset: str, missing: Path) -> str:
     """Suggest the name with its first missing part replaced by the most similar existing one; "" if there is none."""
     parts, after = dataset.split("/"), 1

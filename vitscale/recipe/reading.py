@@ -152,7 +152,7 @@ def read_content(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
         raise RecipeError(f"{path}: extends itself: {' -> '.join(str(p.name) for p in (*chain, path))}")
     content = read_yaml(path)
     # Of a file that is something else, no word is repeated: it may hold secrets.
-    if not isinstance(content, dict) or (content and not content.keys() & {"extends", *keys_in("")}):
+    if not isinstance(content, dict) or (content and not content.keys() & {"extends", *Recipe.model_fields}):
         raise RecipeError(f"{path}: expected a mapping of keys such as model, data and batch")
     base = content.pop("extends", None)
     if base is None:
@@ -203,15 +203,15 @@ def load_recipe(recipe: str | Path, settings: Sequence[str] = ()) -> Recipe:
 
 
 def refuse_secrets(recipe: Recipe, where: str) -> Recipe:
-    """The same recipe. Raises `RecipeError` if a URL in it has a password or token, as it is copied to many places."""
+    """The same recipe. Raises `RecipeError` if it has a password or token, as it is copied to many places."""
     dumped = recipe.dump()
     text = json.dumps(dumped)
     if (bare := without_secrets(text)) == text:
         return recipe
     keys = ", ".join(key for key, _, _ in changes(dumped, json.loads(bare)))
     raise RecipeError(
-        f"{where}: {keys}: a URL with a password, token or signature. A recipe is copied into the run's directory and "
-        "its checkpoints. Leave the secret out of the URL, and set it in fsspec's configuration (a file in "
+        f"{where}: {keys}: a password, token or signature. A recipe is copied into the run's directory and its "
+        "checkpoints. Leave the secret out, and set it in fsspec's configuration (a file in "
         "~/.config/fsspec, or variables such as FSSPEC_SFTP_PASSWORD) or in the variables of the protocol "
         "(AWS_SECRET_ACCESS_KEY); for datasets, the URL may also be in VITSCALE_DATA_ROOT or datasets.yaml"
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from vitscale.ground.files.digests import file_digests
 from vitscale.ground.files.durable import write_text
+from vitscale.ground.wording import finite
 from vitscale.runs.names import DONE_FILE, INDEX_FILE, METRICS_FILE, RECIPE_FILE, VERIFIED_FILE
 from vitscale.runs.reading import read_object
 
@@ -23,7 +24,7 @@ def write_done(run_dir: Path, summary: Mapping[str, Any]) -> None:
     The summary has `step`, `total_steps`, `stopped_early`, `best_step`, `exaflops`, and `evaluation`, the last
     evaluation's values by evaluator/metric.
     """
-    write_text(run_dir / DONE_FILE, json.dumps(summary, indent=1) + "\n")
+    write_text(run_dir / DONE_FILE, json.dumps(finite(summary), indent=1, allow_nan=False) + "\n")
 
 
 def covered_files(run_dir: Path, checkpoints: str) -> dict[str, str]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from vitscale.ground.errors import DataError, MachineError
 from vitscale.ground.files.durable import durable_file
 from vitscale.ground.storage import regular
+from vitscale.ground.wording import finite
 from vitscale.runs.reading import count, number, parse_object
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class MetricsLines:
     def training(self, step: int, values: Mapping[str, float | str]) -> None:
         """Write training metrics after `step` updates."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        row = {"step": step, "time": now, **{key: _json_value(value) for key, value in values.items()}}
+        row = {"step": step, "time": now, **finite(values)}
         try:
             # Opened for each line, to notice a directory that has disappeared and to use it again if it comes back.
             with open(self._path, "a", encoding="utf-8", opener=regular) as file:
@@ -84,10 +85,6 @@ class MetricsLines:
         if not self._failed:
             self._failed = True
             _log.error("METRICS ARE BEING LOST, training continues: cannot write in %s: %s", self._path.parent, error)
-
-
-def _json_value(value: float | str) -> float | str | None:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def rows_up_to(path: Path, last_step: int) -> Iterator[Row]:
@@ -148,14 +145,14 @@ class MetricsLog:
         return iter(self.keys())
 
     def __getitem__(self, key: str) -> "np.ndarray":
-        """A column of `rows`: integers, or floats with NaN where a line has none, or objects. Raises `DataError`."""
+        """A column of `rows`: integers, or floats, NaN where a line has no number, or objects. Raises `DataError`."""
         import numpy as np  # whoever only watches runs does without
 
         values = [row.get(key) for row in self.rows]
         if values and key not in self.keys():
             raise DataError(f"{self._path}: no column {key!r}; it has {', '.join(self.keys())}")
         if all(isinstance(value, int | float | None) for value in values):
-            return np.array([math.nan if value is None else value for value in values])
+            return np.array([math.nan if (known := number(value)) is None else known for value in values])
         return np.array(values, object)
 
     def pandas(self) -> Any:
@@ -213,7 +210,7 @@ class MetricsLog:
         values = {
             key.removeprefix(OF_EVALUATIONS): number(value)
             for key, value in row.items()
-            if key.startswith(OF_EVALUATIONS)
+            if key.startswith(OF_EVALUATIONS) and key.isprintable()
         }
         if values:
             self.evaluations.append((step, values))

@@ -11,9 +11,9 @@ _MOST = 1e18
 
 
 def parse_object(text: bytes) -> dict[str, Any] | None:
-    """`text` parsed as a JSON object; None if it is not one."""
+    """`text` parsed as a JSON object; None if it is not one. NaN, which is no JSON, is read as null."""
     try:
-        content = json.loads(text)
+        content = json.loads(text, parse_constant=lambda name: None)
     except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

@@ -234,9 +234,11 @@ def test_an_index_names_files_beside_it(tmp_path):
 )
 def test_a_preprocessor_that_is_not_followed_is_told(changes, tmp_path):
     _, path = folder(tmp_path)
-    assert open_weights(path).notes == ()
+    source = open_weights(path)
+    assert not source.notes and not source.seen_otherwise
     edited(path / "preprocessor_config.json", **changes)
-    (note,) = open_weights(path).notes
+    source = open_weights(path)
+    (note,) = (*source.notes, *source.seen_otherwise)
     assert "preprocessing" in note
 
 

@@ -19,7 +19,7 @@ from vitscale.evaluation.inspection.attention import distances
 from vitscale.evaluation.inspection.looking import Findings
 from vitscale.evaluation.inspection.mosaics import TILE, colour_tile, heat_tile, lit_tile, mosaic, picture_tile
 from vitscale.evaluation.inspection.representation import alignment
-from vitscale.ground.page import FAINT, SERIES
+from vitscale.ground.page import FAINT, SERIES, Plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,23 +35,9 @@ Value = str | int | float
 
 
 @dataclass(frozen=True)
-class InspectionFigure:
-    """One figure and its numbers.
+class InspectionFigure(Plot):
+    """One figure and its numbers, as `rows` of named `columns`."""
 
-    Attributes:
-        key: the name of its files.
-        title, caption: its title, and a text that says how to read it.
-        put: draws it into an empty figure of `width` x `height` CSS pixels.
-        width, height: its size in CSS pixels.
-        columns, rows: its numbers.
-    """
-
-    key: str
-    title: str
-    caption: str
-    put: Callable[[Figure], None]
-    width: int
-    height: int
     columns: Sequence[str]
     rows: Sequence[Sequence[Value]]
 

@@ -7,22 +7,10 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from vitscale.evaluation.inspection.figures import InspectionFigure
-from vitscale.ground.page import (
-    Facts,
-    Figures,
-    NumberedDrawing,
-    Part,
-    Section,
-    Text,
-    draw,
-    finite_rows,
-    page_text,
-    standalone,
-    write_figures,
-)
+from vitscale.ground.page import Facts, Figures, NumberedDrawing, Part, Section, Text, page_text, write_figures
+from vitscale.ground.wording import finite
 
 PAGE = "index.html"
 
@@ -38,12 +26,10 @@ def write(
     """Write all figures and the page into a folder that exists. Raises OSError."""
     drawn = []
     for figure in figures:
-        size: dict[str, Any] = {"width": figure.width, "height": figure.height}
-        svg = draw(figure.key.replace("_", "-"), figure.title, figure.put, **size).svg
-        about, numbers = (figure.key, figure.title, figure.caption), (list(figure.columns), finite_rows(figure.rows))
-        drawn.append(NumberedDrawing(*about, *numbers, svg, figure.width))
+        about, numbers = (figure.key, figure.title, figure.caption), (list(figure.columns), finite(figure.rows))
+        drawn.append(NumberedDrawing(*about, *numbers, figure.drawing.svg, figure.width))
         for form in ("png", "svg"):
-            (folder / f"{figure.key}.{form}").write_bytes(standalone(figure.put, form, **size))
+            figure.save(folder / f"{figure.key}.{form}")
         text = io.StringIO(newline="")
         csv.writer(text, lineterminator="\n").writerows([figure.columns, *figure.rows])
         (folder / f"{figure.key}.csv").write_text(text.getvalue(), encoding="utf-8")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from vitscale.ground.errors import RecipeError
+from vitscale.ground.safe_text import shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -106,6 +107,7 @@ def _rendered(
     check_drawing("the page")
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
     defaults: dict[str, Any] = {key: matplotlib.rcParamsDefault[key] for key in matplotlib.rcParamsDefault}
     defaults.pop("backend")
@@ -114,9 +116,13 @@ def _rendered(
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(width / 96, height / 96), dpi=96, layout="constrained")
         put(figure)
+        for text in figure.findobj(Text):
+            text.set_text(shown(text.get_text()))
+            if "$" in text.get_text():  # a name's; matplotlib's own, on logarithmic axes, come when it draws
+                text.set_parse_math(False)
         unsaid = ("Date", "Creator", "Format", "Type") if form == "svg" else ("Software",)
         figure.savefig(file, format=form, metadata=dict.fromkeys(unsaid))
-    return file.getvalue()
+    return file.getvalue() if form == "png" else shown(file.getvalue().decode()).encode()
 
 
 def _inline(svg: str, name: str) -> str:

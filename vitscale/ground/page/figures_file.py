@@ -1,9 +1,7 @@
 """Reads and writes figures.json: what one command has drawn, with its numbers, for the page of another."""
 
 import json
-import math
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -82,11 +80,6 @@ class Figures:
 
 
 _FIGURES = pydantic.TypeAdapter(Figures)
-
-
-def finite_rows(rows: Sequence[Sequence[str | int | float]]) -> list[list[str | int | float | None]]:
-    """Rows of a figure as `NumberedDrawing` has them."""
-    return [[None if isinstance(value, float) and not math.isfinite(value) else value for value in row] for row in rows]
 
 
 def write_figures(folder: Path, figures: Figures) -> None:

@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 import vitscale
 from vitscale.ground.page.drawing import FAINT, SERIES
 from vitscale.ground.page.parts import Part, Section
-from vitscale.ground.safe_text import without_secrets
+from vitscale.ground.safe_text import shown
 
 
 def page_text(title: str, subtitle: str, sections: Sequence[Section]) -> str:
@@ -23,7 +23,7 @@ def page_text(title: str, subtitle: str, sections: Sequence[Section]) -> str:
         series=SERIES,
         version=vitscale.__version__,
     )
-    return without_secrets(page)
+    return shown(page)
 
 
 def fragment(parts: Sequence[Part]) -> str:
@@ -32,8 +32,7 @@ def fragment(parts: Sequence[Part]) -> str:
     show = _template().make_module(nothing).show  # type: ignore[attr-defined]
     colours = "".join(f"--series-{index}: {colour}; " for index, colour in enumerate(SERIES, start=1))
     style = f"{colours}--faint: {FAINT}; --sans: sans-serif"
-    text = without_secrets(f'<div style="{style}">{"".join(map(show, parts))}</div>')
-    return text.encode("utf-8", "backslashreplace").decode()  # names of files may hold half characters
+    return shown(f'<div style="{style}">{"".join(map(show, parts))}</div>')
 
 
 @cache

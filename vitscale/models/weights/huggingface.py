@@ -105,8 +105,6 @@ def read_folder(folder: Path, config: dict[str, Any]) -> Source:
     entries = renamed(folder, read_beside_config(folder))
     notes = [f"{_MASK} is not read: a mask is part of an objective here"] if _MASK in entries else []
     crop = _crop(preprocessor)
-    if preprocessor:
-        notes += otherwise(crop, _filter(preprocessor))
     notes += [f"{key} of its preprocessing is not done here" for key in _UNDONE if preprocessor.get(key)]
     if "classifier.weight" not in entries and (unread := [key for key in entries if ".pooler." in key]):
         notes.append("its pooler is not read: it is part of no classifier")
@@ -121,6 +119,7 @@ def read_folder(folder: Path, config: dict[str, Any]) -> Source:
         image_size=_image_size(preprocessor),
         normalise=_normalise(preprocessor),
         notes=tuple(notes),
+        seen_otherwise=otherwise(crop, _filter(preprocessor)) if preprocessor else (),
     )
 
 

@@ -82,7 +82,7 @@ def parameters(
         raise CheckpointError(
             f"{source.path} ({source.form}) is of another model:\n{listed}" + (f"\n{advice}" if of_head else "")
         )
-    for note in source.notes:
+    for note in (*source.notes, *source.seen_otherwise):
         report(f"{source.path}: {note}")
     return {name: _reader(source, rules[name], resampled.get(name), report) for name in names}
 

@@ -109,7 +109,7 @@ def read_folder(folder: Path, config: dict[str, Any]) -> Source:
         eval_crop=crop,
         image_size=_image_size(data),
         normalise=normalise_of(data.get("mean", _MEAN), data.get("std", _STD)),
-        notes=otherwise(crop, data.get("interpolation", _INTERPOLATION)),
+        seen_otherwise=otherwise(crop, data.get("interpolation", _INTERPOLATION)),
     )
 
 

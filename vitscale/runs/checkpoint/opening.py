@@ -29,9 +29,9 @@ from vitscale.recipe.families import Model as ModelBlock
 from vitscale.recipe.families import architecture, nearest
 from vitscale.runs.checkpoint.directory import checkpoint_directory
 from vitscale.runs.checkpoint.store import CheckpointReader, CheckpointStore
-from vitscale.runs.checkpoint_index import EMA, MASTER, CheckpointIndex
+from vitscale.runs.checkpoint_index import EMA, MASTER, CheckpointIndex, steps_among
 from vitscale.runs.directory import recipe_of_run
-from vitscale.runs.names import RECIPE_FILE
+from vitscale.runs.names import INDEX_FILE, RECIPE_FILE
 
 Kind = Literal["a run", "a file of weights", "a model's name"]
 ReadPiece = Callable[[str, str, int, int], Tensor]
@@ -149,7 +149,7 @@ def kind_of(source: str) -> Kind:
     """What a source is, by what lies there. Raises `RecipeError` if nothing does and no model has this name."""
     path = Path(source)
     try:
-        if (path / RECIPE_FILE).exists():
+        if (path / RECIPE_FILE).exists() or checkpoint_step(path) is not None:
             return "a run"
         if path.exists():
             return "a file of weights"
@@ -177,7 +177,7 @@ def open_model(
     """The weights of any source.
 
     Args:
-        source: a run's directory; weights in any format; or a model's name, for fresh weights.
+        source: a run's directory or a checkpoint's folder; weights in any format; or a model's name, for fresh weights.
         step: for a run, the step of the checkpoint; by default the newest one that verifies.
         use_average: for a run, whether to take the average of the weights if it keeps one.
         image_size, num_classes, head, seed: of fresh weights; by default for 224 pixels, and without a head.
@@ -217,14 +217,41 @@ def is_weights(source: Path) -> bool:
         raise RecipeError(f"{str(source)[:100]}: {error.strerror}") from None
 
 
+def checkpoint_step(path: Path) -> int | None:
+    """The step of the checkpoint whose folder this is, by its name; None for anything else.
+
+    Raises `RecipeError` for a checkpoint in a folder of another name.
+    """
+    if not path.is_dir() or is_weights(path) or (path / RECIPE_FILE).exists():
+        return None
+    if steps := steps_among([path.absolute().name]):
+        return steps[0]
+    if (path / INDEX_FILE).is_file():
+        raise RecipeError(f"{path} is a checkpoint whose folder is no longer named after its step")
+    return None
+
+
+def run_directory(source: Path) -> Path | None:
+    """The directory of the run that a source is, or that has it among its checkpoints; None if there is none."""
+    above = source.absolute().parent.parent
+    return next((place for place in (source, above) if (place / RECIPE_FILE).is_file()), None)
+
+
 def open_run(
     run_dir: Path, step: int | None = None, report: Callable[[str], None] = print
 ) -> tuple[Recipe, CheckpointReader]:
     """A run's recipe, and its newest checkpoint that verifies, or the one of `step`.
 
+    The folder of a checkpoint stands for its step, with the recipe that it was trained with.
+
     Raises `RecipeError` if there is no run, `CheckpointError` if there is no such checkpoint, and `StorageError` if the
     checkpoints are at a URL that does not answer.
     """
+    if (own := checkpoint_step(run_dir)) is not None:
+        if step not in (None, own):
+            raise RecipeError(f"step {step}: {run_dir} is the checkpoint of step {own}")
+        opened = CheckpointStore(run_dir.absolute().parent).open(own)
+        return trained_recipe(opened), opened
     recipe = recipe_of_run(run_dir)
     store = CheckpointStore(checkpoint_directory(recipe, run_dir))
     if step is None:

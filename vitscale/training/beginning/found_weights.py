@@ -17,10 +17,9 @@ from vitscale.ground.ranks import from_rank_zero, gather, on_rank_zero
 from vitscale.models.weights.huggingface import distinct
 from vitscale.recipe import Init, Normalise, read_recipe
 from vitscale.recipe.families import Model
-from vitscale.runs.checkpoint import CheckpointIndex, CheckpointStore, LocalDirectory, checkpoint_directory
-from vitscale.runs.checkpoint.opening import OpenWeights, of_checkpoint, of_file
-from vitscale.runs.checkpoint_index import steps_among
-from vitscale.runs.names import INDEX_FILE, RECIPE_FILE
+from vitscale.runs.checkpoint import CheckpointIndex, CheckpointStore, checkpoint_directory
+from vitscale.runs.checkpoint.opening import OpenWeights, checkpoint_step, of_checkpoint, of_file
+from vitscale.runs.names import RECIPE_FILE
 from vitscale.training.deepspeed.distributed import World
 
 _READ_WITH_WEIGHTS = (".safetensors", ".bin", ".json")  # what is read of a folder in another library's format
@@ -80,16 +79,10 @@ def find_checkpoint(named: Named, world: World | None = None) -> tuple[Checkpoin
         if (path / RECIPE_FILE).is_file():
             directory = checkpoint_directory(read_recipe(path / RECIPE_FILE), path)
             return CheckpointStore(directory, **together), named.step
-        if (path / INDEX_FILE).is_file():
-            place = path.absolute()
-            steps = steps_among([place.name])
-            if not steps:
-                raise RecipeError(
-                    f"{named.key}.from: {path} is a checkpoint whose folder is no longer named after its step"
-                )
-            if named.step not in (None, steps[0]):
-                raise RecipeError(f"{named.key}.step {named.step}: {path} is the checkpoint of step {steps[0]}")
-            return CheckpointStore(LocalDirectory(place.parent), **together), steps[0]
+        if (step := checkpoint_step(path)) is not None:
+            if named.step not in (None, step):
+                raise RecipeError(f"{named.key}.step {named.step}: {path} is the checkpoint of step {step}")
+            return CheckpointStore(path.absolute().parent, **together), step
     except OSError as error:
         raise RecipeError(
             f"{named.key}.from: {str(path)[:200]}: {error.strerror}; expected a run's directory, the folder of one of "

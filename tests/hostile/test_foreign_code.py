@@ -1,0 +1,98 @@
+"""No name and no file of a stranger becomes code: what is imported, unpickled and read from a run's small files."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from strange_files import NO_HANG
+
+import vitscale
+from vitscale.about.studies.results import read_results
+from vitscale.cli.main import COMMANDS
+from vitscale.ground.errors import RecipeError, VitscaleError
+from vitscale.launch.clusters import find_cluster
+from vitscale.recipe import load_recipe
+from vitscale.runs.directory import read_newest
+from vitscale.runs.done import read_done
+from vitscale.runs.reading import read_object
+
+ROOT = Path(vitscale.__file__).parents[1]
+NAMES = ["evil", "evil.Thing", "evil:Thing", ".evil", "..evil", "vitscale.evil", "os.path", "__main__.x", "evil\n", ""]
+
+
+@pytest.fixture
+def evil(tmp_path, monkeypatch) -> Path:
+    """A module that could be imported, in the current folder; the file that it leaves if it is."""
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\nclass Thing: pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "imported"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_nobody_allowed_imports_nothing(name, evil):
+    for key in ("model.family", "objective.kind", "optimizer.name", "objective.implementation"):
+        with pytest.raises(RecipeError):
+            load_recipe("b16_i1k", [f"{key}={json.dumps(name)}"])
+    with pytest.raises(RecipeError):
+        load_recipe("b16_i1k", [f"data.operations=[{{kind: {json.dumps(name)}}}]"])
+    with pytest.raises((ImportError, ValueError)):
+        find_cluster(name or "evil")
+    with pytest.raises(AttributeError):
+        getattr(vitscale, name or "evil")
+    assert not evil.exists() and "evil" not in sys.modules
+
+
+def test_a_command_is_one_of_those_listed(evil):
+    assert all(target.partition(":")[0].isidentifier() for target, _ in COMMANDS.values())
+    for name in ("evil", "..evil"):
+        done = subprocess.run([sys.executable, "-m", "vitscale", name], capture_output=True, text=True)
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert not evil.exists()
+
+
+def test_no_file_is_a_program():
+    """Of what could run code, the source calls only what reads data alone."""
+    found = set()
+    for path in (*ROOT.glob("vitscale/**/*.py"), *ROOT.glob("data_tools/**/*.py")):
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            options = {each.arg: ast.unparse(each.value) for each in call.keywords}
+            called = ast.unparse(call.func)
+            if called in ("torch.load", "np.load"):
+                assert options.get("weights_only") == "True" or options.get("allow_pickle") == "False", path
+            if called.endswith("import_module"):
+                begins = ast.unparse(call.args[0]).lstrip("f'\"")
+                found.add(path.name if not begins.startswith(("vitscale.", "{__name__}.")) else "")
+            loads = called in ("eval", "exec", "compile", "__import__", "yaml.load") or "unsafe" in called
+            assert not loads and not called.startswith(("pickle.", "marshal.", "shelve.", "dill.", "runpy.")), path
+    assert found == {"", "extensions.py"}
+
+
+CONTENTS = {
+    "nothing": b"",
+    "another type": b"[1]",
+    "deep": b'{"a":' * 100_000,
+    "a long number": b'{"step": ' + b"9" * 100_000 + b"}",
+    "not UTF-8": b'{"a": "\xff"}',
+    "NaN": b'{"step": NaN, "place": Infinity, "entries": NaN, "version": 1}',
+    "twice": b'{"entries": [], "entries": 3, "version": 1, "step": 1, "step": []}',
+    "half a character": b'{"step": "\\ud800", "entries": "\\ud800", "version": 1}',
+}
+
+
+@NO_HANG
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
+def test_what_a_small_file_holds_is_a_plain_object_or_nothing(content, tmp_path):
+    for name in ("newest-checkpoint.json", "DONE", "results.json"):
+        (tmp_path / name).write_bytes(content)
+    assert read_newest(tmp_path) is None
+    assert read_done(tmp_path) is None or isinstance(read_done(tmp_path), dict)
+    found = read_object(tmp_path / "results.json")
+    assert found is None or found == json.loads(content, parse_constant=lambda name: None)
+    try:
+        assert read_results(tmp_path) is None
+    except VitscaleError as error:
+        assert str(error).isprintable()
