@@ -88,6 +88,7 @@ class Objective(Block):
     has_classes: ClassVar[bool]  # whether the model has an output for each class of the training data
     # The parameters that are the objective's, and no part of the model that is exported or begun with.
     own: ClassVar[tuple[str, ...]] = ()
+    compares_views: ClassVar[bool] = False  # whether it looks at all of `data.views`
 
     kind: str = Field(description="chooses this objective")
 

@@ -9,6 +9,7 @@ from vitscale.ground.block import Block, has_default
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.extensions import by_kind
 from vitscale.ground.storage import is_url
+from vitscale.recipe.contrastive import Contrastive
 from vitscale.recipe.data import Batch, Data, EvalCrop
 from vitscale.recipe.datasets import find_dataset
 from vitscale.recipe.evaluation import Evaluation, Selection
@@ -174,7 +175,9 @@ class Recipe(Block):
     data: Data
     batch: Batch
     objective: Annotated[
-        Annotated[SerializeAsAny[Classification | Distillation | MaskedPatches], Field(discriminator="kind")],
+        Annotated[
+            SerializeAsAny[Classification | Contrastive | Distillation | MaskedPatches], Field(discriminator="kind")
+        ],
         by_kind(Objective, "objective"),
         BeforeValidator(with_kind),
     ] = Classification()
@@ -211,6 +214,9 @@ class Recipe(Block):
             size = self.data.image_size
             for line in _complaint(lambda: self.model.check_image_size(size)):
                 yield f"data.image_size {size}: {line}"
+            for view in self.data.views:
+                for line in _complaint(lambda side=view.size or size: self.model.check_image_size(side)):  # type: ignore[misc]
+                    yield f"data.views: {view.name} of {view.size or size} pixels: {line}"
         if known("data", "batch") and self.data.repeats > self.batch.global_size:
             yield f"data.repeats {self.data.repeats}: batch.global {self.batch.global_size} has not as many views"
         if known("model", "optimizer") and self.optimizer.layer_decay is not None and self.model.num_blocks == 0:
@@ -254,6 +260,11 @@ class Recipe(Block):
             yield f"model.head_bias belongs to init.head: initial, and that is {init.head}"
         if known("schedule", "optimizer"):
             yield from self.schedule.check_optimizer(self.optimizer)
+        if known("data", "objective") and self.data.views and not self.objective.compares_views:
+            yield (
+                f"data.views: objective.kind: {self.objective.kind} looks at one view of each image; leave views out, "
+                f"or use objective.kind: contrastive. data.repeats has several views learned from one by one"
+            )
         if not broken:  # which fields the check looks at depends on the objective
             yield from _complaint(lambda: self.objective.check(self.context))
 

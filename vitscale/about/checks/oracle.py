@@ -92,13 +92,14 @@ class Oracle:
                 weight.copy_(self.rounded(masters[name]))
         trained = {name: weight for name, weight in weights.items() if self.group(name) is not None}
         plan = self.module.plan(batch.keys.numpy(), batch.position)
-        images = self._to_input(batch.images, batch.keys, self._device, self._dtype).to(dtype)
+        inputs = self._to_input.of_views(batch.views, batch.view_keys, self._device, self._dtype)
         sums = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in trained.items()}
         squares, ways = dict.fromkeys(trained, 0.0), dict.fromkeys(trained, 0)
         for start in range(0, len(batch.labels), rows):
             part = slice(start, start + rows)
             labels, mask, *planned = (each[part].to(self._device) for each in (batch.labels, batch.mask, *plan))
-            losses = self.module(images[part], labels, tuple(planned)).per_sample
+            views = tuple(each[part].to(dtype) for each in inputs)
+            losses = self.module(views, labels, tuple(planned)).per_sample
             loss = torch.where(mask, losses, 0.0).sum() / int(batch.mask.sum())
             ways = ways if start else _ways(loss, trained)
             gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)

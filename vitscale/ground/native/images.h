@@ -55,7 +55,8 @@ void resizer_close(Resizer *r);
 
 /* A part of a picture of height x width pixels as (side, side, 3), and how it is shown. */
 typedef struct {
-    int64_t height, width, top, left, box_height, box_width, flip, may_scale, side, resize;
+    int64_t height, width, top, left, box_height, box_width, flip, side, resize;
+    uint8_t *out;
 } View;
 
 enum { AREA, TF_BILINEAR, PIL_BILINEAR, PIL_BICUBIC }; /* how it is resized; as in vitscale/ground/images.py */
@@ -77,10 +78,36 @@ typedef struct {
     uint8_t *out;  /* (side, side, 3) */
 } Resampler;
 
-int resampler_open(Resampler *r, const View *view, uint8_t *out); /* a zeroed one; returns 0 where there is no memory */
+int resampler_open(Resampler *r, const View *view); /* a zeroed one; returns 0 where there is no memory */
 void resampler_take(Resampler *r, int64_t pixel, const uint8_t *row); /* the next row; its number in the picture */
 void resampler_finish(Resampler *r);
 void resampler_close(Resampler *r);
+
+/* --------------------------------------------------------------------------------- several views of a picture at once */
+
+/* Rows and columns of a picture, ends excluded. */
+typedef struct {
+    int64_t first_row, end_row, first_column, end_column;
+} Region;
+
+/* A view in the making. Zeroed but for its view before it is opened. */
+typedef struct {
+    View view;
+    Region needs;
+    Resizer resizer;
+    Resampler resampler;
+} Sink;
+
+/* The views of one picture, which its rows are given to one after the other; `scale` is the decoder's. */
+typedef struct {
+    Sink *sinks;
+    int64_t count;
+    Region needs; /* what they need together */
+} Sinks;
+
+int sinks_open(Sinks *all, int64_t scale); /* returns 0 where there is no memory */
+void sinks_take(Sinks *all, int64_t row, const uint8_t *pixels); /* of a row, from column needs.first_column on */
+void sinks_close(Sinks *all, int are_complete);
 
 /* ------------------------------------------------------------------------------------------------ what Python calls */
 
@@ -104,8 +131,7 @@ int vitscale_operate(uint8_t *images, int64_t count, int64_t side, const Instruc
 int vitscale_header(const uint8_t *jpeg, uint64_t size, Header *header);
 int vitscale_decode(const uint8_t *jpeg, uint64_t size, int64_t height, int64_t width, int exact, uint8_t *out);
 int vitscale_encode(const uint8_t *rgb, int64_t height, int64_t width, int quality, uint8_t *out, uint64_t *size);
-int view_jpeg(const uint8_t *jpeg, uint64_t size, const View *view, uint8_t *out);
-int view_raw(const uint8_t *pixels, uint64_t size, const View *view, uint8_t *out);
+int views_of_jpeg(const uint8_t *jpeg, uint64_t size, int may_scale, Sinks *all);
 uint32_t vitscale_crc32c(const uint8_t *data, uint64_t size);
 
 #endif

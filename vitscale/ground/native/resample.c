@@ -72,8 +72,8 @@ static void span_of(const Taps *taps, int64_t side, int64_t *first, int64_t *end
 }
 
 /* Returns 0 where there is no memory. Says which rows and columns it has to be given. */
-int resampler_open(Resampler *r, const View *view, uint8_t *out) {
-    r->side = view->side, r->flip = view->flip != 0, r->out = out;
+int resampler_open(Resampler *r, const View *view) {
+    r->side = view->side, r->flip = view->flip != 0, r->out = view->out;
     const int has_taps =
         taps_open(&r->down, view->height, view->top, view->box_height, view->side, (int)view->resize) &
         taps_open(&r->across, view->width, view->left, view->box_width, view->side, (int)view->resize);
