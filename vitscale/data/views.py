@@ -66,7 +66,7 @@ def draw_views(
         keys = sample_keys(seed, epoch, np.repeat(uids, kind.count), views)
         boxes = kind.transform.boxes(keys, np.repeat(heights, kind.count), np.repeat(widths, kind.count))
         columns = (keys, boxes, kind.transform.flips(keys), kind.programs(keys))
-        drawn.append(DrawnViews(*(each.reshape(-1, kind.count, *each.shape[1:]) for each in columns)))
+        drawn.append(DrawnViews(*(each.reshape(len(uids), kind.count, *each.shape[1:]) for each in columns)))
     return drawn
 
 

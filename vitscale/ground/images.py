@@ -39,6 +39,8 @@ class Code(IntEnum):
     AFFINE = 11  # a, b, c, d, e, f of Image.transform; interpolation and fill
     CUTOUT = 12  # first row, first column, end of the rows, end of the columns; fill
     BLUR = 13  # the radius of ImageFilter.GaussianBlur, which is its standard deviation
+    HUE = 14  # what is added to the hue of mode HSV, 0 to 255, which are a turn
+    KERNEL = 15  # pixels on each side of the middle, then the weights from the middle outwards, in units of 2^-12
 
 
 class Interpolation(IntEnum):
@@ -251,7 +253,7 @@ def operate(pixels: np.ndarray, programs: np.ndarray, status: np.ndarray) -> Non
     Args:
         pixels: the pictures, uint8 (B, S, S, 3), with S at most 8192.
         programs: their programs, INSTRUCTION (B, L), with values between -32768 and 32768, those of SOLARIZE,
-            SOLARIZE_ADD and POSTERIZE not negative.
+            SOLARIZE_ADD and POSTERIZE not negative, KERNEL's weights with the sum 2^12 and no more pixels than the side.
         status: their status, int32 (B,); a picture whose status is not OK stays as it is.
 
     Raises MemoryError; ValueError, with no picture changed, for any other programs or sides.

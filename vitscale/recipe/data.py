@@ -4,9 +4,9 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializeAsAny
 
 from vitscale.ground.block import Block, has_default
 from vitscale.ground.errors import RecipeError
@@ -121,6 +121,8 @@ class View(Block):
 class Data(Block):
     """The training data and how it is read."""
 
+    _later_keys: ClassVar[tuple[str, ...]] = ("views",)
+
     train: str = Field(description="a dataset: NAME or NAME/SPLIT under data.root, a path, or a URL")
     root: str | None = None
     """the folder or URL that holds the datasets; default: from datasets.yaml or $VITSCALE_DATA_ROOT"""
@@ -175,11 +177,6 @@ class Data(Block):
         """The kinds of views in training, each with its side in pixels."""
         views = self.views or [View(name="image", crop=self.crop, flip=self.flip, operations=self.operations)]
         return [(view, view.size or self.image_size) for view in views]
-
-    @model_serializer(mode="wrap")
-    def _without_views(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `views` if there are none, so that older resolved recipes stay as they were."""
-        return {key: value for key, value in dump(self).items() if key != "views" or value}
 
 
 def _misplaced(operations: Sequence[ImageOperation]) -> Iterator[str]:

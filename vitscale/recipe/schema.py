@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from vitscale.ground.block import Block, has_default
 from vitscale.ground.errors import RecipeError
@@ -128,6 +128,7 @@ class Parallelism(Block):
 class Checkpoint(Block):
     """When and where to save, and what to keep."""
 
+    _later_keys: ClassVar[tuple[str, ...]] = ("tail",)
     default_every_s: ClassVar[float] = 600.0
 
     every: Interval | None = Field(None, description="how often to save; default: every 10 minutes; always at the end")
@@ -140,11 +141,6 @@ class Checkpoint(Block):
     """a folder or URL with one subfolder per run, named after it; default: in the run directory"""
     background: bool = Field(True, description="write files while training continues, from a copy in host memory")
     max_failures: int = Field(2, ge=0, description="consecutive failed saves tolerated before the run ends")
-
-    @model_serializer(mode="wrap")
-    def _without_default_tail(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `tail` if it is the default, so that older resolved recipes stay as they were."""
-        return {key: value for key, value in dump(self).items() if key != "tail" or not has_default(self, key)}
 
 
 class Ema(Block):
