@@ -76,7 +76,7 @@ def _one(probability: float, keys: np.ndarray, code: Code, value: np.ndarray | f
 
 
 def kernel_weights(deviations: np.ndarray, reach: int) -> np.ndarray:
-    """Weights of Gaussians of these standard deviations (B,) in pixels, float64 (B, reach + 1), from the middle outwards.
+    """Weights of Gaussians of these standard deviations (B,) in pixels, float64 (B, reach + 1), from the middle on.
 
     They are whole multiples of 2^-12, in that unit, and a kernel of 2 reach + 1 sums to one.
     """

@@ -30,8 +30,8 @@ class Block(BaseModel):
     """Whether every contradiction is reported, or only the first, from which the others may follow."""
 
     _later_keys: ClassVar[tuple[str, ...]] = ()
-    """Keys that came after others: a dump leaves them out while they have their defaults, so that older resolved recipes
-    stay as they were."""
+    """Keys that came after others: a dump leaves them out while they have their defaults, so that older resolved
+    recipes stay as they were."""
 
     @model_serializer(mode="wrap")
     def _without_later_defaults(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -253,7 +253,7 @@ def operate(pixels: np.ndarray, programs: np.ndarray, status: np.ndarray) -> Non
     Args:
         pixels: the pictures, uint8 (B, S, S, 3), with S at most 8192.
         programs: their programs, INSTRUCTION (B, L), with values between -32768 and 32768, those of SOLARIZE,
-            SOLARIZE_ADD and POSTERIZE not negative, KERNEL's weights with the sum 2^12 and no more pixels than the side.
+            SOLARIZE_ADD and POSTERIZE not negative, KERNEL's of a kernel that fits and sums to 2^12 at most.
         status: their status, int32 (B,); a picture whose status is not OK stays as it is.
 
     Raises MemoryError; ValueError, with no picture changed, for any other programs or sides.

@@ -94,7 +94,7 @@ class Gray(LoaderOperation):
 
 
 class GaussianBlur(LoaderOperation):
-    """Gaussian blur: as Pillow's GaussianBlur, three box filters, or with `kernel` a true Gaussian, as torchvision's."""
+    """Gaussian blur: as Pillow's GaussianBlur, three box filters, or with `kernel` a Gaussian, as torchvision's."""
 
     _later_keys: ClassVar[tuple[str, ...]] = ("kernel",)
 

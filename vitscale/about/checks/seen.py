@@ -244,7 +244,7 @@ class History:
         return list(uids.tolist())
 
     def pixels(self, sighting: Sighting) -> Batch:
-        """The pixels that the loader made of the sample's views: a batch of one, with their digest. Raises as `Loader`."""
+        """The pixels that the loader made of the sample: a batch of one, with all its views. Raises as `Loader`."""
         stretch = next(each for each in self._stretches if each.start <= sighting.batch < each.stop)
         with training_loader(
             self.recipe,
