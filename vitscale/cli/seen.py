@@ -91,8 +91,9 @@ def _lines(sample: "NamedSample", sightings: Sequence["Sighting"], epochs: int) 
     if place.is_left_out:
         yield f"{what}: never seen: these data leave it out"
         return
-    unused = sum(each.step is None for each in sightings)
-    times, more = counted(len(sightings) - unused, "time"), f", and {counted(unused, 'time')} in batches left out"
+    times_seen = [each for each in sightings if each.view == 0]  # all views of a sample are seen at once
+    unused = sum(each.step is None for each in times_seen)
+    times, more = counted(len(times_seen) - unused, "time"), f", and {counted(unused, 'time')} in batches left out"
     size = f"{place.width} x {place.height} pixels"
     yield f"{what}, {size}: seen {times} in {counted(epochs, 'epoch')}{more if unused else ''}"
     for each in sightings[:_SHOWN]:

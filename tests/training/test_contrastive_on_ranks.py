@@ -1,0 +1,84 @@
+"""Contrastive learning through the trainer: the same on every world, stage and micro-batch, and after a stop."""
+
+import numpy as np
+import pytest
+import torch
+from outcomes import assert_same_run, column
+from PIL import Image
+from ranks import launch, make_data, make_recipe
+from typer.testing import CliRunner
+
+from vitscale.about.checks.seen import History
+from vitscale.cli.main import app
+from vitscale.data.loader import training_loader, training_order
+from vitscale.data.shards import Manifest
+
+VIEWS = [
+    {"name": "one", "count": 2, "operations": [{"kind": "color_jitter", "hue": 0.1}]},
+    {"name": "other", "crop": {"kind": "inception"}, "operations": [{"kind": "random_erasing"}]},
+]
+
+
+def blocks(stage, micro=8, **others):
+    return {
+        "precision": "fp32",
+        "data": {"views": VIEWS},
+        "batch": {"micro_max": micro},
+        "objective": {"kind": "contrastive", "group": 4, "hidden": 16, "outputs": 8},
+        "parallelism": {"zero_stage": stage},
+        "evaluation": {"validation": None},
+        "checkpoint": {"every": {"steps": 2}, "keep": 9},
+        **others,
+    }
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("contrastive")
+    make_data(root)
+    jobs = [{"name": f"zero{stage}", "blocks": [blocks(stage)], "stops": [None]} for stage in (0, 1, 3)]
+    jobs.append({"name": "resumed", "blocks": [blocks(1)] * 2, "stops": [3, None]})
+    jobs.append({"name": "small", "blocks": [blocks(2, 4)], "stops": [None]})
+    launch(root, jobs, 2)
+    launch(root, [{"name": "alone", "blocks": [blocks(1, 16)], "stops": [None]}], 1)
+    return root
+
+
+def test_a_stopped_run_equals_the_uninterrupted_one_to_the_last_bit(root):
+    assert_same_run(root, "zero1", "resumed")
+
+
+@pytest.mark.parametrize("other", ["zero0", "zero3", "small", "alone"])
+def test_every_world_stage_and_micro_batch_computes_the_same(root, other):
+    """Groups are slots of the global batch: were they a rank's or a micro-batch's, every digit would differ."""
+    for key in ("loss", "repelled_cosine"):
+        assert column(root, other, key) == pytest.approx(column(root, "zero1", key), rel=2e-5)
+    assert column(root, other, "batch_digest") == column(root, "zero1", "batch_digest")
+
+
+def first_batch(root):
+    recipe, manifest = make_recipe(root, **blocks(1)), Manifest.load(root / "train")
+    order = training_order(recipe, manifest)
+    with training_loader(recipe, manifest, order, rank=0, world=1, start=0, stop=1, digest=True) as loader:
+        return next(loader)
+
+
+def test_the_very_pixels_of_all_views_are_found_again(root):
+    batch = first_batch(root)
+    history = History(root / "runs" / "zero1")
+    [place] = history.find([int(batch.uids[3])])
+    seen = [each for each in history.sightings([place])[0] if each.batch == 0]
+    assert [each.view for each in seen] == [0, 1, 2] and {each.slot for each in seen} == {3}
+    again = history.pixels(seen[0])
+    for kind, views in zip(again.views, batch.views, strict=True):
+        assert torch.equal(kind[0], views[3])
+    assert len({each.box for each in seen}) == 3
+
+
+def test_views_are_written_as_pictures(root, tmp_path):
+    out, run = tmp_path / "out", root / "runs" / "zero1"
+    done = CliRunner().invoke(app, ["seen", str(int(first_batch(root).uids[0])), "--run", str(run), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    pictures = sorted(out.iterdir())
+    assert len(pictures) % 3 == 0 and {path.stem[-5:] for path in pictures} == {"view0", "view1", "view2"}
+    assert np.asarray(Image.open(pictures[0])).shape == (32, 32, 3)
