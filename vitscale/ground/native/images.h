@@ -23,6 +23,15 @@ enum { OK = 0, CRC_MISMATCH = 1, REFUSED = 2, WRONG_SIZE = 3, NO_MEMORY = 4 }; /
 typedef float Lanes __attribute__((vector_size(32)));
 typedef int32_t Places __attribute__((vector_size(32)));
 
+/* Of two vectors of eight: the lower halves of both; the upper half of one, twice. */
+#ifdef __clang__
+#define LOWER_HALVES(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11)
+#define UPPER_HALF(a) __builtin_shufflevector(a, a, 4, 5, 6, 7, 4, 5, 6, 7)
+#else
+#define LOWER_HALVES(a, b) __builtin_shuffle(a, b, (Places){0, 1, 2, 3, 8, 9, 10, 11})
+#define UPPER_HALF(a) __builtin_shuffle(a, (Places){4, 5, 6, 7, 4, 5, 6, 7})
+#endif
+
 /* One axis. Output pixel i of `side` covers, in units of 1 / side of an original pixel, the `length` units from
  * start * side + i * length on; a source pixel covers `step` = side * scale units (scale: of the decoder, 1 to 8). */
 typedef struct {
@@ -73,9 +82,13 @@ typedef struct {
 typedef struct {
     Taps down, across;
     int64_t side, first_row, end_row, first_column, end_column;
-    int flip;
-    uint8_t *rows; /* (end_row - first_row, side, 3): resized across, not yet down */
-    uint8_t *out;  /* (side, side, 3) */
+    Places *weights; /* across, of pairs of output columns (pairs, most): four times one's, four times the other's */
+    int64_t *first;  /* (2 * pairs): value of `line` at which an output column begins */
+    int32_t *line;   /* a row, and zeros that the last columns' spare taps may touch */
+    uint8_t *rows;   /* (end_row - first_row, side, 3), and spare room: resized across, not yet down */
+    int32_t *totals; /* of an output row */
+    uint8_t *out;    /* (side, side, 3) */
+    void *memory;
 } Resampler;
 
 int resampler_open(Resampler *r, const View *view); /* a zeroed one; returns 0 where there is no memory */
