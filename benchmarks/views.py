@@ -99,17 +99,17 @@ def write(folder: Path, contents: list[bytes]) -> Manifest:
     write_shard(path, samples, len(contents))
     entry = ShardEntry.of_file(path, samples=len(contents), first_uid=0)
     fields = field_names(with_labels=False)
-    return Manifest(
-        fields=fields, num_samples=len(contents), class_names=("a",), shuffle_seed=0, shards=(entry,)
-    ).save(folder)
+    return Manifest(fields=fields, num_samples=len(contents), class_names=("a",), shuffle_seed=0, shards=(entry,)).save(
+        folder
+    )
 
 
 def ours(manifest: Manifest, kinds: tuple[ViewKind, ...], count: int, epoch: int) -> float:
     """CPU-seconds of one epoch."""
     began = time.process_time()
     order, reading = TrainOrder([count], 16, 0), Reading(threads=1)
-    steps = {"start_step": epoch * count // 16, "stop_step": (epoch + 1) * count // 16}
-    with Loader(manifest, order, views=kinds, reading=reading, **steps) as loader:
+    start, stop = epoch * count // 16, (epoch + 1) * count // 16
+    with Loader(manifest, order, views=kinds, reading=reading, start_step=start, stop_step=stop) as loader:
         for _ in loader:
             pass
     return time.process_time() - began

@@ -119,7 +119,7 @@ class ResizedTransform:
         return boxes
 
     def _largest(self, heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
-        aspect = np.clip(widths / heights, *self.aspect)
+        aspect = np.clip(widths / heights, self.aspect[0], self.aspect[1])
         h = np.where(widths / heights < aspect, np.rint(widths / aspect), heights)
         w = np.where(widths / heights > aspect, np.rint(heights * aspect), widths)
         return np.stack([(heights - h) // 2, (widths - w) // 2, h, w], axis=1).astype(np.int32)

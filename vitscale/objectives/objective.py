@@ -117,9 +117,9 @@ class Objective(nn.Module):
         self, images: Tensor | Sequence[Tensor], labels: Tensor | None = None, plan: Plan = ()
     ) -> Losses | Outputs:
         """The engine's only entry: the losses of views with labels, the outputs for images without."""
-        if labels is None:
-            assert isinstance(images, Tensor)
+        if isinstance(images, Tensor):
             return self.predict(images)
+        assert labels is not None, "views come with labels"
         return self.losses(images, labels, plan)
 
     def learn_from(self, teacher: Model) -> None:

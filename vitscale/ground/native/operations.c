@@ -373,27 +373,30 @@ enum { LANE = 64 }; /* pixels at a time */
  * a compiler takes several pixels at once. */
 FOR_EVERY_PROCESSOR
 static void turn(uint8_t *restrict pixels, int count, int shift) {
-    int channels[3][LANE], hues[LANE], most[LANE];
+    int channels[3][LANE], hues[LANE], most[LANE], least[LANE];
     float shares[LANE];
     for (int i = 0; i < count; i++)
         for (int c = 0; c < 3; c++) channels[c][i] = pixels[3 * i + c];
     for (int i = 0; i < count; i++) {
         const int r = channels[0][i], g = channels[1][i], b = channels[2][i];
         const int upper = r > g ? r : g, lower = r < g ? r : g;
-        const int high = upper > b ? upper : b, span = high - (lower < b ? lower : b);
-        const float divisor = span ? (float)span : 1.0f;
+        most[i] = upper > b ? upper : b, least[i] = lower < b ? lower : b;
+    }
+    for (int i = 0; i < count; i++) {
+        const int r = channels[0][i], g = channels[1][i], b = channels[2][i], high = most[i], span = high - least[i];
+        const float divisor = (float)(span + (span == 0));
         const float red = (float)(high - r) / divisor, green = (float)(high - g) / divisor;
         const float blue = (float)(high - b) / divisor;
         /* The largest channel names the third of a turn; the other two say where in it. */
         const float of_red = blue - green, of_green = (float)(2.0 + (double)red - (double)blue);
         const float of_blue = (float)(4.0 + (double)green - (double)red);
-        const float sixths = r == high ? of_red : g == high ? of_green : of_blue;
+        const int is_red = r == high, is_green = (g == high) & !is_red, is_blue = 1 - is_red - is_green;
+        const float sixths = (float)is_red * of_red + (float)is_green * of_green + (float)is_blue * of_blue;
         const double place = (double)sixths / 6.0 + 1.0;
-        const float hue = (float)(place >= 1.0 ? place - 1.0 : place);
-        const int saturation = (int)((double)((float)span / (high ? (float)high : 1.0f)) * 255.0);
+        const float hue = (float)(place - (double)(place >= 1.0));
+        const int saturation = (int)((double)((float)span / (float)(high + (high == 0))) * 255.0);
         hues[i] = ((int)((double)hue * 255.0) + shift) & 255;
         shares[i] = (float)((double)saturation / 255.0);
-        most[i] = high;
     }
     for (int i = 0; i < count; i++) {
         const double in_sixths = (double)((float)hues[i] * 6.0f) / 255.0, value = (double)most[i];

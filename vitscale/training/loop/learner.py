@@ -161,8 +161,8 @@ class Learner:
             labels, *planned = (self._to_device(each[rows]) for each in (batch.labels, *plan))
             self._seed_dropout(step, micro_step)
             with self.own_work.counted(), part("forward"):
-                views, keys = ([each[rows] for each in every] for every in (batch.views, batch.view_keys))
-                views = self._to_input.of_views(views, keys, self._world.device, self._dtype)
+                pixels, keys = ([each[rows] for each in every] for every in (batch.views, batch.view_keys))
+                views = self._to_input.of_views(pixels, keys, self._world.device, self._dtype)
                 losses = engine(views, labels, tuple(planned))
             if audit is not None:
                 audit.watch(losses.per_sample)
