@@ -98,6 +98,26 @@ class Objective(nn.Module):
         """
         return ()
 
+    prepares: bool = False
+    """Whether losses depend on the whole global batch: then a pass without gradients goes first, over all of it."""
+
+    def prepare(self, views: Sequence[Tensor], plan: Plan) -> Tensor:
+        """What the samples of the whole global batch have to be known by, (B, ...) fp32; arguments as of `losses`.
+
+        It is computed without gradients, and has to be what `losses` computes from the same arguments with them.
+        """
+        raise NotImplementedError
+
+    def agree(self, rows: Tensor, labels: Tensor, step: int) -> Plan:
+        """What `losses` has to know of the global batch, row by row: it is appended to the plan.
+
+        Args:
+            rows: what `prepare` has computed of the whole global batch, in the order of its slots, on every rank.
+            labels: theirs, int64.
+            step: which batch of the order this is, as in `plan`.
+        """
+        raise NotImplementedError
+
     def losses(self, views: Sequence[Tensor], labels: Tensor, plan: Plan) -> Losses:
         """The losses of samples in training.
 
@@ -115,12 +135,12 @@ class Objective(nn.Module):
 
     def forward(
         self, images: Tensor | Sequence[Tensor], labels: Tensor | None = None, plan: Plan = ()
-    ) -> Losses | Outputs:
-        """The engine's only entry: the losses of views with labels, the outputs for images without."""
+    ) -> Losses | Outputs | Tensor:
+        """The engine's only entry: the losses of views with labels, what they are prepared by without; the outputs for
+        images."""
         if isinstance(images, Tensor):
             return self.predict(images)
-        assert labels is not None, "views come with labels"
-        return self.losses(images, labels, plan)
+        return self.prepare(images, plan) if labels is None else self.losses(images, labels, plan)
 
     def learn_from(self, teacher: Model) -> None:
         """Take the teacher that `build_teacher` has made, with its values; it does not become a submodule."""

@@ -117,6 +117,10 @@ def step_tensors(recipe: Recipe, num_classes: int, micro_batch: int, device: Dev
                 torch.empty(micro_batch, view.count, side, side, CHANNELS, dtype=dtype)
                 for view, side in recipe.data.training_views()
             ]
+            if objective.prepares:
+                with torch.no_grad():
+                    prepared = objective(views, None, plan)
+                plan = (*plan, *objective.agree(prepared, labels, 0))
             with saved_storages(parameters) as saved:
                 losses = objective(views, labels, plan)
                 loss = losses.per_sample.sum()
