@@ -103,7 +103,7 @@ def test_in_parts_loss_and_gradients_are_those_of_the_whole_batch(loss, micro):
     parts = [slice(start, start + micro) for start in range(0, 4, micro)]
     with torch.no_grad():
         rows = torch.cat([objective([view[part] for view in views], None) for part in parts])
-    agreed = objective.agree(rows, labels, 0)
+    agreed = objective.agree(rows, labels)
     found = 0.0
     for part in parts:
         losses = objective([view[part] for view in views], labels[part], tuple(each[part] for each in agreed))

@@ -42,12 +42,15 @@ def root(tmp_path_factory):
     whole = {"group": "global", "model": {"dropout": 0.1}, "check": {"audit_every": 1}}
     jobs.append({"name": "whole", "blocks": [blocks(1, **whole)], "stops": [None]})
     jobs.append({"name": "whole-resumed", "blocks": [blocks(1, **whole)] * 2, "stops": [3, None]})
+    lejepa = {"objective": {"kind": "lejepa", "hidden": 16, "outputs": 8, "directions": 16, "center": ["one"]}}
+    jobs += [{"name": f"lejepa-{micro}", "blocks": [blocks(1, micro, **lejepa)], "stops": [None]} for micro in (2, 8)]
     for micro in (2, 4, 8):
         jobs.append(
             {"name": f"whole-{micro}", "blocks": [blocks(3 if micro == 2 else 1, micro, "global")], "stops": [None]}
         )
     launch(root, jobs, 2)
     alone = [("alone", blocks(1, 16)), ("whole-alone", blocks(0, 16, "global"))]
+    alone.append(("lejepa-alone", blocks(1, 16, **lejepa)))
     launch(root, [{"name": name, "blocks": [of_run], "stops": [None]} for name, of_run in alone], 1)
     return root
 
@@ -62,11 +65,12 @@ def test_a_stopped_run_equals_the_uninterrupted_one_to_the_last_bit(root, whole,
     [
         *(("zero1", other) for other in ("zero0", "zero3", "small", "alone")),
         *(("whole-8", other) for other in ("whole-2", "whole-4", "whole-alone")),
+        *(("lejepa-8", other) for other in ("lejepa-2", "lejepa-alone")),
     ],
 )
 def test_every_world_stage_and_micro_batch_computes_the_same(root, one, other):
     """Groups are slots of the global batch: were they a rank's or a micro-batch's, every digit would differ."""
-    for key in ("loss", "repelled_cosine", "grad_norm"):
+    for key in ("loss", "grad_norm", *(["sigreg", "invariance"] if "lejepa" in one else ["repelled_cosine"])):
         assert column(root, other, key) == pytest.approx(
             column(root, one, key), rel=1e-4 if key == "grad_norm" else 2e-5
         )

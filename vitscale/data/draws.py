@@ -46,6 +46,7 @@ class Purpose(IntEnum):
     VIEW = 27
     KEPT = 28  # which patches are kept
     RESIZED = 30  # a resized crop, by attempt and number
+    DIRECTION = 31  # the components of directions
 
 
 # ---- Hashes ----------------------------------------------------------------------------------------------------------

@@ -108,13 +108,12 @@ class Objective(nn.Module):
         """
         raise NotImplementedError
 
-    def agree(self, rows: Tensor, labels: Tensor, step: int) -> Plan:
+    def agree(self, rows: Tensor, labels: Tensor) -> Plan:
         """What `losses` has to know of the global batch, row by row: it is appended to the plan.
 
         Args:
             rows: what `prepare` has computed of the whole global batch, in the order of its slots, on every rank.
             labels: theirs, int64.
-            step: which batch of the order this is, as in `plan`.
         """
         raise NotImplementedError
 

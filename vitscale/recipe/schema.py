@@ -9,11 +9,11 @@ from vitscale.ground.block import Block, has_default
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.extensions import by_kind
 from vitscale.ground.storage import is_url
-from vitscale.recipe.contrastive import Contrastive
 from vitscale.recipe.data import Batch, Data, EvalCrop
 from vitscale.recipe.datasets import find_dataset
 from vitscale.recipe.evaluation import Evaluation, Selection
 from vitscale.recipe.families import ModelBlock
+from vitscale.recipe.joint_embedding import Contrastive, LeJEPA
 from vitscale.recipe.masked_patches import MaskedPatches
 from vitscale.recipe.objectives import Classification, Context, Distillation, Objective, with_kind
 from vitscale.recipe.optimizers import AnyOptimizer, Kept, Optimizer, Shape
@@ -172,7 +172,8 @@ class Recipe(Block):
     batch: Batch
     objective: Annotated[
         Annotated[
-            SerializeAsAny[Classification | Contrastive | Distillation | MaskedPatches], Field(discriminator="kind")
+            SerializeAsAny[Classification | Contrastive | Distillation | LeJEPA | MaskedPatches],
+            Field(discriminator="kind"),
         ],
         by_kind(Objective, "objective"),
         BeforeValidator(with_kind),

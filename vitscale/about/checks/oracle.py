@@ -120,7 +120,7 @@ class Oracle:
                 part = slice(start, start + rows)
                 views, planned = (tuple(each[part].to(self._device) for each in every) for every in (inputs, plan))
                 prepared.append(self.module(tuple(view.to(dtype) for view in views), None, planned))
-        return self.module.agree(torch.cat(prepared), batch.labels.to(self._device), batch.position)
+        return self.module.agree(torch.cat(prepared), batch.labels.to(self._device))
 
     # ---- Updates -----------------------------------------------------------------------------------------------------
 

@@ -120,7 +120,10 @@ def step_tensors(recipe: Recipe, num_classes: int, micro_batch: int, device: Dev
             if objective.prepares:
                 with torch.no_grad():
                     prepared = objective(views, None, plan)
-                plan = (*plan, *objective.agree(prepared, labels, 0))
+                rows = prepared.new_empty(recipe.batch.global_size, *prepared.shape[1:])
+                agreed = objective.agree(rows, labels.new_zeros(len(rows)))
+                plan = (*plan, *(each[:micro_batch].clone() for each in agreed))
+                del prepared, rows, agreed
             with saved_storages(parameters) as saved:
                 losses = objective(views, labels, plan)
                 loss = losses.per_sample.sum()

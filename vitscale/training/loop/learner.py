@@ -216,7 +216,7 @@ class Learner:
         own, rank = torch.cat(prepared), self._world.rank
         labels = all_rows(self._to_device(batch.labels))
         with torch.enable_grad():
-            agreed = self.objective.agree(all_rows(own), labels, batch.position)
+            agreed = self.objective.agree(all_rows(own), labels)
         return tuple(each[rank * len(own) : (rank + 1) * len(own)] for each in agreed)
 
     def anomaly(self, update: Update, batch: Batch, step: int) -> Anomaly:
