@@ -98,8 +98,10 @@ class Objective(nn.Module):
         """
         return ()
 
-    prepares: bool = False
-    """Whether losses depend on the whole global batch: then a pass without gradients goes first, over all of it."""
+    @property
+    def prepares(self) -> bool:
+        """Whether losses depend on the whole global batch: then a pass without gradients goes first, over all of it."""
+        return False
 
     def prepare(self, views: Sequence[Tensor], plan: Plan) -> Tensor:
         """What the samples of the whole global batch have to be known by, (B, ...) fp32; arguments as of `losses`.
