@@ -24,7 +24,7 @@ from paired import median_ratio
 from PIL import Image
 
 from vitscale.ground import native
-from vitscale.ground.images import crc32c, decode_slice
+from vitscale.ground.images import Resize, crc32c, decode_slice
 
 SIDE, SLICE, LIMIT = 224, 16, 0.8
 WAYS = ("apart", "free", "held")  # decoding in another process; in this one; in this one, holding the interpreter
@@ -45,7 +45,7 @@ def decode_until(stop: threading.Event) -> None:
     while not stop.is_set():
         sizes, crcs = np.full(SLICE, jpeg.size), np.full(SLICE, crc32c(jpeg), np.uint32)
         stored = (jpeg, zeros, sizes, crcs, ones, ~ones, np.full(SLICE, 400), np.full(SLICE, 500))
-        decode_slice(*stored, box, ~ones, may_scale=False, out=out, status=status)
+        decode_slice(*stored, box[:, None], ~ones[:, None], False, [out[:, None]], [Resize.AREA], status)
     assert not status.any()
 
 

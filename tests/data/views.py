@@ -5,10 +5,12 @@ from picture_shards import picture
 from stock_ffcv import ffcv_decode
 
 from vitscale.data.augmentation import sample_keys
-from vitscale.ground.images import crc32c, decode_slice
+from vitscale.ground.images import Resize, crc32c, decode_slice
 
 
-def kernel_views(content, height, width, boxes, side, flips=None, may_scale=False, raw=False, crc=None, **more):
+def kernel_views(
+    content, height, width, boxes, side, flips=None, may_scale=False, raw=False, crc=None, resize=Resize.AREA
+):
     """Status (n,) and pixels (n, side, side, 3) of n views of one picture; `boxes` as (n, 4)."""
     boxes = np.asarray(boxes, np.int32).reshape(-1, 4)
     count = len(boxes)
@@ -25,12 +27,12 @@ def kernel_views(content, height, width, boxes, side, flips=None, may_scale=Fals
         np.full(count, raw),
         np.full(count, height),
         np.full(count, width),
-        boxes,
-        np.zeros(count, bool) if flips is None else np.asarray(flips, bool),
+        boxes[:, None],
+        np.zeros((count, 1), bool) if flips is None else np.asarray(flips, bool)[:, None],
         may_scale,
-        out,
+        [out[:, None]],
+        [resize],
         status,
-        **more,
     )
     assert (around[0] == 201).all() and (around[-1] == 201).all()  # nothing is written beside
     return status, out

@@ -172,7 +172,7 @@ def test_patches_that_are_left_out(model, every):
     objective = build_objective(recipe, 1000).train()
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         images, labels = torch.zeros(1, 64, 64, 3), torch.zeros(1, dtype=torch.int64)
-        losses = objective(images, labels, objective.plan(np.zeros(1, np.int64), 0)).per_sample
+        losses = objective([images[:, None]], labels, objective.plan(np.zeros(1, np.int64), 0)).per_sample
         forward = counter.get_total_flops()
         losses.sum().backward()
     backward = counter.get_total_flops() - forward
@@ -192,7 +192,7 @@ def test_masked_patches(target, share, pool):
     objective = build_objective(recipe, 0)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         images, labels = torch.zeros(1, 64, 64, 3), torch.zeros(1, dtype=torch.int64)
-        losses = objective(images, labels, objective.plan(np.zeros(1, np.int64), 0)).per_sample
+        losses = objective([images[:, None]], labels, objective.plan(np.zeros(1, np.int64), 0)).per_sample
         forward = counter.get_total_flops()
         losses.sum().backward()
     backward = counter.get_total_flops() - forward

@@ -19,14 +19,15 @@ uint32_t vitscale_crc32c_by_tables(const uint8_t *data, uint64_t size);
 void vitscale_decode_slice(const uint8_t *stored, int64_t stored_bytes, int64_t count, const int64_t *starts,
                            const int64_t *sizes, const uint32_t *crcs, const uint8_t *checked, const uint8_t *raw,
                            const int64_t *heights, const int64_t *widths, const int32_t *boxes, const uint8_t *flips,
-                           int may_scale, int resize, uint8_t *out, int64_t side, int32_t *status);
+                           int64_t views, const int64_t *sides, const int64_t *resizes, uint8_t *const *outs,
+                           const int64_t *strides, int may_scale, int32_t *status);
 
 #ifdef LIBFUZZER
 enum { MAX_PIXELS = 1 << 14 }; /* many small pictures find more than a few large ones */
 #else
 enum { MAX_PIXELS = 1 << 20 };
 #endif
-enum { SLICE = 6, LENGTH = 3 };
+enum { SLICE = 6, LENGTH = 3, KERNELS = 4 };
 
 static void require(int holds, const char *what) {
     if (holds) return;
@@ -97,16 +98,40 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     boxes[3][drawn % 4] = (int32_t)drawn;       /* any box, */
     starts[4] = (int64_t)(drawn % (size + 2)); /* and any place */
     raw[5] = 1;
-    for (int way = 0; way < 5; way++) { /* by area at full size and at less, and by the three kernels */
-        uint8_t *out = exactly((size_t)(SLICE * side * side * 3));
+    const int64_t picture = side * side * 3;
+    int64_t sides[KERNELS], resizes[KERNELS], strides[KERNELS];
+    uint8_t *alone[KERNELS], *together[KERNELS];
+    for (int kernel = 0; kernel < KERNELS; kernel++) {
+        sides[kernel] = side, resizes[kernel] = kernel, strides[kernel] = picture;
+        alone[kernel] = exactly((size_t)(SLICE * picture)), together[kernel] = exactly((size_t)(SLICE * picture));
+    }
+    for (int way = -1; way < KERNELS; way++) { /* by area at less than full size, then by each kernel at full size */
+        const int kernel = way < 0 ? AREA : way;
         memset(statuses, 0, sizeof statuses);
         vitscale_decode_slice(file, (int64_t)size, SLICE, starts, sizes, crcs, checked, raw, heights, widths, boxes[0],
-                              flips, way == 1, way < 2 ? AREA : way - 1, out, side, statuses);
+                              flips, 1, sides, resizes + kernel, alone + kernel, strides, way < 0, statuses);
         require(statuses[0] == status, "a view of the whole has another verdict");
         for (int i = 1; i < 3; i++) require(status != OK || statuses[i] == OK, "a view of a good image is refused");
-        change(out, side, statuses, drawn);
-        free(out);
+        if (way < 0) change(alone[kernel], side, statuses, drawn);
     }
+    /* Each picture by all kernels from one decoding, with the box of the next picture for every other one. */
+    int32_t several[SLICE][KERNELS][4];
+    uint8_t turned[SLICE][KERNELS];
+    for (int i = 0; i < SLICE; i++)
+        for (int kernel = 0; kernel < KERNELS; kernel++) {
+            const int from = i < 2 && kernel % 2 ? i + 1 : i;
+            memcpy(several[i][kernel], boxes[from], sizeof boxes[from]), turned[i][kernel] = flips[from];
+        }
+    int32_t found[SLICE] = {0};
+    vitscale_decode_slice(file, (int64_t)size, SLICE, starts, sizes, crcs, checked, raw, heights, widths, several[0][0],
+                          turned[0], KERNELS, sides, resizes, together, strides, 0, found);
+    for (int i = 0; i < 2; i++)
+        for (int kernel = 0; kernel < KERNELS; kernel++) {
+            const int64_t from = kernel % 2 ? i + 1 : i;
+            require(status != OK || memcmp(together[kernel] + i * picture, alone[kernel] + from * picture,
+                                           (size_t)picture) == 0, "several views at once are others than one by one");
+        }
+    for (int kernel = 0; kernel < KERNELS; kernel++) free(alone[kernel]), free(together[kernel]);
     if (status == OK) {
         uint64_t room = 6 * (uint64_t)((height + 7) / 8 * 8) * (uint64_t)((width + 7) / 8 * 8) + 2048;
         uint8_t *written = exactly(room);

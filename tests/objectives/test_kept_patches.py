@@ -100,7 +100,7 @@ def test_evaluation_sees_all_and_training_some_of_mixed_images():
     mixed = objective.mixer.mix_images(images, blend, boxes)
     logits = objective.backbone(mixed, kept=kept).logits
     targets = own[:, None] * F.one_hot(labels, K) + (1 - own)[:, None] * F.one_hot(labels.view(2, 2).flip(1).view(4), K)
-    found = objective(images, labels, plan).per_sample
+    found = objective([images[:, None]], labels, plan).per_sample
     torch.testing.assert_close(found, F.cross_entropy(logits, targets, reduction="none"))
     assert torch.equal(objective(images).logits, objective.backbone(images).logits)
     assert not torch.equal(objective(images).logits, objective.backbone(images, kept=kept).logits)

@@ -161,7 +161,7 @@ def reference(objective, images, order):
 def test_losses_equal_numpy(target, share, model):
     objective = made({"target": target, "share": share}, **model)
     images, plan = pictures(), objective.plan(keys(), 0)
-    found = objective(to_model_input(images, torch.device("cpu"), torch.float32), torch.full((B,), -1), plan)
+    found = objective([to_model_input(images, torch.device("cpu"), torch.float32)[:, None]], torch.full((B,), -1), plan)
     assert found.per_sample.tolist() == pytest.approx(reference(objective, images, plan[0]), rel=2e-5)
 
 
@@ -184,8 +184,8 @@ def test_every_parameter_learns_and_labels_play_no_part():
     objective = made({}, pool="cls").train()
     images = to_model_input(pictures(), torch.device("cpu"), torch.float32)
     plan = objective.plan(keys(), 0)
-    one = objective(images, torch.full((B,), -1), plan).per_sample
-    other = objective(images, torch.arange(B), plan).per_sample
+    one = objective([images[:, None]], torch.full((B,), -1), plan).per_sample
+    other = objective([images[:, None]], torch.arange(B), plan).per_sample
     assert torch.equal(one, other)
     one.sum().backward()
     assert [name for name, p in objective.named_weights() if p.grad is None or p.grad.abs().max() == 0] == []
@@ -198,7 +198,7 @@ def test_a_new_model_knows_nothing():
         for name, parameter in objective.named_weights():
             parameter.copy_(initial_value(objective, name, parameter.shape, 0))
     images = to_model_input(pictures(), torch.device("cpu"), torch.float32)
-    found = objective(images, torch.full((B,), -1), objective.plan(keys(), 0))
+    found = objective([images[:, None]], torch.full((B,), -1), objective.plan(keys(), 0))
     assert found.per_sample.tolist() == pytest.approx([np.log(512)] * B)
     assert objective.mask.std().item() == pytest.approx(0.02, rel=0.4)
 

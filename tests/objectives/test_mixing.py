@@ -258,7 +258,7 @@ def test_the_objective_mixes_in_training_and_not_in_evaluation():
             parameter.normal_(0, 0.3, generator=generator)
     images, labels = pictures(), torch.arange(B)
     own, blend, boxes = plan = objective.plan(keys(), 0)
-    found = objective(images, labels, plan).per_sample
+    found = objective([images[:, None]], labels, plan).per_sample
     mixed = objective.mixer.mix_images(images, blend, boxes)
     targets = by_timm(labels, own, 0.1)
     logits = objective.backbone(mixed).logits

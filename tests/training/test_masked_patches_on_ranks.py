@@ -92,7 +92,7 @@ def test_the_first_losses_equal_those_of_one_process(root):
         for batch in loader:
             images = to_model_input(batch.images, torch.device("cpu"), torch.float32)
             plan = objective.plan(batch.keys.numpy(), batch.position)
-            losses.append(objective(images, batch.labels, plan).per_sample.mean().item())
+            losses.append(objective([images[:, None]], batch.labels, plan).per_sample.mean().item())
     assert column(root, "zero1-fp32", "loss")[:2] == pytest.approx(losses, rel=1e-5)
     assert losses == pytest.approx([np.log(512)] * 2)
 

@@ -65,8 +65,10 @@ def seen(
                 if rendered > _RENDERED:
                     raise RecipeError(f"--out: more than {_RENDERED:,} pictures; ask for fewer samples")
                 for each in sightings:
-                    picture = Image.fromarray(history.pixels(each).images[0].numpy())
-                    picture.save(folder / f"uid{uid}-batch{each.batch}-slot{each.slot}.png")
+                    views = [view for kind in history.pixels(each).views for view in kind[0]]
+                    of_view = f"-view{each.view}" if len(views) > 1 else ""
+                    picture = Image.fromarray(views[each.view].numpy())
+                    picture.save(folder / f"uid{uid}-batch{each.batch}-slot{each.slot}{of_view}.png")
             if as_json:
                 steps = [asdict(each) for each in sightings]
                 print(json.dumps({"asked": sample.name, "why": sample.why, "uid": uid, "seen": steps}))
@@ -87,14 +89,16 @@ def _sightings(sample: "NamedSample", sightings: Sequence["Sighting"], epochs: i
     if place.is_left_out:
         yield f"{what}: never seen: these data leave it out"
         return
-    unused = sum(each.step is None for each in sightings)
-    times, more = counted(len(sightings) - unused, "time"), f", and {counted(unused, 'time')} in batches left out"
+    times_seen = [each for each in sightings if each.view == 0]  # all views of a sample are seen at once
+    unused = sum(each.step is None for each in times_seen)
+    times, more = counted(len(times_seen) - unused, "time"), f", and {counted(unused, 'time')} in batches left out"
     size = f"{place.width} x {place.height} pixels"
     yield f"{what}, {size}: seen {times} in {counted(epochs, 'epoch')}{more if unused else ''}"
     for each in sightings[:_SHOWN]:
         top, left, height, width = each.box
         step = "left out" if each.step is None else f"step {each.step:,}"
         how = (", mirrored" if each.is_flipped else "") + ("" if each.partner is None else f", with uid {each.partner}")
+        how = (f", view {each.view}" if each.view else "") + how
         yield f"  {step}, epoch {each.epoch}, slot {each.slot}: {width} x {height} from ({left}, {top}){how}"
     if len(sightings) > _SHOWN:
         yield f"  and {len(sightings) - _SHOWN:,} more: --json has all"

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitscale.data.draws import Purpose, combine, mix, uniform
+from vitscale.data.draws import Purpose, between, between_ratios, combine, mix, uniform
 from vitscale.ground import native
 from vitscale.ground.images import OK, Resize, decode_slice
 from vitscale.recipe import Crop, EvalCrop
+
+_ATTEMPTS = 10  # torchvision's
 
 
 def sample_keys(seed: int, epoch: int, uids: np.ndarray, views: np.ndarray | None = None) -> np.ndarray:
@@ -85,6 +87,49 @@ class ResizeTransform:
 
 
 @dataclass(frozen=True)
+class ResizedTransform:
+    """torchvision's RandomResizedCrop, resized as Pillow's antialiased bicubic, and a horizontal flip.
+
+    It is what self-supervision's published results use. Its boxes are no inception crop: areas are uniform, aspects
+    uniform in the logarithm.
+    """
+
+    resize: ClassVar = Resize.PIL_BICUBIC
+
+    area: tuple[float, ...] = (0.08, 1.0)
+    aspect: tuple[float, ...] = (3 / 4, 4 / 3)
+    flip: float = 0.5
+
+    def boxes(self, keys: np.ndarray, heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
+        """Random boxes, int32 (B, 4): the first of ten draws that fits, else the largest central one in `aspect`."""
+        boxes = self._largest(heights, widths)
+        left = np.arange(len(keys))  # rows that have no box yet
+        for attempt in range(_ATTEMPTS):
+            if not len(left):
+                break
+            drawn = [uniform(keys[left], Purpose.RESIZED, attempt, number) for number in range(4)]
+            height, width = heights[left], widths[left]
+            area = height * width * between(self.area, drawn[0])
+            aspect = between_ratios(self.aspect, drawn[1])
+            w, h = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
+            tops, lefts = np.floor(drawn[2] * (height - h + 1)), np.floor(drawn[3] * (width - w + 1))
+            fits = (w > 0) & (h > 0) & (w <= width) & (h <= height)
+            boxes[left[fits]] = np.stack([tops, lefts, h, w], axis=1)[fits]
+            left = left[~fits]
+        return boxes
+
+    def _largest(self, heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
+        aspect = np.clip(widths / heights, self.aspect[0], self.aspect[1])
+        h = np.where(widths / heights < aspect, np.rint(widths / aspect), heights)
+        w = np.where(widths / heights > aspect, np.rint(heights * aspect), widths)
+        return np.stack([(heights - h) // 2, (widths - w) // 2, h, w], axis=1).astype(np.int32)
+
+    def flips(self, keys: np.ndarray) -> np.ndarray:
+        """Which pictures are flipped, bool (B,)."""
+        return uniform(keys, Purpose.FLIP) < self.flip
+
+
+@dataclass(frozen=True)
 class EvalTransform:
     """Evaluation's fixed crop from the middle of a picture, without a flip.
 
@@ -124,13 +169,16 @@ class EvalTransform:
         return np.zeros(len(keys), bool)
 
 
-Transform = TrainTransform | ResizeTransform | EvalTransform
+Transform = TrainTransform | ResizeTransform | ResizedTransform | EvalTransform
 
 
-def train_transform(crop: Crop, flip: float) -> TrainTransform | ResizeTransform:
+def train_transform(crop: Crop, flip: float) -> TrainTransform | ResizeTransform | ResizedTransform:
     """The training transform that a recipe's crop and flip probability describe."""
-    if crop.kind == "resize":
-        return ResizeTransform(crop.fraction, flip)
+    match crop.kind:
+        case "resize":
+            return ResizeTransform(crop.fraction, flip)
+        case "resized":
+            return ResizedTransform(tuple(crop.area), tuple(crop.aspect), flip)
     return TrainTransform(tuple(crop.area), tuple(crop.aspect), flip)
 
 
@@ -147,9 +195,9 @@ def views_of(
     `are_raw`, of its pixels, uint8 (height, width, 3).
     """
     count = len(pictures)
+    keys = np.zeros(count, np.uint64)
     sizes, heights, widths = np.array([(len(content), *size) for content, *size in pictures], np.int64).T
     out, status = np.empty((count, image_size, image_size, 3), np.uint8), np.full(count, OK, np.int32)
-    keys = np.zeros(count, np.uint64)
     decode_slice(
         np.frombuffer(b"".join(content for content, _, _ in pictures), np.uint8),
         np.cumsum(sizes) - sizes,
@@ -159,12 +207,12 @@ def views_of(
         np.full(count, are_raw),
         heights,
         widths,
-        transform.boxes(keys, heights, widths),
-        transform.flips(keys),
+        transform.boxes(keys, heights, widths)[:, None],
+        transform.flips(keys)[:, None],
         False,
-        out,
+        [out[:, None]],
+        [transform.resize],
         status,
-        resize=transform.resize,
     )
     assert (status == OK).all(), f"statuses {status.tolist()} of pictures that were found good"
     return torch.from_numpy(out)

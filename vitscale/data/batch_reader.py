@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,13 +14,12 @@ import torch
 import xxhash
 from torch import Tensor
 
-from vitscale.data.augmentation import Transform, sample_keys
 from vitscale.data.batch import Batch
 from vitscale.data.draws import Purpose, uniform
 from vitscale.data.open_shards import OpenedShard, OpenShards
 from vitscale.data.order import EvalOrder, TrainOrder
-from vitscale.data.pixel_programs import PixelPrograms
 from vitscale.data.settings import Reading
+from vitscale.data.views import DrawnViews, ViewKind, draw_views, numbers_of
 from vitscale.data.worker_threads import Activity
 from vitscale.ground.errors import DataError, StorageError
 from vitscale.ground.images import CRC_MISMATCH, NO_MEMORY, OK, WRONG_SIZE, decode_slice, operate
@@ -103,16 +103,13 @@ class Work:
     epoch: int
     samples: Samples
     positions: np.ndarray
-    views: np.ndarray
-    keys: np.ndarray
-    boxes: np.ndarray
-    flips: np.ndarray
-    programs: np.ndarray
+    repeats: np.ndarray  # how often the sample is in the batch before, int64 (b,)
+    drawn: list[DrawnViews]  # by kind
     checked: np.ndarray
     mask: np.ndarray
     bad: np.ndarray
-    images: Tensor
-    pixels: np.ndarray  # the memory of `images`
+    views: tuple[Tensor, ...]
+    pixels: list[np.ndarray]  # their memory, uint8 (b, n, S, S, 3)
     digests: np.ndarray
     slices: list[slice]
     remaining: int
@@ -128,9 +125,7 @@ class BatchReader:
         self,
         shards: OpenShards,
         order: TrainOrder | EvalOrder,
-        image_size: int,
-        transform: Transform,
-        programs: PixelPrograms,
+        kinds: Sequence[ViewKind],
         slots: tuple[int, int],
         seed: int,
         reading: Reading,
@@ -138,9 +133,10 @@ class BatchReader:
         activity: Activity,
     ) -> None:
         self._shards, self._order, self._slots = shards, order, slots
-        self._transform, self._programs = transform, programs
+        self._kinds, self._numbers = kinds, numbers_of(kinds)
         self._seed, self._reading, self._digest, self._activity = seed, reading, digest, activity
-        self._buffers = Buffers((slots[1] - slots[0], image_size, image_size, 3), reading.pinned)
+        count = slots[1] - slots[0]
+        self._buffers = [Buffers((count, kind.count, kind.side, kind.side, 3), reading.pinned) for kind in kinds]
         self._memory = threading.local()
 
     def plan(self, position: int) -> Work:
@@ -151,26 +147,24 @@ class BatchReader:
         self._shards.prepare(self._order.upcoming(position, *self._slots))
         count = len(slots.shard)
         samples = Samples.of(shards, shard_of, slots.position)
-        keys = sample_keys(self._seed, slots.epoch, samples.uids, slots.view)
+        drawn = self._draw(slots.epoch, samples, slots.view)
+        checked = self._is_checked(drawn[0].keys[:, 0])
         # A rank's part may be small: at least two slices for each thread, so that none is idle.
         length = max(1, min(_SLICE_SAMPLES, count // (2 * self._reading.threads)))
         slices = [slice(start, min(start + length, count)) for start in range(0, count, length)]
-        images = self._buffers.take()
+        views = tuple(buffers.take() for buffers in self._buffers)
         return Work(
             order_position=position,
             epoch=slots.epoch,
             samples=samples,
             positions=slots.position,
-            views=slots.view,
-            keys=keys,
-            boxes=self._transform.boxes(keys, samples.heights, samples.widths),
-            flips=self._transform.flips(keys),
-            programs=self._programs(keys),
-            checked=self._is_checked(keys) | np.array([shard.is_damaged for shard in shards], bool)[shard_of],
+            repeats=slots.view,
+            drawn=drawn,
+            checked=checked | np.array([shard.is_damaged for shard in shards], bool)[shard_of],
             mask=slots.mask,
             bad=np.zeros(count, bool),
-            images=images,
-            pixels=images.numpy(),
+            views=views,
+            pixels=[each.numpy() for each in views],
             digests=np.zeros(len(slices), np.uint64),
             slices=slices,
             remaining=len(slices),
@@ -181,10 +175,10 @@ class BatchReader:
         return Batch(
             position=work.order_position,
             epoch=work.epoch,
-            images=work.images,
+            views=work.views,
             labels=torch.from_numpy(work.samples.labels),
             uids=torch.from_numpy(work.samples.uids),
-            keys=torch.from_numpy(work.keys.view(np.int64)),
+            view_keys=tuple(torch.from_numpy(drawn.keys.view(np.int64)) for drawn in work.drawn),
             mask=torch.from_numpy(work.mask),
             bad_samples=int(work.bad.sum()),
             digest=int(work.digests.sum(dtype=np.uint64)) if self._digest else None,
@@ -208,6 +202,10 @@ class BatchReader:
             if is_last:
                 self._shards.release(work.samples.shards)
                 work.done.set()
+
+    def _draw(self, epoch: int, samples: Samples, repeats: np.ndarray, rows: slice = slice(None)) -> list[DrawnViews]:
+        columns = (samples.uids[rows], repeats[rows], samples.heights[rows], samples.widths[rows])
+        return draw_views(self._kinds, self._seed, epoch, *columns)
 
     def _is_checked(self, keys: np.ndarray) -> np.ndarray:
         """The samples whose checksum is compared, bool (b,)."""
@@ -268,17 +266,19 @@ class BatchReader:
             samples.raw[rows],
             samples.heights[rows],
             samples.widths[rows],
-            work.boxes[rows],
-            work.flips[rows],
+            np.concatenate([drawn.boxes[rows] for drawn in work.drawn], axis=1),
+            np.concatenate([drawn.flips[rows] for drawn in work.drawn], axis=1),
             self._reading.dct_scaling,
-            work.pixels[rows],
+            [pixels[rows] for pixels in work.pixels],
+            [kind.transform.resize for kind in self._kinds],
             status,
-            resize=self._transform.resize,
         )
         if np.any(status == NO_MEMORY):
             raise MemoryError("no memory to decode an image")
-        if work.programs.size:
-            operate(work.pixels[rows], work.programs[rows], status)
+        for kind, drawn, pixels in zip(self._kinds, work.drawn, work.pixels, strict=True):
+            if drawn.programs.size:
+                programs = drawn.programs[rows].reshape(-1, drawn.programs.shape[2])
+                operate(pixels[rows].reshape(-1, *pixels.shape[2:]), programs, np.repeat(status, kind.count))
 
     def _handle(self, work: Work, row: int, problem: DataError) -> None:
         """Treat a damaged sample as the policy says."""
@@ -302,10 +302,9 @@ class BatchReader:
         for step in range(1, shard.num_selected):
             position = (int(work.positions[row]) + step) % shard.num_selected
             samples.fill(np.array([row]), shard, np.array([position]))
-            work.keys[one] = sample_keys(self._seed, work.epoch, samples.uids[one], work.views[one])
-            work.boxes[one] = self._transform.boxes(work.keys[one], samples.heights[one], samples.widths[one])
-            work.flips[one] = self._transform.flips(work.keys[one])
-            work.programs[one] = self._programs(work.keys[one])
+            for drawn, new in zip(work.drawn, self._draw(work.epoch, samples, work.repeats, one), strict=True):
+                drawn.keys[one], drawn.boxes[one], drawn.flips[one] = new.keys, new.boxes, new.flips
+                drawn.programs[one] = new.programs
             stored, status = self._buffer(int(samples.sizes[row])), np.zeros(1, np.int32)
             try:
                 self._read_into(stored, 0, samples, row)
@@ -333,9 +332,13 @@ class BatchReader:
         return DataError(f"{file.path}: slot {int(samples.slots[row])}, uid {int(samples.uids[row])}: {what}. {mend}")
 
     def _digest_of(self, work: Work, rows: slice) -> int:
-        uids = work.samples.uids[rows].tolist()
-        pairs = zip(work.pixels[rows], uids, strict=True)
-        return sum(xxhash.xxh3_64_intdigest(pixels, seed=uid % _WORD) for pixels, uid in pairs) % _WORD
+        uids, total = work.samples.uids[rows].tolist(), 0
+        for numbers, pixels in zip(self._numbers, work.pixels, strict=True):
+            for number, of_views in zip(numbers.tolist(), pixels[rows].swapaxes(0, 1), strict=True):
+                seeds = ((uid + number) % _WORD for uid in uids)
+                pairs = zip(of_views, seeds, strict=True)
+                total += sum(xxhash.xxh3_64_intdigest(view, seed=seed) for view, seed in pairs)
+        return total % _WORD
 
     def _buffer(self, size: int) -> np.ndarray:
         """This thread's buffer of at least `size` bytes; its content is never handed out."""

@@ -45,6 +45,8 @@ class Purpose(IntEnum):
     COLUMN = 26
     VIEW = 27
     KEPT = 28  # which patches are kept
+    RESIZED = 30  # a resized crop, by attempt and number
+    DIRECTION = 31  # the components of directions
 
 
 # ---- Hashes ----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """From a batch's uint8 images to the model's input in training: operations on the device, and normalisation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitscale import recipe as recipes
 from vitscale.data.draws import operation_keys
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.extensions import implementation
@@ -38,6 +39,10 @@ class ImageOperation:
         raise NotImplementedError
 
 
+_Operation = tuple[Any, ImageOperation, int]
+"""Its block, what computes it, and its place in the list of operations."""
+
+
 def to_model_input(images: Tensor, device: torch.device, dtype: torch.dtype, normalise: Normalise = _PAPERS) -> Tensor:
     """Images, uint8 (B, H, W, 3), moved to the device and normalised there in fp32; the result is in `dtype`.
 
@@ -54,29 +59,46 @@ def to_model_input(images: Tensor, device: torch.device, dtype: torch.dtype, nor
 
 
 class TrainingInput:
-    """Turns uint8 images into the model's input, as a recipe says; `normalise` is equivalent to `to_model_input`.
+    """Turns uint8 views into the model's input, as a recipe says; `normalise` is equivalent to `to_model_input`.
 
     Raises RecipeError for an operation that is not available.
     """
 
     def __init__(self, recipe: Recipe, normalise: Callable[..., Tensor] = to_model_input) -> None:
-        operations = [
-            (block, implementation(block.implementation, ImageOperation).of(block), index)
-            for index, block in enumerate(recipe.data.operations)
-            if not isinstance(block, LoaderOperation)  # the loader has applied these already
-        ]
-        self._before = [each for each in operations if each[0].pixels == "uint8"]
-        self._after = [each for each in operations if each[0].pixels == "float"]
+        self._operations = [_of_device(view.operations) for view, _ in recipe.data.training_views()]
         self._normalise = partial(normalise, normalise=recipe.data.normalise)
 
-    def __call__(self, images: Tensor, keys: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The model's input (B, S, S, 3) in `dtype`, of uint8 images on any device and the batch's keys on the host."""
-        images = _operated(self._before, images.to(device), keys)
-        images = self._normalise(images, device, torch.float32 if self._after else dtype)
-        return _operated(self._after, images, keys).to(dtype)
+    def __call__(self, images: Tensor, keys: Tensor, device: torch.device, dtype: torch.dtype, kind: int = 0) -> Tensor:
+        """The model's input (B, S, S, 3) in `dtype`, of uint8 images on any device and their keys (B,) on the host.
+
+        `kind` is the place of their view's kind in `data.views`.
+        """
+        operations = self._operations[kind]
+        after = [each for each in operations if each[0].pixels == "float"]
+        images = _operated([each for each in operations if each[0].pixels == "uint8"], images.to(device), keys)
+        images = self._normalise(images, device, torch.float32 if after else dtype)
+        return _operated(after, images, keys).to(dtype)
+
+    def of_views(
+        self, views: Sequence[Tensor], keys: Sequence[Tensor], device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """The same for all kinds of views, (B, n, S, S, 3) each, and their keys (B, n)."""
+        return tuple(
+            self(images.flatten(0, 1), of_views.flatten(), device, dtype, kind).unflatten(0, images.shape[:2])
+            for kind, (images, of_views) in enumerate(zip(views, keys, strict=True))
+        )
 
 
-def _operated(operations: list[tuple[Any, ImageOperation, int]], images: Tensor, keys: Tensor) -> Tensor:
+def _of_device(blocks: Sequence[recipes.ImageOperation]) -> list[_Operation]:
+    """The operations that the loader has not applied already, with their places in the list."""
+    return [
+        (block, implementation(block.implementation, ImageOperation).of(block), index)
+        for index, block in enumerate(blocks)
+        if not isinstance(block, LoaderOperation)
+    ]
+
+
+def _operated(operations: list[_Operation], images: Tensor, keys: Tensor) -> Tensor:
     for block, operation, index in operations:
         result = operation(images, operation_keys(keys.numpy().view(np.uint64), index))
         if (result.shape, result.dtype) != (images.shape, images.dtype):

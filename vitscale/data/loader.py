@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from vitscale.data.augmentation import Transform, train_transform
+from vitscale.data.augmentation import Transform
 from vitscale.data.batch import Batch
 from vitscale.data.batch_reader import BatchReader, Work
 from vitscale.data.open_shards import OpenShards
@@ -25,6 +25,7 @@ from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.pixel_programs import PixelPrograms
 from vitscale.data.settings import Reading
 from vitscale.data.shards import Manifest
+from vitscale.data.views import ViewKind, view_kinds
 from vitscale.data.worker_threads import THREADS, Activity, WorkerThreads
 from vitscale.ground.errors import StorageError
 from vitscale.recipe import ImageOperation, Recipe
@@ -42,6 +43,7 @@ class Loader:
         image_size: side S of the output in pixels.
         transform: crop and flip of each picture.
         operations: the recipe's operations; the loader applies those that are its own and ignores the others.
+        views: kinds of several views of each sample, in place of the single one that these three describe.
         rank, world: this rank and the number of ranks; it yields slots [rank G / world, (rank + 1) G / world) of every
             global batch of G samples.
         seed: the seed of the augmentation.
@@ -59,9 +61,10 @@ class Loader:
         manifest: Manifest,
         order: TrainOrder | EvalOrder,
         *,
-        image_size: int,
-        transform: Transform,
+        image_size: int = 224,
+        transform: Transform | None = None,
         operations: Sequence[ImageOperation] = (),
+        views: Sequence[ViewKind] = (),
         rank: int = 0,
         world: int = 1,
         seed: int = 0,
@@ -77,8 +80,10 @@ class Loader:
         activity = Activity()
         shards = OpenShards(manifest, reading, activity)
         slots = (rank * share, (rank + 1) * share)
-        programs = PixelPrograms(operations, image_size)
-        reader = BatchReader(shards, order, image_size, transform, programs, slots, seed, reading, digest, activity)
+        if not views:
+            assert transform is not None, "a transform, or kinds of views"
+            views = [ViewKind(1, image_size, transform, PixelPrograms(operations, image_size))]
+        reader = BatchReader(shards, order, views, slots, seed, reading, digest, activity)
         stops = [stop for stop in (order.steps, stop_step) if stop is not None]
         last = min(stops, default=None)
         # The threads must not hold the loader, or an abandoned loader would never be collected.
@@ -146,9 +151,7 @@ def training_loader(
     return Loader(
         manifest,
         order,
-        image_size=data.image_size,
-        transform=train_transform(data.crop, data.flip),
-        operations=data.operations,
+        views=view_kinds(data),
         rank=rank,
         world=world,
         seed=recipe.seed,
@@ -182,13 +185,14 @@ def on_device(loader: Loader, device: torch.device) -> Iterator[Batch]:
         ahead = None if batch is None else _copied(batch, device, copying)
         current = torch.cuda.current_stream(device)
         current.wait_event(arrived)
-        moved.images.record_stream(current)  # the images were allocated on another stream
+        for views in moved.views:
+            views.record_stream(current)  # they were allocated on another stream
         yield moved
 
 
 def _copied(batch: Batch, device: torch.device, stream: torch.cuda.Stream) -> tuple[Batch, torch.cuda.Event]:
     with torch.cuda.stream(stream):
-        moved = replace(batch, images=batch.images.to(device, non_blocking=True))
+        moved = replace(batch, views=tuple(views.to(device, non_blocking=True) for views in batch.views))
         arrived = torch.cuda.Event()
         arrived.record(stream)
     return moved, arrived

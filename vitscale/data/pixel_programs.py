@@ -10,9 +10,9 @@ from vitscale.data import randaugment
 from vitscale.data.draws import between, operation_keys, stratum, uniform
 from vitscale.ground.images import INSTRUCTION, Code
 
-_DONE, _CHOICE, _ORDER, _RADIUS, *_FACTORS = range(7)  # purposes of draws
-_JITTERS = np.array([Code.BRIGHTNESS, Code.CONTRAST, Code.COLOR], np.int32)
-_ORDERS = np.array(list(permutations(range(3))))
+_DONE, _CHOICE, _ORDER, _RADIUS, *_FACTORS = range(8)  # purposes of draws
+_JITTERS = np.array([Code.BRIGHTNESS, Code.CONTRAST, Code.COLOR, Code.HUE], np.int32)
+_WEIGHT_UNIT = 2**12
 _THREE = np.array([Code.COLOR, Code.SOLARIZE, Code.BLUR], np.int32)
 _THREE_RADIUS, _THREE_THRESHOLD = (0.1, 2.0), 128
 
@@ -44,9 +44,16 @@ def plan(block: recipe.LoaderOperation, keys: np.ndarray, side: int) -> np.ndarr
         case recipe.Solarize():
             return _one(block.probability, keys, Code.SOLARIZE, block.threshold)
         case recipe.GaussianBlur():
-            return _one(block.probability, keys, Code.BLUR, between(block.radius, uniform(keys, _RADIUS)))
+            deviations = between(block.radius, uniform(keys, _RADIUS))
+            if block.kernel is None:
+                return _one(block.probability, keys, Code.BLUR, deviations)
+            programs = _one(block.probability, keys, Code.KERNEL, min(block.kernel // 2, side - 1))
+            weights = kernel_weights(deviations, min(block.kernel // 2, side - 1))
+            programs["values"][:, 0, 1 : 1 + weights.shape[1]] = weights
+            return programs
         case recipe.ColorJitter():
-            return _jitter(keys, (block.brightness, block.contrast, block.saturation), block.probability)
+            strengths = (block.brightness, block.contrast, block.saturation)
+            return _jitter(keys, strengths, block.probability, block.hue)
         case recipe.ThreeAugment():
             return np.concatenate([_one_of_three(keys), _jitter(keys, (block.jitter,) * 3, 1.0)], axis=1)
     raise NotImplementedError(type(block).__name__)
@@ -68,15 +75,48 @@ def _one(probability: float, keys: np.ndarray, code: Code, value: np.ndarray | f
     return programs
 
 
-def _jitter(keys: np.ndarray, strengths: tuple[float, float, float], probability: float) -> np.ndarray:
-    """Brightness, contrast and saturation in one of their six orders; a strength of 0 leaves that one out."""
-    programs = np.zeros((len(keys), 3), INSTRUCTION)
-    ranges = [(max(0.0, 1 - strength), 1 + strength) for strength in strengths]
+def kernel_weights(deviations: np.ndarray, reach: int) -> np.ndarray:
+    """Weights of Gaussians of these standard deviations (B,) in pixels, float64 (B, reach + 1), from the middle on.
+
+    They are whole multiples of 2^-12, in that unit, and a kernel of 2 reach + 1 sums to one.
+    """
+    # exp(-1 / (2 s^2)) by its series and repeated squares: every processor multiplies and adds alike.
+    small = 1 / (2 * deviations**2) / 2**12
+    term, total = np.ones_like(small), np.ones_like(small)
+    for number in range(1, 12):
+        term = term * small / number
+        total = total + term
+    for _ in range(12):
+        total = total * total
+    exact = np.stack([_power(1 / total, k * k) for k in range(reach + 1)], axis=1)
+    exact *= _WEIGHT_UNIT / (2 * exact.sum(axis=1, keepdims=True) - exact[:, :1])
+    weights = np.rint(exact)
+    weights[:, 0] = _WEIGHT_UNIT - 2 * weights[:, 1:].sum(axis=1)
+    return weights
+
+
+def _power(base: np.ndarray, exponent: int) -> np.ndarray:
+    power = np.ones_like(base)
+    for _ in range(exponent):
+        power = power * base
+    return power
+
+
+def _jitter(
+    keys: np.ndarray, strengths: tuple[float, float, float], probability: float, hue: float = 0.0
+) -> np.ndarray:
+    """Brightness, contrast, saturation, and with `hue` hue, in a random order; a strength of 0 leaves that one out."""
+    count = 4 if hue else 3
+    programs = np.zeros((len(keys), count), INSTRUCTION)
+    ranges = [(max(0.0, 1 - strength), 1 + strength) for strength in strengths] + [(-hue, hue)] * (count - 3)
     factors = np.stack(
-        [between(range_, uniform(keys, purpose)) for range_, purpose in zip(ranges, _FACTORS, strict=True)], axis=1
+        [between(range_, uniform(keys, purpose)) for range_, purpose in zip(ranges, _FACTORS, strict=False)], axis=1
     )
-    order = _ORDERS[stratum(keys, len(_ORDERS), _ORDER)]
-    codes = np.where(np.array(strengths) > 0, _JITTERS, Code.NOTHING)
+    if hue:
+        factors[:, 3] = np.trunc(factors[:, 3] * 255) % 256  # as torchvision turns a share into 256ths
+    orders = np.array(list(permutations(range(count))))
+    order = orders[stratum(keys, len(orders), _ORDER)]
+    codes = np.where(np.array([*strengths, hue][:count]) > 0, _JITTERS[:count], Code.NOTHING)
     programs["code"] = np.where((uniform(keys, _DONE) < probability)[:, None], codes[order], Code.NOTHING)
     programs["values"][..., 0] = np.take_along_axis(factors, order, axis=1)
     return programs

@@ -8,7 +8,14 @@ from functools import cache
 from itertools import islice, pairwise
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 
 class Block(BaseModel):
@@ -21,6 +28,15 @@ class Block(BaseModel):
 
     _reports_all: ClassVar[bool] = False
     """Whether every contradiction is reported, or only the first, from which the others may follow."""
+
+    _later_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys that came after others: a dump leaves them out while they have their defaults, so that older resolved
+    recipes stay as they were."""
+
+    @model_serializer(mode="wrap")
+    def _without_later_defaults(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        left_out = {key for key in self._later_keys if has_default(self, key)}
+        return {key: value for key, value in dump(self).items() if key not in left_out}
 
     def _contradictions(self) -> Iterator[str]:
         """Yield a line for each contradiction between the block's fields."""

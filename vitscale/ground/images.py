@@ -5,6 +5,8 @@ about an image. Calls release the interpreter's lock. They raise RecipeError if 
 """
 
 import ctypes
+import math
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -37,6 +39,8 @@ class Code(IntEnum):
     AFFINE = 11  # a, b, c, d, e, f of Image.transform; interpolation and fill
     CUTOUT = 12  # first row, first column, end of the rows, end of the columns; fill
     BLUR = 13  # the radius of ImageFilter.GaussianBlur, which is its standard deviation
+    HUE = 14  # what is added to the hue of mode HSV, 0 to 255, which are a turn
+    KERNEL = 15  # pixels on each side of the middle, then the weights from the middle outwards, in units of 2^-12
 
 
 class Interpolation(IntEnum):
@@ -188,13 +192,14 @@ def decode_slice(
     boxes: np.ndarray,
     flips: np.ndarray,
     may_scale: bool,
-    out: np.ndarray,
+    outs: Sequence[np.ndarray],
+    resizes: Sequence[Resize],
     status: np.ndarray,
-    resize: Resize = Resize.AREA,
 ) -> None:
-    """The loader's core: stored bytes -> checked, decoded, cropped, resized, flipped pixels of B samples.
+    """The loader's core: stored bytes -> checked, decoded, cropped, resized, flipped pixels of V views of B samples.
 
-    An image is decoded only as far as its crop needs: a damaged image may have good crops, a good image has no bad one.
+    An image is decoded once for all its views, and only as far as their crops need: a damaged image may have good
+    crops, a good image has no bad one. Pixels of a view are the same whatever other views are cut beside it.
 
     Args:
         stored: the samples' stored bytes, uint8 (bytes,), sample b at [starts[b], starts[b] + sizes[b]).
@@ -203,25 +208,39 @@ def decode_slice(
         checked: whether the checksum is compared, bool (B,).
         raw: whether the stored bytes are raw pixels instead of a JPEG, bool (B,).
         heights, widths: size of the stored picture in pixels, int64 (B,).
-        boxes: each crop's top, left, height and width in pixels, int32 (B, 4).
-        flips: whether the crop is flipped horizontally, bool (B,).
-        may_scale: whether the decoder may halve a picture that is large enough, if `resize` is AREA.
-        out: the result, uint8 (B, S, S, 3); zeros where the status is not OK.
+        boxes: each crop's top, left, height and width in pixels, int32 (B, V, 4).
+        flips: whether the crop is flipped horizontally, bool (B, V).
+        may_scale: whether the decoder may halve a picture that is large enough for all views, if they are resized by
+            AREA.
+        outs: the result by kinds of views, uint8 (B, n, S, S, 3) each, whose n add up to V; zeros where the status is
+            not OK.
+        resizes: how the crops of each kind are resized.
         status: the result's status, int32 (B,); one that is not OK beforehand is kept.
-        resize: how the crop is resized.
     """
-    count, side = out.shape[:2]
+    count = len(status)
+    places = [(out, n, resize) for out, resize in zip(outs, resizes, strict=True) for n in range(out.shape[1])]
     kinds = [np.int64, np.int64, np.uint32, bool, bool, np.int64, np.int64, np.int32, bool]
+    shapes = [*[(count,)] * 7, (count, len(places), 4), (count, len(places))]
     given = (starts, sizes, crcs, checked, raw, heights, widths, boxes, flips)
     columns = [np.ascontiguousarray(column, kind) for column, kind in zip(given, kinds, strict=True)]
-    assert all(column.shape == ((count, 4) if column is columns[7] else (count,)) for column in columns)
-    assert stored.dtype == out.dtype == np.uint8 and stored.ndim == 1 and out.shape == (count, side, side, 3)
-    assert status.dtype == np.int32 and status.shape == (count,)
-    assert stored.flags.c_contiguous and out.flags.c_contiguous and status.flags.c_contiguous
+    assert [column.shape for column in columns] == shapes and len(places) > 0, [column.shape for column in columns]
+    for out in outs:
+        assert out.dtype == np.uint8 and out.ndim == 5 and out.flags.c_contiguous
+        assert out.shape == (count, out.shape[1], out.shape[2], out.shape[2], 3), out.shape
+    assert stored.dtype == np.uint8 and stored.ndim == 1 and stored.flags.c_contiguous
+    assert status.dtype == np.int32 and status.shape == (count,) and status.flags.c_contiguous
+    # One row for each view: side, filter, address in the first sample, bytes from one sample to the next.
+    views = np.array(
+        [
+            (out.shape[2], resize, out.ctypes.data + n * out.shape[2] ** 2 * 3, math.prod(out.shape[1:]))
+            for out, n, resize in places
+        ],
+        np.int64,
+    ).T.copy()
     native.load().vitscale_decode_slice(
         *(stored.ctypes.data, stored.size, count),
         *(column.ctypes.data for column in columns),
-        *(may_scale, resize, out.ctypes.data, side, status.ctypes.data),
+        *(len(places), *(row.ctypes.data for row in views), may_scale, status.ctypes.data),
     )
 
 
@@ -234,7 +253,7 @@ def operate(pixels: np.ndarray, programs: np.ndarray, status: np.ndarray) -> Non
     Args:
         pixels: the pictures, uint8 (B, S, S, 3), with S at most 8192.
         programs: their programs, INSTRUCTION (B, L), with values between -32768 and 32768, those of SOLARIZE,
-            SOLARIZE_ADD and POSTERIZE not negative.
+            SOLARIZE_ADD and POSTERIZE not negative, KERNEL's of a kernel that fits and sums to 2^12 at most.
         status: their status, int32 (B,); a picture whose status is not OK stays as it is.
 
     Raises MemoryError; ValueError, with no picture changed, for any other programs or sides.

@@ -60,6 +60,15 @@ def gather_rows(*columns: Tensor) -> tuple[Tensor, ...] | None:
     return tuple(gathered) if dist.get_rank() == 0 else None
 
 
+def all_rows(rows: Tensor) -> Tensor:
+    """The rows of all ranks, in rank order, on every rank; each has equally many."""
+    if world_size() == 1:
+        return rows
+    whole = rows.new_empty(world_size() * len(rows), *rows.shape[1:])
+    dist.all_gather_into_tensor(whole, rows.contiguous())
+    return whole
+
+
 def on_rank_zero(compute: Callable[[], Result]) -> Result:
     """Run `compute` on rank 0 and return its result, plain data, or raise its error, on every rank.
 

@@ -203,9 +203,9 @@ class Classification(Objective):
         kept = np.sort(orders(keys.view(np.uint64), patches, Purpose.KEPT)[:, : self.kept], axis=1)
         return *plan, torch.from_numpy(kept)
 
-    def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:
+    def losses(self, views: Sequence[Tensor], labels: Tensor, plan: Plan) -> Losses:
         """As `Objective.losses`."""
-        images, partners, plan = self.mixed(images, labels, plan)
+        images, partners, plan = self.mixed(views[0][:, 0], labels, plan)
         logits = self.seen(images, plan).logits
         assert logits is not None, "a backbone with a head"
         return Losses(self.cross_entropy.per_sample_loss(logits, labels, partners))

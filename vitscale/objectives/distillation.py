@@ -6,6 +6,7 @@ ZeRO and not exported. Each rank has all of it.
 Shape legend: B batch, S side in pixels, K classes.
 """
 
+from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -51,9 +52,9 @@ class Distillation(Classification):
         assert outputs.logits is not None
         return outputs.logits.argmax(dim=1)
 
-    def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:
+    def losses(self, views: Sequence[Tensor], labels: Tensor, plan: Plan) -> Losses:
         """As `Objective.losses`: the mean of both heads' losses; how often the second head agrees with the teacher."""
-        images, partners, plan = self.mixed(images, labels, plan)
+        images, partners, plan = self.mixed(views[0][:, 0], labels, plan)
         taught = self.taught(images)
         heads = self.seen(images, plan).heads
         assert heads is not None

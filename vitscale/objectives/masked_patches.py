@@ -6,6 +6,7 @@ ones, and how, is a function of each sample's key, so that it is the same on eve
 Shape legend: B batch, S side in pixels, N patches, C corrupted patches, P patch size, D width.
 """
 
+from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
@@ -53,9 +54,9 @@ class MaskedPatchPrediction(Objective):
         patches = self.backbone.shape.grid(self.backbone.image_size) ** 2
         return (torch.from_numpy(orders(keys.view(np.uint64), patches, Purpose.PATCH_ORDER)),)
 
-    def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:
+    def losses(self, views: Sequence[Tensor], labels: Tensor, plan: Plan) -> Losses:
         """As `Objective.losses`: means over corrupted patches, in nats, or of squares in units of half the range."""
-        (order_BN,) = plan
+        images, (order_BN,) = views[0][:, 0], plan
         corrupted_BC = order_BN[:, : self.counts.corrupted]
         tokens_BTD = self.backbone(images, edit=lambda x_BND: self._corrupt(x_BND, order_BN)).tokens
         predicted = self.prediction(_rows(self.backbone.patch_tokens(tokens_BTD), corrupted_BC))

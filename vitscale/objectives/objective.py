@@ -8,7 +8,7 @@ called as a whole, and once in each micro-batch: DeepSpeed has computed wrong gr
 Shape legend: B batch, S side in pixels.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
@@ -98,17 +98,50 @@ class Objective(nn.Module):
         """
         return ()
 
-    def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:
-        """The losses of images (B, S, S, 3) in [-1, 1] with labels (B,) int64, in training."""
+    @property
+    def prepares(self) -> bool:
+        """Whether losses depend on the whole global batch: then a pass without gradients goes first, over all of it."""
+        return False
+
+    def prepare(self, views: Sequence[Tensor], plan: Plan) -> Tensor:
+        """What the samples of the whole global batch have to be known by, (B, ...) fp32; arguments as of `losses`.
+
+        It is computed without gradients, and has to be what `losses` computes from the same arguments with them.
+        """
+        raise NotImplementedError
+
+    def agree(self, rows: Tensor, labels: Tensor) -> Plan:
+        """What `losses` has to know of the global batch, row by row: it is appended to the plan.
+
+        Args:
+            rows: what `prepare` has computed of the whole global batch, in the order of its slots, on every rank.
+            labels: theirs, int64.
+        """
+        raise NotImplementedError
+
+    def losses(self, views: Sequence[Tensor], labels: Tensor, plan: Plan) -> Losses:
+        """The losses of samples in training.
+
+        Args:
+            views: by kind, in the order of `data.views`, each sample's n views (B, n, S, S, 3) in [-1, 1]. Without
+                `data.views` there is one view: `views[0][:, 0]`.
+            labels: (B,) int64, -1 for none.
+            plan: what `plan` has drawn for these samples, on the device.
+        """
         raise NotImplementedError
 
     def predict(self, images: Tensor) -> Outputs:
         """What evaluators get for images (B, S, S, 3) in [-1, 1]."""
         return self.backbone(images)
 
-    def forward(self, images: Tensor, labels: Tensor | None = None, plan: Plan = ()) -> Losses | Outputs:
-        """The engine's only entry: losses with labels, outputs without."""
-        return self.predict(images) if labels is None else self.losses(images, labels, plan)
+    def forward(
+        self, images: Tensor | Sequence[Tensor], labels: Tensor | None = None, plan: Plan = ()
+    ) -> Losses | Outputs | Tensor:
+        """The engine's only entry: the losses of views with labels, what they are prepared by without; the outputs for
+        images."""
+        if isinstance(images, Tensor):
+            return self.predict(images)
+        return self.prepare(images, plan) if labels is None else self.losses(images, labels, plan)
 
     def learn_from(self, teacher: Model) -> None:
         """Take the teacher that `build_teacher` has made, with its values; it does not become a submodule."""

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -18,22 +18,32 @@ CACHE_VARIABLE = "VITSCALE_CACHE"
 MICRO_MAX_ON_CPU = 128
 """What `batch.micro_max: auto` is on CPUs, whose memory is not what limits their speed."""
 
+_BOXES = ("inception", "resized")
+_MOST_VIEWS = 64
+_Operations = list[
+    Annotated[
+        Annotated[SerializeAsAny[AnyOperation], Field(discriminator="kind")],
+        by_kind(ImageOperation, "data.operations.N"),
+    ]
+]
 _Channels = Annotated[list[Annotated[float, Field(ge=-1e3, le=1e3)]], Field(min_length=3, max_length=3)]
 
 
 class Crop(Block):
     """Random crop for training.
 
-    `inception` is the paper's: share of the area and aspect ratio width / height, both [low, high]. `resize` is BiT's:
-    the image is resized to a square, from which a square with `fraction` of its sides is cut (128 / 160 for small
-    images).
+    `inception` is the paper's: share of the area and aspect ratio width / height, both [low, high]. `resized` is
+    torchvision's RandomResizedCrop with Pillow's bicubic filter, as self-supervised recipes use. `resize` is BiT's: the
+    image is resized to a square, from which a square with `fraction` of its sides is cut (128 / 160 for small images).
     """
 
     _reports_all: ClassVar[bool] = True
 
-    kind: Literal["inception", "resize"] = Field("inception", description="kind of crop")
-    area: list[float] = Field([0.05, 1.0], description="for inception: lowest and highest share of the image's area")
-    aspect: list[float] = Field([3 / 4, 4 / 3], description="for inception: lowest and highest width / height")
+    kind: Literal["inception", "resized", "resize"] = Field("inception", description="kind of crop")
+    area: list[float] = Field([0.05, 1.0])
+    """for inception and resized: lowest and highest share of the image's area"""
+    aspect: list[float] = Field([3 / 4, 4 / 3])
+    """for inception and resized: lowest and highest width / height"""
     fraction: float = Field(480 / 512, gt=0, le=1, description="for resize: side of the crop / side of the square")
 
     def _contradictions(self) -> Iterator[str]:
@@ -41,9 +51,9 @@ class Crop(Block):
             if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] <= ceiling:
                 limit = " <= 1" if ceiling == 1.0 else ""
                 yield f"{name} must be [low, high] with 0 < low <= high{limit}, not {bounds}"
-        for key, owner in (("area", "inception"), ("aspect", "inception"), ("fraction", "resize")):
-            if self.kind != owner and not has_default(self, key):
-                yield f"{key} belongs to kind: {owner}, and kind is {self.kind}"
+        for key, owners in (("area", _BOXES), ("aspect", _BOXES), ("fraction", ("resize",))):
+            if self.kind not in owners and not has_default(self, key):
+                yield f"{key} belongs to kind: {' and '.join(owners)}, and kind is {self.kind}"
 
 
 class EvalCrop(Block):
@@ -94,8 +104,24 @@ class Cache(Block):
             yield f"dir {self.dir!r}: expected a folder of each machine, no URL"
 
 
+class View(Block):
+    """Views of each image that are drawn alike: several crops of it, each with randomness of its own."""
+
+    name: str = Field(pattern="^[a-z][a-z0-9_]{0,31}$", description="what it is called, such as global or local")
+    count: int = Field(1, ge=1, le=_MOST_VIEWS, description="how many views of each image")
+    size: int | None = Field(None, ge=1, le=8192, description="their side in pixels; default: data.image_size")
+    crop: Crop = Crop(kind="resized")
+    flip: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
+    operations: _Operations = Field([], description="operations on them after crop and flip, as data.operations")
+
+    def _contradictions(self) -> Iterator[str]:
+        return _misplaced(self.operations)
+
+
 class Data(Block):
     """The training data and how it is read."""
+
+    _later_keys: ClassVar[tuple[str, ...]] = ("views",)
 
     train: str = Field(description="a dataset: NAME or NAME/SPLIT under data.root, a path, or a URL")
     root: str | None = None
@@ -106,14 +132,12 @@ class Data(Block):
     repeats: int = Field(1, ge=1, le=1024)
     """views of each sample in a global batch, which then has fewer samples by this factor (repeated augmentation);
     epochs still count images"""
-    operations: list[
-        Annotated[
-            Annotated[SerializeAsAny[AnyOperation], Field(discriminator="kind")],
-            by_kind(ImageOperation, "data.operations.N"),
-        ]
-    ] = Field([])
+    operations: _Operations = Field([])
     """operations on training images after crop and flip, in this order: first those of the loader (ours on uint8
     pixels), then, on the device, other packages' operations on uint8 pixels, then all on floats"""
+    views: list[View] = Field([])
+    """several views of each image from one decoding, for objectives that compare them; then crop, flip and operations
+    are theirs. Empty: one view, as those keys say"""
     normalise: Normalise = Normalise()
     eval_crop: EvalCrop = EvalCrop()
     threads: int | None = Field(None, ge=1, le=256)
@@ -130,13 +154,39 @@ class Data(Block):
     cache: Cache = Cache()
 
     def _contradictions(self) -> Iterator[str]:
-        places = ("in the loader", "on the device's uint8 pixels", "on floats")
-        for operation, next_one in itertools.pairwise(self.operations):
-            if operation.place > next_one.place:
-                yield (
-                    f"operations: {next_one.kind} works {places[next_one.place]}, and {operation.kind} before it "
-                    f"{places[operation.place]}; put it before all of those"
-                )
+        yield from _misplaced(self.operations)
+        if not self.views:
+            return
+        names = [view.name for view in self.views]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            yield f"views: two are called {twice}"
+        if (total := sum(view.count for view in self.views)) > _MOST_VIEWS:
+            yield f"views: {total} of each image; expected at most {_MOST_VIEWS}"
+        if self.views[0].size not in (None, self.image_size):
+            yield (
+                f"views: the first, {names[0]}, has {self.views[0].size} pixels, and image_size is {self.image_size}: "
+                f"it is the first view's; leave its size out"
+            )
+        for key in ("crop", "flip", "operations"):
+            if not has_default(self, key):
+                yield f"{key} describes a single view, and there are views: give it to each of them"
+        if self.dct_scaling:
+            yield "dct_scaling: true goes with a single view, and there are views"
+
+    def training_views(self) -> list[tuple[View, int]]:
+        """The kinds of views in training, each with its side in pixels."""
+        views = self.views or [View(name="image", crop=self.crop, flip=self.flip, operations=self.operations)]
+        return [(view, view.size or self.image_size) for view in views]
+
+
+def _misplaced(operations: Sequence[ImageOperation]) -> Iterator[str]:
+    places = ("in the loader", "on the device's uint8 pixels", "on floats")
+    for operation, next_one in itertools.pairwise(operations):
+        if operation.place > next_one.place:
+            yield (
+                f"operations: {next_one.kind} works {places[next_one.place]}, and {operation.kind} before it "
+                f"{places[operation.place]}; put it before all of those"
+            )
 
 
 class Batch(Block):

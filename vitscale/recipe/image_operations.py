@@ -74,12 +74,15 @@ class ThreeAugment(LoaderOperation):
 
 
 class ColorJitter(LoaderOperation):
-    """Brightness, contrast and saturation, in random order, each by a factor, as in torchvision without hue."""
+    """Brightness, contrast, saturation and hue, in random order, as torchvision's ColorJitter on Pillow's images."""
+
+    _later_keys: ClassVar[tuple[str, ...]] = ("hue",)
 
     kind: Literal["color_jitter"] = Field(description="chooses this operation")
     brightness: float = Field(0.4, ge=0, le=10, description="range of the factor: 1 - this (at least 0) to 1 + this")
     contrast: float = Field(0.4, ge=0, le=10, description="range of the factor: 1 - this (at least 0) to 1 + this")
     saturation: float = Field(0.4, ge=0, le=10, description="range of the factor: 1 - this (at least 0) to 1 + this")
+    hue: float = Field(0.0, ge=0, le=0.5, description="hues turn by up to this share of a turn, either way")
     probability: _Probability = Field(1.0, description="probability of changing an image")
 
 
@@ -91,11 +94,15 @@ class Gray(LoaderOperation):
 
 
 class GaussianBlur(LoaderOperation):
-    """Gaussian blur as Pillow's GaussianBlur does it: three box filters that approximate a Gaussian."""
+    """Gaussian blur: as Pillow's GaussianBlur, three box filters, or with `kernel` a Gaussian, as torchvision's."""
+
+    _later_keys: ClassVar[tuple[str, ...]] = ("kernel",)
 
     kind: Literal["gaussian_blur"] = Field(description="chooses this operation")
     probability: _Probability = Field(0.5, description="probability of changing an image")
     radius: _Range = Field([0.1, 2.0], description="lowest and highest standard deviation in pixels, at most 50")
+    kernel: Literal[3, 5, 7, 9] | None = None
+    """pixels of the kernel along each side, as torchvision's kernel_size, mirrored at the border; DINOv2 has 9"""
 
     def _contradictions(self) -> Iterator[str]:
         if not self.radius[0] <= self.radius[1] <= 50:

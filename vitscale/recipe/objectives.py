@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from vitscale.ground.block import Block, has_default
 from vitscale.ground.operations import Operation
@@ -27,6 +27,8 @@ class Mixing(Block):
     box of that share of the area. A box that extends beyond the border is cut, and its weight is that of the remaining
     area.
     """
+
+    _later_keys: ClassVar[tuple[str, ...]] = ("cutmix_sides",)
 
     mixup: float = Field(0.0, ge=0, le=1000, description="alpha of mixup; 0: no mixup")
     cutmix: float = Field(0.0, ge=0, le=1000, description="alpha of CutMix; 0: no CutMix")
@@ -49,11 +51,6 @@ class Mixing(Block):
             low, high = self.cutmix_sides
             if low >= high:
                 yield f"cutmix_sides must be [low, high] with 0 <= low < high <= 1, not {[low, high]}"
-
-    @model_serializer(mode="wrap")
-    def _without_sides(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `cutmix_sides` if it is not set, so that older resolved recipes stay as they were."""
-        return {key: value for key, value in dump(self).items() if key != "cutmix_sides" or value is not None}
 
     def sides(self, image_size: int) -> tuple[int, int] | None:
         """The range [low, high) of a box's sides in pixels; None if an area is drawn instead.
@@ -88,6 +85,7 @@ class Objective(Block):
     has_classes: ClassVar[bool]  # whether the model has an output for each class of the training data
     # The parameters that are the objective's, and no part of the model that is exported or begun with.
     own: ClassVar[tuple[str, ...]] = ()
+    compares_views: ClassVar[bool] = False  # whether it looks at all of `data.views`
 
     kind: str = Field(description="chooses this objective")
 

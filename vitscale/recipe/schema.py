@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from vitscale.ground.block import Block, has_default
 from vitscale.ground.errors import RecipeError
@@ -13,6 +13,7 @@ from vitscale.recipe.data import Batch, Data, EvalCrop
 from vitscale.recipe.datasets import find_dataset
 from vitscale.recipe.evaluation import Evaluation, Selection
 from vitscale.recipe.families import ModelBlock
+from vitscale.recipe.joint_embedding import Contrastive, LeJEPA
 from vitscale.recipe.masked_patches import MaskedPatches
 from vitscale.recipe.objectives import Classification, Context, Distillation, Objective, with_kind
 from vitscale.recipe.optimizers import AnyOptimizer, Kept, Optimizer, Shape
@@ -127,6 +128,7 @@ class Parallelism(Block):
 class Checkpoint(Block):
     """When and where to save, and what to keep."""
 
+    _later_keys: ClassVar[tuple[str, ...]] = ("tail",)
     default_every_s: ClassVar[float] = 600.0
 
     every: Interval | None = Field(None, description="how often to save; default: every 10 minutes; always at the end")
@@ -139,11 +141,6 @@ class Checkpoint(Block):
     """a folder or URL with one subfolder per run, named after it; default: in the run directory"""
     background: bool = Field(True, description="write files while training continues, from a copy in host memory")
     max_failures: int = Field(2, ge=0, description="consecutive failed saves tolerated before the run ends")
-
-    @model_serializer(mode="wrap")
-    def _without_default_tail(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `tail` if it is the default, so that older resolved recipes stay as they were."""
-        return {key: value for key, value in dump(self).items() if key != "tail" or not has_default(self, key)}
 
 
 class Ema(Block):
@@ -174,7 +171,10 @@ class Recipe(Block):
     data: Data
     batch: Batch
     objective: Annotated[
-        Annotated[SerializeAsAny[Classification | Distillation | MaskedPatches], Field(discriminator="kind")],
+        Annotated[
+            SerializeAsAny[Classification | Contrastive | Distillation | LeJEPA | MaskedPatches],
+            Field(discriminator="kind"),
+        ],
         by_kind(Objective, "objective"),
         BeforeValidator(with_kind),
     ] = Classification()
@@ -211,6 +211,9 @@ class Recipe(Block):
             size = self.data.image_size
             for line in _complaint(lambda: self.model.check_image_size(size)):
                 yield f"data.image_size {size}: {line}"
+            for view in self.data.views:
+                for line in _complaint(lambda side=view.size or size: self.model.check_image_size(side)):  # type: ignore[misc]
+                    yield f"data.views: {view.name} of {view.size or size} pixels: {line}"
         if known("data", "batch") and self.data.repeats > self.batch.global_size:
             yield f"data.repeats {self.data.repeats}: batch.global {self.batch.global_size} has not as many views"
         if known("model", "optimizer") and self.optimizer.layer_decay is not None and self.model.num_blocks == 0:
@@ -254,6 +257,11 @@ class Recipe(Block):
             yield f"model.head_bias belongs to init.head: initial, and that is {init.head}"
         if known("schedule", "optimizer"):
             yield from self.schedule.check_optimizer(self.optimizer)
+        if known("data", "objective") and self.data.views and not self.objective.compares_views:
+            yield (
+                f"data.views: objective.kind: {self.objective.kind} looks at one view of each image; leave views out, "
+                f"or use objective.kind: contrastive. data.repeats has several views learned from one by one"
+            )
         if not broken:  # which fields the check looks at depends on the objective
             yield from _complaint(lambda: self.objective.check(self.context))
 

@@ -1,5 +1,6 @@
 """What computes the prediction of rotations."""
 
+from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
@@ -31,9 +32,9 @@ class Rotation(Objective):
         """As `Objective.plan`: quarter turns, (B,) int64."""
         return (torch.from_numpy(stratum(keys, 4, _TURNS)),)
 
-    def losses(self, images: Tensor, labels: Tensor, plan: Plan) -> Losses:
+    def losses(self, views: Sequence[Tensor], labels: Tensor, plan: Plan) -> Losses:
         """As `Objective.losses`."""
-        (turns,) = plan
+        images, (turns,) = views[0][:, 0], plan
         rotated = torch.stack([torch.rot90(images, count, dims=(1, 2)) for count in range(4)])
         logits = self.turns(self.backbone(rotated[turns, torch.arange(len(turns))]).pooled).float()
         is_right = (logits.detach().argmax(dim=1) == turns).float()

@@ -8,7 +8,7 @@ where it does); an update and its moments are in double precision.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from vitscale.data.batch import Batch
 from vitscale.data.image_operations import TrainingInput
 from vitscale.objectives import build_objective
+from vitscale.objectives.objective import Plan
 from vitscale.recipe import Recipe, matches, validate_recipe
 from vitscale.runs.checkpoint import MASTER
 from vitscale.training.optimizers.rule import Update, rule_of
@@ -92,13 +93,16 @@ class Oracle:
                 weight.copy_(self.rounded(masters[name]))
         trained = {name: weight for name, weight in weights.items() if self.group(name) is not None}
         plan = self.module.plan(batch.keys.numpy(), batch.position)
-        images = self._to_input(batch.images, batch.keys, self._device, self._dtype).to(dtype)
+        inputs = self._to_input.of_views(batch.views, batch.view_keys, self._device, self._dtype)
+        if self.module.prepares:
+            plan = (*plan, *self._agreed(inputs, plan, batch, rows, dtype))
         sums = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in trained.items()}
         squares, ways = dict.fromkeys(trained, 0.0), dict.fromkeys(trained, 0)
         for start in range(0, len(batch.labels), rows):
             part = slice(start, start + rows)
             labels, mask, *planned = (each[part].to(self._device) for each in (batch.labels, batch.mask, *plan))
-            losses = self.module(images[part], labels, tuple(planned)).per_sample
+            views = tuple(each[part].to(dtype) for each in inputs)
+            losses = self.module(views, labels, tuple(planned)).per_sample
             loss = torch.where(mask, losses, 0.0).sum() / int(batch.mask.sum())
             ways = ways if start else _ways(loss, trained)
             gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
@@ -107,6 +111,16 @@ class Oracle:
                     sums[name] += gradient
                     squares[name] += float(gradient.double().square().sum())
         return sums, {name: math.sqrt(square) for name, square in squares.items()}, ways
+
+    def _agreed(self, inputs: Sequence[Tensor], plan: Plan, batch: Batch, rows: int, dtype: torch.dtype) -> Plan:
+        """What the objective has to know of the whole global batch."""
+        prepared = []
+        with torch.no_grad():
+            for start in range(0, len(batch.labels), rows):
+                part = slice(start, start + rows)
+                views, planned = (tuple(each[part].to(self._device) for each in every) for every in (inputs, plan))
+                prepared.append(self.module(tuple(view.to(dtype) for view in views), None, planned))
+        return self.module.agree(torch.cat(prepared), batch.labels.to(self._device))
 
     # ---- Updates -----------------------------------------------------------------------------------------------------
 

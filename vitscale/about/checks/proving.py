@@ -148,20 +148,25 @@ def make_batch(recipe: Recipe, num_classes: int, step: int) -> Batch:
     It is the same on every rank. If the recipe leaves damaged samples out, one sample does not count.
     """
     generator = torch.Generator().manual_seed(recipe.seed + step)
-    rows, side = recipe.batch.global_size, recipe.data.image_size
-    cells = torch.randint(0, 200, (rows, 3, _CELLS, _CELLS), generator=generator).float()
-    pictures = torch.nn.functional.interpolate(cells, size=side).permute(0, 2, 3, 1).to(torch.uint8)
-    noise = torch.randint(0, 56, pictures.shape, generator=generator, dtype=torch.uint8)
+    rows, views, keys = recipe.batch.global_size, [], []
+    for view, side in recipe.data.training_views():
+        cells = torch.randint(0, 200, (rows * view.count, 3, _CELLS, _CELLS), generator=generator).float()
+        pictures = torch.nn.functional.interpolate(cells, size=side).permute(0, 2, 3, 1).to(torch.uint8)
+        noise = torch.randint(0, 56, pictures.shape, generator=generator, dtype=torch.uint8)
+        views.append((pictures + noise).unflatten(0, (rows, view.count)))
+    labels = torch.randint(0, max(num_classes, 1), (rows,), generator=generator)
+    for each in views:
+        keys.append(torch.randint(-(2**63), 2**63 - 1, each.shape[:2], generator=generator))
     mask = torch.ones(rows, dtype=torch.bool)
     if recipe.data.bad_samples == "mask":
         mask[step % rows] = False
     return Batch(
         position=step,
         epoch=0,
-        images=pictures + noise,
-        labels=torch.randint(0, max(num_classes, 1), (rows,), generator=generator),
+        views=tuple(views),
+        labels=labels,
         uids=torch.arange(rows) + step * rows,
-        keys=torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator),
+        view_keys=tuple(keys),
         mask=mask,
         bad_samples=0,
         digest=None,
@@ -172,4 +177,6 @@ def part_of(batch: Batch, rank: int, ranks: int) -> Batch:
     """One rank's part of a global batch."""
     rows = len(batch.labels) // ranks
     part = slice(rank * rows, (rank + 1) * rows)
-    return replace(batch, **{key: getattr(batch, key)[part] for key in ("images", "labels", "uids", "keys", "mask")})
+    columns = {key: getattr(batch, key)[part] for key in ("labels", "uids", "mask")}
+    views, keys = (tuple(each[part] for each in every) for every in (batch.views, batch.view_keys))
+    return replace(batch, views=views, view_keys=keys, **columns)

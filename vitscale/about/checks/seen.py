@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import xxhash
 
-from vitscale.data.augmentation import sample_keys, train_transform
 from vitscale.data.batch import Batch
 from vitscale.data.loader import training_loader, training_order
 from vitscale.data.order import ORDER_VERSION, TrainOrder
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.opening import OpenShard, open_shard
+from vitscale.data.views import draw_views, view_kinds
 from vitscale.ground.errors import CheckpointError, DataError
 from vitscale.ground.images import crc32c
 from vitscale.recipe import validate_recipe
@@ -65,6 +65,7 @@ class Sighting:
     box: tuple[int, int, int, int]  # the crop: top, left, height and width, in pixels of the stored image
     is_flipped: bool
     partner: int | None  # the uid of the sample that it was mixed with; None if the recipe mixes none
+    view: int = 0  # its number among the views of the sample in this slot
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class History:
         self.manifest, self.newest, self.steps = manifests[0], manifests[-1], index.step
         self.left_out = sum(stretch.stop - stretch.start for stretch in self._stretches) - index.step
         self._skipped = AnomalyRecord.of(index.anomalies).skipped
-        self._transform = train_transform(recipe.data.crop, recipe.data.flip)
+        self._kinds = view_kinds(recipe.data)
         self._number_of = [
             {each.first_uid: number for number, each in enumerate(manifest.shards)} for manifest in manifests
         ]
@@ -193,24 +194,24 @@ class History:
         return first, times
 
     def sightings(self, places: Sequence[SampleLocation]) -> list[list[Sighting]]:
-        """Every appearance of each sample in a batch of the run, in order: at most one per epoch and view."""
+        """Every appearance of each sample in a batch of the run, in order: one per epoch, repeat and view."""
         seen: list[list[Sighting]] = [[] for _ in places]
         for stretch, epoch, rows, batches, first_slots in self._occurrences(places):
             views = [stretch.order.views(slot) for slot in first_slots.tolist()]
             each = np.repeat(np.arange(len(views)), [len(slots) for slots in views])
             slots = np.array([slot for slots in views for slot in slots], np.int64)
-            view = np.array([number for slots in views for number in range(len(slots))], np.int64)
+            repeats = np.array([number for slots in views for number in range(len(slots))], np.int64)
             rows, batches = rows[each], batches[each]
             samples = [places[row] for row in rows.tolist()]
-            keys = sample_keys(self.recipe.seed, epoch, np.array([place.uid for place in samples]), view)
-            heights, widths = (np.array([getattr(place, side) for place in samples]) for side in ("height", "width"))
-            boxes = self._transform.boxes(keys, heights, widths).tolist()
-            flips, partners = self._transform.flips(keys).tolist(), self._partners(stretch, batches, slots)
-            steps = steps_of(batches, self._skipped).tolist()
+            uids, *sizes = (np.array([getattr(place, key) for place in samples]) for key in ("uid", "height", "width"))
+            drawn = draw_views(self._kinds, self.recipe.seed, epoch, uids, repeats, *sizes)
+            boxes = np.concatenate([kind.boxes for kind in drawn], axis=1).tolist()
+            flips = np.concatenate([kind.flips for kind in drawn], axis=1).tolist()
+            steps, partners = steps_of(batches, self._skipped).tolist(), self._partners(stretch, batches, slots)
             columns = (rows.tolist(), steps, batches.tolist(), slots.tolist(), boxes, flips, partners)
-            for row, step, batch, slot, (top, left, height, width), is_flipped, partner in zip(*columns, strict=True):
-                box = (top, left, height, width)
-                seen[row].append(Sighting(step or None, batch, epoch, slot, box, bool(is_flipped), partner))
+            for row, step, batch, slot, of_views, are_flipped, partner in zip(*columns, strict=True):
+                for view, (box, is_flipped) in enumerate(zip(of_views, are_flipped, strict=True)):
+                    seen[row].append(Sighting(step or None, batch, epoch, slot, tuple(box), is_flipped, partner, view))
         return seen
 
     def _occurrences(self, places: Sequence[SampleLocation]) -> Iterator[_Occurrence]:
@@ -243,7 +244,7 @@ class History:
         return list(uids.tolist())
 
     def pixels(self, sighting: Sighting) -> Batch:
-        """The pixels that the loader made of the sample: a batch of one, with their digest. Raises as `Loader`."""
+        """The pixels that the loader made of the sample: a batch of one, with all its views. Raises as `Loader`."""
         stretch = next(each for each in self._stretches if each.start <= sighting.batch < each.stop)
         with training_loader(
             self.recipe,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vitscale.ground.errors import MachineError
 
-_VERSION = 7  # the C files' version: a checkout may be newer than the library compiled in it
+_VERSION = 8  # the C files' version: a checkout may be newer than the library compiled in it
 _BUILD = "sudo apt-get install -y gcc libjpeg-dev && pip install --editable ."
 _FOLDER = Path(__file__).parent
 
@@ -29,7 +29,10 @@ _FUNCTIONS = {
     "vitscale_header": ([_ARRAY, c_uint64, POINTER(Header)], c_int),
     "vitscale_decode": ([_ARRAY, c_uint64, c_int64, c_int64, c_int, _ARRAY], c_int),
     "vitscale_encode": ([_ARRAY, c_int64, c_int64, c_int, _ARRAY, POINTER(c_uint64)], c_int),
-    "vitscale_decode_slice": ([_ARRAY, c_int64, c_int64, *[_ARRAY] * 9, c_int, c_int, _ARRAY, c_int64, _ARRAY], None),
+    "vitscale_decode_slice": (
+        [_ARRAY, c_int64, c_int64, *[_ARRAY] * 9, c_int64, *[_ARRAY] * 4, c_int, _ARRAY],
+        None,
+    ),
     "vitscale_operate": ([_ARRAY, c_int64, c_int64, _ARRAY, c_int64, _ARRAY], c_int),
     "vitscale_inception_crop": ([c_int64, *[_ARRAY] * 3, *[c_double] * 4, _ARRAY], None),
     "vitscale_square_luma": ([_ARRAY, c_int64, _ARRAY, _ARRAY], c_int),

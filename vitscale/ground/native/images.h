@@ -23,6 +23,15 @@ enum { OK = 0, CRC_MISMATCH = 1, REFUSED = 2, WRONG_SIZE = 3, NO_MEMORY = 4 }; /
 typedef float Lanes __attribute__((vector_size(32)));
 typedef int32_t Places __attribute__((vector_size(32)));
 
+/* Of two vectors of eight: the lower halves of both; the upper half of one, twice. */
+#ifdef __clang__
+#define LOWER_HALVES(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11)
+#define UPPER_HALF(a) __builtin_shufflevector(a, a, 4, 5, 6, 7, 4, 5, 6, 7)
+#else
+#define LOWER_HALVES(a, b) __builtin_shuffle(a, b, (Places){0, 1, 2, 3, 8, 9, 10, 11})
+#define UPPER_HALF(a) __builtin_shuffle(a, (Places){4, 5, 6, 7, 4, 5, 6, 7})
+#endif
+
 /* One axis. Output pixel i of `side` covers, in units of 1 / side of an original pixel, the `length` units from
  * start * side + i * length on; a source pixel covers `step` = side * scale units (scale: of the decoder, 1 to 8). */
 typedef struct {
@@ -55,7 +64,8 @@ void resizer_close(Resizer *r);
 
 /* A part of a picture of height x width pixels as (side, side, 3), and how it is shown. */
 typedef struct {
-    int64_t height, width, top, left, box_height, box_width, flip, may_scale, side, resize;
+    int64_t height, width, top, left, box_height, box_width, flip, side, resize;
+    uint8_t *out;
 } View;
 
 enum { AREA, TF_BILINEAR, PIL_BILINEAR, PIL_BICUBIC }; /* how it is resized; as in vitscale/ground/images.py */
@@ -72,15 +82,45 @@ typedef struct {
 typedef struct {
     Taps down, across;
     int64_t side, first_row, end_row, first_column, end_column;
-    int flip;
-    uint8_t *rows; /* (end_row - first_row, side, 3): resized across, not yet down */
-    uint8_t *out;  /* (side, side, 3) */
+    Places *weights; /* across, of pairs of output columns (pairs, most): four times one's, four times the other's */
+    int64_t *first;  /* (2 * pairs): value of `line` at which an output column begins */
+    int32_t *line;   /* a row, and zeros that the last columns' spare taps may touch */
+    uint8_t *rows;   /* (end_row - first_row, side, 3), and spare room: resized across, not yet down */
+    int32_t *totals; /* of an output row */
+    uint8_t *out;    /* (side, side, 3) */
+    void *memory;
 } Resampler;
 
-int resampler_open(Resampler *r, const View *view, uint8_t *out); /* a zeroed one; returns 0 where there is no memory */
+int resampler_open(Resampler *r, const View *view); /* a zeroed one; returns 0 where there is no memory */
 void resampler_take(Resampler *r, int64_t pixel, const uint8_t *row); /* the next row; its number in the picture */
 void resampler_finish(Resampler *r);
 void resampler_close(Resampler *r);
+
+/* --------------------------------------------------------------------------------- several views of a picture at once */
+
+/* Rows and columns of a picture, ends excluded. */
+typedef struct {
+    int64_t first_row, end_row, first_column, end_column;
+} Region;
+
+/* A view in the making. Zeroed but for its view before it is opened. */
+typedef struct {
+    View view;
+    Region needs;
+    Resizer resizer;
+    Resampler resampler;
+} Sink;
+
+/* The views of one picture, which its rows are given to one after the other; `scale` is the decoder's. */
+typedef struct {
+    Sink *sinks;
+    int64_t count;
+    Region needs; /* what they need together */
+} Sinks;
+
+int sinks_open(Sinks *all, int64_t scale); /* returns 0 where there is no memory */
+void sinks_take(Sinks *all, int64_t row, const uint8_t *pixels); /* of a row, from column needs.first_column on */
+void sinks_close(Sinks *all, int are_complete);
 
 /* ------------------------------------------------------------------------------------------------ what Python calls */
 
@@ -104,8 +144,7 @@ int vitscale_operate(uint8_t *images, int64_t count, int64_t side, const Instruc
 int vitscale_header(const uint8_t *jpeg, uint64_t size, Header *header);
 int vitscale_decode(const uint8_t *jpeg, uint64_t size, int64_t height, int64_t width, int exact, uint8_t *out);
 int vitscale_encode(const uint8_t *rgb, int64_t height, int64_t width, int quality, uint8_t *out, uint64_t *size);
-int view_jpeg(const uint8_t *jpeg, uint64_t size, const View *view, uint8_t *out);
-int view_raw(const uint8_t *pixels, uint64_t size, const View *view, uint8_t *out);
+int views_of_jpeg(const uint8_t *jpeg, uint64_t size, int may_scale, Sinks *all);
 uint32_t vitscale_crc32c(const uint8_t *data, uint64_t size);
 
 #endif

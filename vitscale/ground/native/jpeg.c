@@ -3,7 +3,8 @@
  * There is one way into the decoder, `open_jpeg`, and one rule: an image is good if it has the stated size, is coded by
  * Huffman's method, turns into RGB, and is decoded to its end without any warning. A view of a part sees only what it
  * needs: rows above a crop are entropy-decoded only, columns beside it are not transformed, rows below it are not looked
- * at. No view of a good image is refused, and one that reaches the last row has the verdict of the whole.
+ * at. Several views are cut from one decoding, of what they need together. No view of a good image is refused, and
+ * one that reaches the last row has the verdict of the whole.
  *
  * The settings are those of stock FFCV (fast DCT, fancy upsampling): what is decoded here equals, bit for bit, the same
  * part of the whole picture as FFCV decodes it.
@@ -89,20 +90,16 @@ typedef struct {
     const uint8_t *jpeg;
     uint64_t size;
     int64_t height, width;
-    int exact;
-    const View *view;
+    int exact, may_scale;
+    Sinks *all;
     uint8_t *out;
     uint8_t *rows;
-    Resizer resizer;
-    Resampler resampler;
 } Job;
 
 static int finish(Job *job, int (*work)(void *)) {
     job->decoder.err = errors_of(&job->errors);
     const int status = guarded(&job->errors, work, job);
     jpeg_destroy_decompress(&job->decoder);
-    resizer_close(&job->resizer);
-    resampler_close(&job->resampler);
     free(job->rows);
     return status;
 }
@@ -158,61 +155,57 @@ static int decode_whole(void *what) {
     return OK;
 }
 
-static int decode_view(void *what) {
+/* How often the decoder may halve a picture, so that every view's box keeps `side` pixels each way. */
+static int64_t largest_scale(const Sinks *all) {
+    int64_t scale = 8;
+    for (int64_t i = 0; i < all->count; i++) {
+        const View *view = &all->sinks[i].view;
+        if (view->resize != AREA) return 1;
+        while (scale > 1 && (view->box_height < scale * view->side || view->box_width < scale * view->side)) scale /= 2;
+    }
+    return scale;
+}
+
+/* Whether scans of a progressive file are missing. Then the decoder smooths blocks by their neighbours, which have to be there. */
+static int is_smoothed(const struct jpeg_decompress_struct *decoder) {
+    if (!decoder->progressive_mode || !decoder->coef_bits) return 0;
+    for (int component = 0; component < decoder->num_components; component++)
+        for (int k = 1; k < DCTSIZE2; k++)
+            if (decoder->coef_bits[component][k] != 0) return 1;
+    return 0;
+}
+
+static int decode_views(void *what) {
     Job *job = what;
-    const View *view = job->view;
     struct jpeg_decompress_struct *decoder = &job->decoder;
-    const int64_t side = view->side;
     const int status = open_jpeg(job);
     if (status != OK) return status;
-    int64_t scale = 1;
-    const int by_area = view->resize == AREA;
-    if (view->may_scale && by_area)
-        while (scale < 8 && view->box_height >= 2 * scale * side && view->box_width >= 2 * scale * side) scale *= 2;
+    const int64_t scale = job->may_scale ? largest_scale(job->all) : 1;
     decoder->scale_num = 1, decoder->scale_denom = (unsigned)scale;
     jpeg_start_decompress(decoder);
+    if (!sinks_open(job->all, scale)) return NO_MEMORY;
 
-    const Axis down = axis_of(view->top, view->box_height, side, scale);
-    const Axis across = axis_of(view->left, view->box_width, side, scale);
-    int64_t first_row = first_pixel(&down, 0), end_row = end_pixel(&down, side - 1);
-    int64_t first_column = first_pixel(&across, 0), end_column = end_pixel(&across, side - 1);
-    if (!by_area) {
-        Resampler *r = &job->resampler;
-        if (!resampler_open(r, view, job->out)) return NO_MEMORY;
-        first_row = r->first_row;
-        /* A kernel that leaves out the last rows is given them still: the verdict is of all that the box holds. */
-        end_row = r->end_row > end_row ? r->end_row : end_row;
-        first_column = r->first_column, end_column = r->end_column;
-    }
+    const Region *needs = &job->all->needs;
     /* Upsampling of colour looks at one neighbour, which is two pixels: with them the edges are those of the picture. */
-    JDIMENSION from = first_column > 2 ? (JDIMENSION)first_column - 2 : 0;
+    JDIMENSION from = needs->first_column > 2 ? (JDIMENSION)needs->first_column - 2 : 0;
     JDIMENSION count = decoder->output_width - from;
-    if ((int64_t)count > end_column + 2 - (int64_t)from) count = (JDIMENSION)(end_column + 2) - from;
+    if ((int64_t)count > needs->end_column + 2 - (int64_t)from) count = (JDIMENSION)(needs->end_column + 2) - from;
+    if (is_smoothed(decoder)) from = 0, count = decoder->output_width;
     if (count < decoder->output_width) jpeg_crop_scanline(decoder, &from, &count);
 
     const uint64_t row_bytes = (uint64_t)decoder->output_width * 3;
-    const uint64_t skipped_bytes = (uint64_t)(first_column - (int64_t)from) * 3;
+    const uint64_t skipped_bytes = (uint64_t)(needs->first_column - (int64_t)from) * 3;
     job->rows = malloc(row_bytes * ROWS_A_CALL);
     if (!job->rows) return NO_MEMORY;
     JSAMPROW pointers[ROWS_A_CALL];
     for (uint64_t i = 0; i < ROWS_A_CALL; i++) pointers[i] = job->rows + row_bytes * i;
-    const int64_t columns = end_column - first_column;
-    if (by_area && !resizer_open(&job->resizer, down, across, first_column, columns, view->flip != 0, job->out))
-        return NO_MEMORY;
-    if (first_row > 0) jpeg_skip_scanlines(decoder, (JDIMENSION)first_row);
-    while ((int64_t)decoder->output_scanline < end_row) {
-        const int64_t row = decoder->output_scanline, wanted = end_row - row;
+    if (needs->first_row > 0) jpeg_skip_scanlines(decoder, (JDIMENSION)needs->first_row);
+    while ((int64_t)decoder->output_scanline < needs->end_row) {
+        const int64_t row = decoder->output_scanline, wanted = needs->end_row - row;
         const int read =
             (int)jpeg_read_scanlines(decoder, pointers, wanted < ROWS_A_CALL ? (JDIMENSION)wanted : ROWS_A_CALL);
-        for (int i = 0; i < read; i++) {
-            const uint8_t *pixels = pointers[i] + skipped_bytes;
-            if (by_area)
-                resizer_take(&job->resizer, row + i, pixels);
-            else
-                resampler_take(&job->resampler, row + i, pixels);
-        }
+        for (int i = 0; i < read; i++) sinks_take(job->all, row + i, pointers[i] + skipped_bytes);
     }
-    if (!by_area) resampler_finish(&job->resampler);
     if (decoder->output_scanline == decoder->output_height) jpeg_finish_decompress(decoder);
     return OK;
 }
@@ -244,12 +237,14 @@ int vitscale_decode(const uint8_t *jpeg, uint64_t size, int64_t height, int64_t 
     return finish(&job, decode_whole);
 }
 
-/* A view, whose box lies in the picture; returns as `vitscale_decode`.
+/* Views whose boxes lie in the picture, from one decoding of it; returns as `vitscale_decode`. The caller closes them.
  *
- * With `may_scale` the decoder halves the picture up to three times, as long as the box keeps `side` pixels each way. */
-int view_jpeg(const uint8_t *jpeg, uint64_t size, const View *view, uint8_t *out) {
-    Job job = {.jpeg = jpeg, .size = size, .height = view->height, .width = view->width, .view = view, .out = out};
-    return finish(&job, decode_view);
+ * With `may_scale` the decoder halves the picture up to three times, as long as each box keeps `side` pixels each way. */
+int views_of_jpeg(const uint8_t *jpeg, uint64_t size, int may_scale, Sinks *all) {
+    const View *first = &all->sinks[0].view;
+    Job job = {.jpeg = jpeg, .size = size, .height = first->height, .width = first->width};
+    job.may_scale = may_scale, job.all = all;
+    return finish(&job, decode_views);
 }
 
 /* -------------------------------------------------------------------------------------------------------- writing */

@@ -24,7 +24,9 @@ enum { /* as in vitscale/ground/images.py */
     SHARPNESS,    /* factor */
     AFFINE,       /* a, b, c, d, e, f: output (x, y) shows (a x + b y + c, d x + e y + f); fill, interpolation */
     CUTOUT,       /* first row and column, end of rows and columns; fill */
-    BLUR          /* standard deviation in pixels */
+    BLUR,         /* standard deviation in pixels */
+    HUE,          /* what is added to the hue, in 256ths of a turn */
+    KERNEL        /* pixels on each side of the middle; weights from the middle outwards, in units of 2^-12 */
 };
 enum { NEAREST, BILINEAR, BICUBIC };
 
@@ -307,6 +309,117 @@ static void blur(Picture *p, float deviation) {
         to = from, from = filled;
     }
     memcpy(p->pixels, p->copy, (size_t)p->values); /* an odd number of passes */
+}
+
+enum { WEIGHT_BITS = 12, MOST_WEIGHTS = 5 };
+
+/* Mirrored at the border, whose pixel is not repeated. */
+static int64_t mirrored(int64_t at, int64_t side) { return at < 0 ? -at : at < side ? at : 2 * (side - 1) - at; }
+
+FOR_EVERY_PROCESSOR
+static void begin_total(uint32_t *restrict totals, const uint32_t *restrict from, uint32_t weight, int64_t count) {
+    for (int64_t i = 0; i < count; i++) totals[i] = weight * from[i] + (1u << (2 * WEIGHT_BITS - 1));
+}
+
+FOR_EVERY_PROCESSOR
+static void add_to_total(uint32_t *restrict totals, const uint32_t *restrict above, const uint32_t *restrict below,
+                         uint32_t weight, int64_t count) {
+    for (int64_t i = 0; i < count; i++) totals[i] += weight * (above[i] + below[i]);
+}
+
+FOR_EVERY_PROCESSOR
+static void end_total(const uint32_t *restrict totals, int64_t count, uint8_t *restrict out) {
+    for (int64_t i = 0; i < count; i++) out[i] = (uint8_t)(totals[i] >> (2 * WEIGHT_BITS));
+}
+
+FOR_EVERY_PROCESSOR
+static void across(const uint8_t *restrict line, const uint32_t *restrict weights, int64_t reach, int64_t count,
+                   uint32_t *restrict out) {
+    for (int64_t i = 0; i < count; i++) out[i] = weights[0] * line[i];
+    for (int64_t k = 1; k <= reach; k++)
+        for (int64_t i = 0; i < count; i++) out[i] += weights[k] * (uint32_t)(line[i - 3 * k] + line[i + 3 * k]);
+}
+
+/* A kernel across and then down, in whole numbers below 2^32: rounded once, at the end. */
+static void convolve(Picture *p, const Instruction *given) {
+    const int64_t reach = (int64_t)given->values[0];
+    uint32_t weights[MOST_WEIGHTS];
+    for (int64_t k = 0; k <= reach; k++) weights[k] = (uint32_t)given->values[1 + k];
+    uint32_t *rows = (uint32_t *)p->floats, *totals = rows + p->values;
+    uint8_t *line = p->line + 3 * reach;
+    for (int64_t y = 0; y < p->side; y++) {
+        const uint8_t *row = p->pixels + y * p->row;
+        memcpy(line, row, (size_t)p->row);
+        for (int64_t i = 1; i <= reach; i++) {
+            memcpy(line - 3 * i, row + 3 * mirrored(-i, p->side), 3);
+            memcpy(line + p->row + 3 * (i - 1), row + 3 * mirrored(p->side - 1 + i, p->side), 3);
+        }
+        across(line, weights, reach, p->row, rows + y * p->row);
+    }
+    for (int64_t y = 0; y < p->side; y++) {
+        begin_total(totals, rows + y * p->row, weights[0], p->row);
+        for (int64_t k = 1; k <= reach; k++)
+            add_to_total(totals, rows + mirrored(y - k, p->side) * p->row, rows + mirrored(y + k, p->side) * p->row,
+                         weights[k], p->row);
+        end_total(totals, p->row, p->pixels + y * p->row);
+    }
+}
+
+/* --------------------------------------------------------------------------------------------------------------- hue */
+
+enum { LANE = 64 }; /* pixels at a time */
+
+/* Hues in 256ths of a turn are turned, with all roundings of Pillow's mode HSV, there and back. Nothing branches, so that
+ * a compiler takes several pixels at once. */
+FOR_EVERY_PROCESSOR
+static void turn(uint8_t *restrict pixels, int count, int shift) {
+    int channels[3][LANE], hues[LANE], most[LANE], least[LANE];
+    float shares[LANE];
+    for (int i = 0; i < count; i++)
+        for (int c = 0; c < 3; c++) channels[c][i] = pixels[3 * i + c];
+    for (int i = 0; i < count; i++) {
+        const int r = channels[0][i], g = channels[1][i], b = channels[2][i];
+        const int upper = r > g ? r : g, lower = r < g ? r : g;
+        most[i] = upper > b ? upper : b, least[i] = lower < b ? lower : b;
+    }
+    for (int i = 0; i < count; i++) {
+        const int r = channels[0][i], g = channels[1][i], b = channels[2][i], high = most[i], span = high - least[i];
+        const float divisor = (float)(span + (span == 0));
+        const float red = (float)(high - r) / divisor, green = (float)(high - g) / divisor;
+        const float blue = (float)(high - b) / divisor;
+        /* The largest channel names the third of a turn; the other two say where in it. */
+        const float of_red = blue - green, of_green = (float)(2.0 + (double)red - (double)blue);
+        const float of_blue = (float)(4.0 + (double)green - (double)red);
+        const int is_red = r == high, is_green = (g == high) & !is_red, is_blue = 1 - is_red - is_green;
+        const float sixths = (float)is_red * of_red + (float)is_green * of_green + (float)is_blue * of_blue;
+        const double place = (double)sixths / 6.0 + 1.0;
+        const float hue = (float)(place - (double)(place >= 1.0));
+        const int saturation = (int)((double)((float)span / (float)(high + (high == 0))) * 255.0);
+        hues[i] = ((int)((double)hue * 255.0) + shift) & 255;
+        shares[i] = (float)((double)saturation / 255.0);
+    }
+    for (int i = 0; i < count; i++) {
+        const double in_sixths = (double)((float)hues[i] * 6.0f) / 255.0, value = (double)most[i];
+        const int whole = (int)in_sixths, sixth = whole == 6 ? 0 : whole, high = most[i];
+        const float rest = (float)(in_sixths - (double)whole);
+        const int low = (int)(value * (1.0 - (double)shares[i]) + 0.5);
+        const int falling = (int)(value * (1.0 - (double)(shares[i] * rest)) + 0.5);
+        const int rising = (int)(value * (1.0 - (double)shares[i] * (1.0 - (double)rest)) + 0.5);
+        const int is_early = sixth < 3; /* of red 0 1 2 3 4 5 is high, falling, low, low, rising, high; and so on */
+        channels[0][i] = is_early ? (sixth == 0 ? high : sixth == 1 ? falling : low)
+                                  : (sixth == 3 ? low : sixth == 4 ? rising : high);
+        channels[1][i] = is_early ? (sixth == 0 ? rising : high) : (sixth == 3 ? falling : low);
+        channels[2][i] = is_early ? (sixth == 2 ? rising : low) : (sixth == 5 ? falling : high);
+    }
+    for (int i = 0; i < count; i++)
+        for (int c = 0; c < 3; c++) pixels[3 * i + c] = (uint8_t)channels[c][i];
+}
+
+static void turn_hues(Picture *p, int shift) {
+    for (int64_t i = 0; i < p->values; i += 3 * LANE) {
+        const int64_t left = (p->values - i) / 3;
+        turn(p->pixels + i, left < LANE ? (int)left : LANE, shift);
+    }
 }
 
 /* ---------------------------------------------------------------------------------------------------------- geometry */
@@ -626,15 +739,30 @@ static void perform(Picture *p, const Instruction *given) {
         case AFFINE: affine(p, given); break;
         case CUTOUT: cutout(p, given); break;
         case BLUR: blur(p, (float)value); break;
+        case HUE: turn_hues(p, (int)value & 255); break;
+        case KERNEL: convolve(p, given); break;
         default: break;
     }
 }
 
+/* Whether a kernel lies within a picture once mirrored, and weighs no more than one. */
+static int is_kernel(const Instruction *given, int64_t side) {
+    const double reach = given->values[0];
+    if (!(reach >= 0 && reach < MOST_WEIGHTS && reach < (double)side)) return 0;
+    int64_t sum = 0;
+    for (int64_t k = 0; k <= (int64_t)reach; k++) {
+        if (!(given->values[1 + k] >= 0)) return 0;
+        sum += (k ? 2 : 1) * (int64_t)given->values[1 + k];
+    }
+    return sum <= 1 << WEIGHT_BITS;
+}
+
 /* Whether whatever is computed from an instruction fits into its type. */
-static int is_sound(const Instruction *given) {
+static int is_sound(const Instruction *given, int64_t side) {
     for (int k = 0; k < 6; k++)
         if (!(fabs(given->values[k]) < 32768)) return 0; /* NaN, too */
-    return given->code >= NOTHING && given->code <= BLUR && given->interpolation >= NEAREST &&
+    if (given->code == KERNEL && !is_kernel(given, side)) return 0;
+    return given->code >= NOTHING && given->code <= KERNEL && given->interpolation >= NEAREST &&
            given->interpolation <= BICUBIC && (given->code > POSTERIZE || given->values[0] >= 0);
 }
 
@@ -643,7 +771,7 @@ int vitscale_operate(uint8_t *images, int64_t count, int64_t side, const Instruc
                      const int32_t *status) {
     if (side < 1 || side > MAX_SIDE) return REFUSED;
     for (int64_t i = 0; i < count * length; i++)
-        if (!is_sound(programs + i)) return REFUSED;
+        if (!is_sound(programs + i, side)) return REFUSED;
     const int64_t wide = side + 2 * MARGIN, line = 3 * (side + 2 * (MAX_RADIUS + 1));
     const int64_t columns = side * (int64_t)sizeof(Column), floats = (3 * wide * wide + 8) * (int64_t)sizeof(float);
     const int64_t sums = 3 * side * (int64_t)sizeof(uint16_t);

@@ -7,6 +7,7 @@
  */
 #include <math.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "images.h"
 
@@ -33,7 +34,7 @@ static int taps_open(Taps *taps, int64_t pixels, int64_t start, int64_t length, 
     taps->most = most;
     taps->first = malloc((size_t)side * sizeof *taps->first);
     taps->count = malloc((size_t)side * sizeof *taps->count);
-    taps->weights = malloc((size_t)(side * most) * sizeof *taps->weights);
+    taps->weights = calloc((size_t)(side * most), sizeof *taps->weights);
     const int is_there = exact && taps->first && taps->count && taps->weights;
     for (int64_t i = 0; is_there && i < side; i++) {
         const double centre = (double)start + ((double)i + 0.5) * scale;
@@ -59,11 +60,6 @@ static void taps_close(Taps *taps) {
     free(taps->weights);
 }
 
-static uint8_t rounded(int64_t total) {
-    const int64_t value = total >> PRECISION;
-    return value < 0 ? 0 : value > 255 ? 255 : (uint8_t)value;
-}
-
 /* The pixels that the last output row or column ends with, and the first that the first one needs. */
 static void span_of(const Taps *taps, int64_t side, int64_t *first, int64_t *end) {
     *first = taps->first[0], *end = 0;
@@ -72,49 +68,92 @@ static void span_of(const Taps *taps, int64_t side, int64_t *first, int64_t *end
 }
 
 /* Returns 0 where there is no memory. Says which rows and columns it has to be given. */
-int resampler_open(Resampler *r, const View *view, uint8_t *out) {
-    r->side = view->side, r->flip = view->flip != 0, r->out = out;
+int resampler_open(Resampler *r, const View *view) {
+    const int64_t side = view->side, pairs = (side + 1) / 2;
+    r->side = side, r->out = view->out;
     const int has_taps =
-        taps_open(&r->down, view->height, view->top, view->box_height, view->side, (int)view->resize) &
-        taps_open(&r->across, view->width, view->left, view->box_width, view->side, (int)view->resize);
+        taps_open(&r->down, view->height, view->top, view->box_height, side, (int)view->resize) &
+        taps_open(&r->across, view->width, view->left, view->box_width, side, (int)view->resize);
     if (!has_taps) return 0;
-    span_of(&r->down, r->side, &r->first_row, &r->end_row);
-    span_of(&r->across, r->side, &r->first_column, &r->end_column);
-    r->rows = malloc((size_t)((r->end_row - r->first_row) * r->side * 3));
-    return r->rows != NULL;
+    span_of(&r->down, side, &r->first_row, &r->end_row);
+    span_of(&r->across, side, &r->first_column, &r->end_column);
+    const int64_t most = r->across.most, line = 3 * (r->end_column - r->first_column + most) + 8;
+    const int64_t rows = (r->end_row - r->first_row) * side * 3 + 8;
+    r->memory = calloc((size_t)(32 * (pairs * most + 1) + 16 * pairs + 4 * (line + 3 * side) + rows), 1);
+    if (!r->memory) return 0;
+    r->weights = (Places *)(((uintptr_t)r->memory + 31) & ~(uintptr_t)31);
+    r->first = (int64_t *)(r->weights + pairs * most);
+    r->line = (int32_t *)(r->first + 2 * pairs);
+    r->totals = r->line + line;
+    r->rows = (uint8_t *)(r->totals + 3 * side);
+    for (int64_t i = 0; i < side; i++) {
+        const int64_t column = view->flip ? side - 1 - i : i;
+        r->first[i] = 3 * (r->across.first[column] - r->first_column);
+        for (int64_t k = 0; k < most; k++)
+            for (int lane = 0; lane < 4; lane++)
+                r->weights[i / 2 * most + k][4 * (i % 2) + lane] = r->across.weights[column * most + k];
+    }
+    return 1;
+}
+
+static inline uint8_t rounded(int32_t total) {
+    const int32_t value = total >> PRECISION;
+    return (uint8_t)(value < 0 ? 0 : value > 255 ? 255 : value);
+}
+
+FOR_EVERY_PROCESSOR
+static void widen(const uint8_t *restrict row, int64_t values, int32_t *restrict line) {
+    for (int64_t i = 0; i < values; i++) line[i] = row[i];
+}
+
+/* Sums stay below 2^31, as weights of one output pixel never add up to twice the unit. Two pixels at a time, four lanes
+ * each: three values, and one that the next pixel replaces, or that lies in spare room. */
+FOR_EVERY_PROCESSOR
+static void go_across(const int32_t *restrict line, const int64_t *restrict first, const Places *restrict weights,
+                      int64_t most, int64_t side, uint8_t *restrict out) {
+    for (int64_t i = 0; i < side; i += 2) {
+        const int32_t *one = line + first[i], *other = line + first[i + 1];
+        Places total = {1, 1, 1, 1, 1, 1, 1, 1};
+        total <<= PRECISION - 1;
+        for (int64_t k = 0; k < most; k++, one += 3, other += 3, weights++) {
+            Places a, b;
+            memcpy(&a, one, sizeof a);
+            memcpy(&b, other, sizeof b);
+            total += LOWER_HALVES(a, b) * *weights;
+        }
+        int32_t values[8];
+        memcpy(values, &total, sizeof values);
+        for (int lane = 0; lane < 4; lane++) out[3 * i + lane] = rounded(values[lane]);
+        for (int lane = 0; lane < 4; lane++) out[3 * i + 3 + lane] = rounded(values[4 + lane]);
+    }
 }
 
 /* The next row, from column `first_column` on; its number in the picture. */
 void resampler_take(Resampler *r, int64_t pixel, const uint8_t *row) {
     if (pixel < r->first_row || pixel >= r->end_row) return;
-    uint8_t *out = r->rows + (pixel - r->first_row) * r->side * 3;
-    for (int64_t i = 0; i < r->side; i++, out += 3) {
-        const int64_t column = r->flip ? r->side - 1 - i : i;
-        const uint8_t *from = row + 3 * (r->across.first[column] - r->first_column);
-        const int32_t *weights = r->across.weights + column * r->across.most;
-        int64_t total[3] = {1 << (PRECISION - 1), 1 << (PRECISION - 1), 1 << (PRECISION - 1)};
-        for (int64_t k = 0; k < r->across.count[column]; k++, from += 3)
-            for (int c = 0; c < 3; c++) total[c] += (int64_t)weights[k] * from[c];
-        for (int c = 0; c < 3; c++) out[c] = rounded(total[c]);
-    }
+    widen(row, 3 * (r->end_column - r->first_column), r->line);
+    go_across(r->line, r->first, r->weights, r->across.most, r->side, r->rows + (pixel - r->first_row) * r->side * 3);
+}
+
+FOR_EVERY_PROCESSOR
+static void go_down(const uint8_t *restrict from, const int32_t *restrict weights, int64_t count, int64_t values,
+                    int32_t *restrict totals, uint8_t *restrict out) {
+    for (int64_t v = 0; v < values; v++) totals[v] = 1 << (PRECISION - 1);
+    for (int64_t k = 0; k < count; k++, from += values)
+        for (int64_t v = 0; v < values; v++) totals[v] += weights[k] * from[v];
+    for (int64_t v = 0; v < values; v++) out[v] = rounded(totals[v]);
 }
 
 /* The output, when all rows were there. */
 void resampler_finish(Resampler *r) {
     const int64_t values = r->side * 3;
-    for (int64_t i = 0; i < r->side; i++) {
-        const uint8_t *from = r->rows + (r->down.first[i] - r->first_row) * values;
-        const int32_t *weights = r->down.weights + i * r->down.most;
-        for (int64_t v = 0; v < values; v++) {
-            int64_t total = 1 << (PRECISION - 1);
-            for (int64_t k = 0; k < r->down.count[i]; k++) total += (int64_t)weights[k] * from[k * values + v];
-            r->out[i * values + v] = rounded(total);
-        }
-    }
+    for (int64_t i = 0; i < r->side; i++)
+        go_down(r->rows + (r->down.first[i] - r->first_row) * values, r->down.weights + i * r->down.most,
+                r->down.count[i], values, r->totals, r->out + i * values);
 }
 
 void resampler_close(Resampler *r) {
     taps_close(&r->down);
     taps_close(&r->across);
-    free(r->rows);
+    free(r->memory);
 }

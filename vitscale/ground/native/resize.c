@@ -11,16 +11,6 @@
 
 #include "images.h"
 
-typedef float Lanes __attribute__((vector_size(32)));
-typedef int32_t Places __attribute__((vector_size(32)));
-#ifdef __clang__
-#define LOWER_HALVES(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11)
-#define UPPER_HALF(a) __builtin_shufflevector(a, a, 4, 5, 6, 7, 4, 5, 6, 7)
-#else
-#define LOWER_HALVES(a, b) __builtin_shuffle(a, b, (Places){0, 1, 2, 3, 8, 9, 10, 11})
-#define UPPER_HALF(a) __builtin_shuffle(a, (Places){4, 5, 6, 7, 4, 5, 6, 7})
-#endif
-
 Axis axis_of(int64_t start, int64_t length, int64_t side, int64_t scale) {
     return (Axis){start * side, length, side, side * scale};
 }

@@ -1,29 +1,71 @@
 /* The loader's loop: stored bytes -> checked, decoded, cropped, resized, flipped pixels. */
+#include <stdlib.h>
 #include <string.h>
 
 #include "images.h"
 
 enum { MAX_SIDE = 65535 };
 
-/* A view of a picture that is stored as packed RGB rows. */
-int view_raw(const uint8_t *pixels, uint64_t size, const View *view, uint8_t *out) {
-    if (size != (uint64_t)view->height * (uint64_t)view->width * 3) return WRONG_SIZE;
-    if (view->resize != AREA) {
-        Resampler resampler = {0};
-        const int is_open = resampler_open(&resampler, view, out);
-        for (int64_t row = resampler.first_row; is_open && row < resampler.end_row; row++)
-            resampler_take(&resampler, row, pixels + (row * view->width + resampler.first_column) * 3);
-        if (is_open) resampler_finish(&resampler);
-        resampler_close(&resampler);
-        return is_open ? OK : NO_MEMORY;
+static int sink_open(Sink *sink, int64_t scale) {
+    const View *view = &sink->view;
+    const Axis down = axis_of(view->top, view->box_height, view->side, scale);
+    const Axis across = axis_of(view->left, view->box_width, view->side, scale);
+    Region *needs = &sink->needs;
+    *needs = (Region){first_pixel(&down, 0), end_pixel(&down, view->side - 1), first_pixel(&across, 0),
+                      end_pixel(&across, view->side - 1)};
+    if (view->resize == AREA) {
+        const int64_t columns = needs->end_column - needs->first_column;
+        return resizer_open(&sink->resizer, down, across, needs->first_column, columns, view->flip != 0, view->out);
     }
-    const Axis down = axis_of(view->top, view->box_height, view->side, 1);
-    const Axis across = axis_of(view->left, view->box_width, view->side, 1);
-    Resizer resizer;
-    if (!resizer_open(&resizer, down, across, view->left, view->box_width, view->flip != 0, out)) return NO_MEMORY;
-    for (int64_t row = view->top; row < view->top + view->box_height; row++)
-        resizer_take(&resizer, row, pixels + (row * view->width + view->left) * 3);
-    resizer_close(&resizer);
+    Resampler *r = &sink->resampler;
+    if (!resampler_open(r, view)) return 0;
+    needs->first_row = r->first_row, needs->first_column = r->first_column, needs->end_column = r->end_column;
+    /* A kernel that leaves out the last rows is given them still: the verdict is of all that the box holds. */
+    if (r->end_row > needs->end_row) needs->end_row = r->end_row;
+    return 1;
+}
+
+int sinks_open(Sinks *all, int64_t scale) {
+    for (int64_t i = 0; i < all->count; i++) {
+        Sink *sink = &all->sinks[i];
+        if (!sink_open(sink, scale)) return 0;
+        if (i == 0) all->needs = sink->needs;
+        if (sink->needs.first_row < all->needs.first_row) all->needs.first_row = sink->needs.first_row;
+        if (sink->needs.end_row > all->needs.end_row) all->needs.end_row = sink->needs.end_row;
+        if (sink->needs.first_column < all->needs.first_column) all->needs.first_column = sink->needs.first_column;
+        if (sink->needs.end_column > all->needs.end_column) all->needs.end_column = sink->needs.end_column;
+    }
+    return 1;
+}
+
+void sinks_take(Sinks *all, int64_t row, const uint8_t *pixels) {
+    for (int64_t i = 0; i < all->count; i++) {
+        Sink *sink = &all->sinks[i];
+        const uint8_t *own = pixels + (sink->needs.first_column - all->needs.first_column) * 3;
+        if (sink->view.resize == AREA)
+            resizer_take(&sink->resizer, row, own);
+        else
+            resampler_take(&sink->resampler, row, own);
+    }
+}
+
+void sinks_close(Sinks *all, int are_complete) {
+    for (int64_t i = 0; i < all->count; i++) {
+        Sink *sink = &all->sinks[i];
+        if (are_complete && sink->view.resize != AREA) resampler_finish(&sink->resampler);
+        resizer_close(&sink->resizer);
+        resampler_close(&sink->resampler);
+        sink->resizer = (Resizer){0}, sink->resampler = (Resampler){0};
+    }
+}
+
+/* Views of a picture that is stored as packed RGB rows. */
+static int views_of_raw(const uint8_t *pixels, uint64_t size, Sinks *all) {
+    const int64_t height = all->sinks[0].view.height, width = all->sinks[0].view.width;
+    if (size != (uint64_t)height * (uint64_t)width * 3) return WRONG_SIZE;
+    if (!sinks_open(all, 1)) return NO_MEMORY;
+    for (int64_t row = all->needs.first_row; row < all->needs.end_row; row++)
+        sinks_take(all, row, pixels + (row * width + all->needs.first_column) * 3);
     return OK;
 }
 
@@ -33,30 +75,48 @@ static int is_possible(const View *view) {
            view->top <= view->height - view->box_height && view->left <= view->width - view->box_width;
 }
 
-/* `images.decode_slice` says what the arguments are; `stored_bytes` and `count` are their lengths. */
+/* Checks a picture and fills its views; returns its status. */
+static int views_of(const uint8_t *image, uint64_t size, const uint32_t *crc, int is_raw, int may_scale, Sinks *all) {
+    if (crc && vitscale_crc32c(image, size) != *crc) return CRC_MISMATCH;
+    for (int64_t i = 0; i < all->count; i++)
+        if (!is_possible(&all->sinks[i].view)) return WRONG_SIZE;
+    const int status = is_raw ? views_of_raw(image, size, all) : views_of_jpeg(image, size, may_scale, all);
+    sinks_close(all, status == OK);
+    return status;
+}
+
+/* `images.decode_slice` says what the arguments are; `stored_bytes` and `count` are their lengths. View v of picture b
+ * has box and flip number b * views + v, and goes to outs[v] + b * strides[v]. */
 void vitscale_decode_slice(const uint8_t *stored, int64_t stored_bytes, int64_t count, const int64_t *starts,
                            const int64_t *sizes, const uint32_t *crcs, const uint8_t *checked, const uint8_t *raw,
                            const int64_t *heights, const int64_t *widths, const int32_t *boxes, const uint8_t *flips,
-                           int may_scale, int resize, uint8_t *out, int64_t side, int32_t *status) {
-    const uint64_t out_bytes = (uint64_t)side * (uint64_t)side * 3;
-    for (int64_t b = 0; b < count; b++, boxes += 4, out += out_bytes) {
-        const View view = {heights[b], widths[b], boxes[0],  boxes[1], boxes[2],
-                           boxes[3],   flips[b],  may_scale, side,     resize};
+                           int64_t views, const int64_t *sides, const int64_t *resizes, uint8_t *const *outs,
+                           const int64_t *strides, int may_scale, int32_t *status) {
+    Sinks all = {calloc((size_t)views, sizeof(Sink)), views, {0}};
+    for (int64_t b = 0; b < count; b++, boxes += 4 * views, flips += views) {
         const int is_there = sizes[b] >= 0 && starts[b] >= 0 && starts[b] <= stored_bytes - sizes[b];
         if (status[b] == OK && !is_there) status[b] = REFUSED;
+        if (status[b] == OK && !all.sinks) status[b] = NO_MEMORY;
         if (status[b] == OK) {
-            const uint8_t *image = stored + starts[b];
-            const uint64_t size = (uint64_t)sizes[b];
-            if (checked[b] && vitscale_crc32c(image, size) != crcs[b])
-                status[b] = CRC_MISMATCH;
-            else if (!is_possible(&view))
-                status[b] = WRONG_SIZE;
-            else
-                status[b] = raw[b] ? view_raw(image, size, &view, out) : view_jpeg(image, size, &view, out);
+            for (int64_t v = 0; v < views; v++)
+                all.sinks[v].view = (View){heights[b],
+                                           widths[b],
+                                           boxes[4 * v],
+                                           boxes[4 * v + 1],
+                                           boxes[4 * v + 2],
+                                           boxes[4 * v + 3],
+                                           flips[v],
+                                           sides[v],
+                                           resizes[v],
+                                           outs[v] + b * strides[v]};
+            status[b] = views_of(stored + starts[b], (uint64_t)sizes[b], checked[b] ? crcs + b : NULL, raw[b],
+                                 may_scale, &all);
         }
-        if (status[b] != OK) memset(out, 0, out_bytes);
+        for (int64_t v = 0; v < views && status[b] != OK; v++)
+            memset(outs[v] + b * strides[v], 0, (size_t)(sides[v] * sides[v] * 3));
     }
+    free(all.sinks);
 }
 
 /* Of all functions here; vitscale/ground/native/__init__.py expects the same. */
-int vitscale_version(void) { return 7; }
+int vitscale_version(void) { return 8; }

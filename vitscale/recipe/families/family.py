@@ -94,6 +94,11 @@ class Model(Block):
         """How tokens become one vector: `pool`, or the default of this model."""
         return "mean"
 
+    @property
+    def representation_width(self) -> int:
+        """D of `vitscale.models.Outputs.pooled`. Raises `ValueError` for families that do not say."""
+        raise ValueError(f"a {self.title} does not say how wide its representation is")
+
     # ---- On images of a size -----------------------------------------------------------------------------------------
 
     def check_image_size(self, image_size: int) -> None:

@@ -1,9 +1,9 @@
 """The position embeddings of a Transformer (appendix D.3): the `position` block of a model."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from vitscale.ground.block import Block
 
@@ -14,6 +14,8 @@ class Position(Block):
     """How positions are encoded in a Transformer, and where (appendix D.3); `relative` and `rope` act in every
     attention layer. `1d_rope` is EVA-02's, which combines 1d and rotations, and with unit and registers_base ViT-5's.
     """
+
+    _later_keys: ClassVar[tuple[str, ...]] = ("base", "unit", "registers_base")
 
     kind: Literal["none", "1d", "2d", "sincos", "relative", "rope", "1d_rope"] = "1d"
     """learned embeddings by patch (1d) or by row and column (2d), fixed ones of sines and cosines (sincos, as in
@@ -49,8 +51,3 @@ class Position(Block):
         for key in ("unit", "registers_base"):
             if self.kind != "1d_rope" and getattr(self, key) is not None:
                 yield f"{key} belongs to kind: 1d_rope, and kind is {self.kind}"
-
-    @model_serializer(mode="wrap")
-    def _without_unset(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out keys that are not set: only rotations have them, and older resolved recipes stay as they were."""
-        return {key: value for key, value in dump(self).items() if key in ("kind", "at") or value is not None}

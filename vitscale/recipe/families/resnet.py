@@ -124,6 +124,10 @@ class ResNet(Model):
     def draws(self) -> bool:
         return self.drop_path > 0
 
+    @property
+    def representation_width(self) -> int:
+        return self.shape().channels
+
     def small(self) -> tuple[dict[str, Any], int]:
         return small_stages(self.shape()), 64
 

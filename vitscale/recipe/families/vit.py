@@ -217,6 +217,10 @@ class ViT(Model):
         """Whether there is a class token among the tokens."""
         return has_class_token(self.pool_or_default()) and self.shape().class_token
 
+    @property
+    def representation_width(self) -> int:
+        return self.shape().width
+
     # ---- On images of a size -----------------------------------------------------------------------------------------
 
     def check_image_size(self, image_size: int) -> None:

@@ -113,7 +113,8 @@ def memory_of(
     ema_word = 4 if recipe.ema is not None else 0
     per_rank = math.ceil(total / world_size)
     saved = (4 + ema_word) * (per_rank + frozen) + 4 * per_rank * parameters.kept // total
-    per_batch = recipe.batch.global_size // world_size * recipe.data.image_size**2 * CHANNELS
+    pixels = sum(view.count * side**2 for view, side in recipe.data.training_views())
+    per_batch = recipe.batch.global_size // world_size * pixels * CHANNELS
 
     bucket = elements["reduce_bucket_size"] if device == "cuda" else min(elements["reduce_bucket_size"], total)
     is_summed_in_fp32 = (world_size > 1 or accumulates) and recipe.parallelism.reduce_dtype == "fp32"

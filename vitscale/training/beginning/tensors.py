@@ -113,9 +113,19 @@ def step_tensors(recipe: Recipe, num_classes: int, micro_batch: int, device: Dev
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
         labels = torch.zeros(micro_batch, dtype=torch.int64)
         with _LiveStorages(parameters) as live:
-            size = recipe.data.image_size
+            views = [
+                torch.empty(micro_batch, view.count, side, side, CHANNELS, dtype=dtype)
+                for view, side in recipe.data.training_views()
+            ]
+            if objective.prepares:
+                with torch.no_grad():
+                    prepared = objective(views, None, plan)
+                rows = prepared.new_empty(recipe.batch.global_size, *prepared.shape[1:])
+                agreed = objective.agree(rows, labels.new_zeros(len(rows)))
+                plan = (*plan, *(each[:micro_batch].clone() for each in agreed))
+                del prepared, rows, agreed
             with saved_storages(parameters) as saved:
-                losses = objective(torch.empty(micro_batch, size, size, CHANNELS, dtype=dtype), labels, plan)
+                losses = objective(views, labels, plan)
                 loss = losses.per_sample.sum()
             saved_bytes = sum(storage.nbytes() for storage in saved.values())
             saved.clear()

@@ -17,9 +17,10 @@ from torch import Tensor
 from vitscale.data.batch import Batch
 from vitscale.data.image_operations import TrainingInput, to_model_input
 from vitscale.ground.errors import DataError
-from vitscale.ground.ranks import gather, gather_numbers, sum_integers
+from vitscale.ground.ranks import all_rows, gather, gather_numbers, sum_integers
 from vitscale.models import Outputs, compile_blocks, initial_value, weight_dtype
 from vitscale.objectives import Losses, Objective, build_objective
+from vitscale.objectives.objective import Plan
 from vitscale.runs.checkpoint import CheckpointReader, Fragment
 from vitscale.training.beginning.initial_weights import check_same_teacher, initial_source, load_teacher
 from vitscale.training.beginning.run_plan import RunPlan
@@ -150,14 +151,14 @@ class Learner:
         scale = self._world.size * self._plan.accumulation / update.samples
         skipped_before = engine.skipped_steps
         audit = Audit(self.engine, self._recipe, self._world, rates, self.fragments) if audited else None
-        for micro_step in range(self._plan.accumulation):
-            rows = slice(micro_step * self._plan.micro_batch, (micro_step + 1) * self._plan.micro_batch)
+        if self.objective.prepares:
+            plan = (*plan, *self._agreed(batch, plan, step))
+        for micro_step, rows in enumerate(self._micro_batches()):
             is_last = micro_step == self._plan.accumulation - 1
             labels, *planned = (self._to_device(each[rows]) for each in (batch.labels, *plan))
             self._seed_dropout(step, micro_step)
             with self.own_work.counted(), part("forward"):
-                images = self._to_input(batch.images[rows], batch.keys[rows], self._world.device, self._dtype)
-                losses = engine(images, labels, tuple(planned))
+                losses = engine(self._views(batch, rows), labels, tuple(planned))
             if audit is not None:
                 audit.watch(losses.per_sample)
             per_sample = update.add(losses, None if is_whole else self._to_device(batch.mask[rows]))
@@ -187,6 +188,31 @@ class Learner:
         elif self._average is not None:
             self._average.update(step + 1)
         return update
+
+    def _micro_batches(self) -> list[slice]:
+        """The rows of each micro-batch of this rank's part of a global batch."""
+        size = self._plan.micro_batch
+        return [slice(number * size, (number + 1) * size) for number in range(self._plan.accumulation)]
+
+    def _views(self, batch: Batch, rows: slice) -> tuple[Tensor, ...]:
+        """The model's input for some rows, by kind of views."""
+        pixels, keys = ([each[rows] for each in every] for every in (batch.views, batch.view_keys))
+        return self._to_input.of_views(pixels, keys, self._world.device, self._dtype)
+
+    @torch.no_grad()
+    def _agreed(self, batch: Batch, plan: Plan, step: int) -> Plan:
+        """What the objective has to know of the whole global batch, for this rank's rows, by a pass over all of it."""
+        prepared = []
+        for micro_step, rows in enumerate(self._micro_batches()):
+            self._seed_dropout(step, micro_step)  # the same dropout as in the pass that learns
+            with self.own_work.counted(), part("forward"):
+                planned = tuple(self._to_device(each[rows]) for each in plan)
+                prepared.append(self.engine.deepspeed(self._views(batch, rows), None, planned))
+        own, rank = torch.cat(prepared), self._world.rank
+        labels = all_rows(self._to_device(batch.labels))
+        with torch.enable_grad():
+            agreed = self.objective.agree(all_rows(own), labels)
+        return tuple(each[rank * len(own) : (rank + 1) * len(own)] for each in agreed)
 
     def anomaly(self, update: Update, batch: Batch, step: int) -> Anomaly:
         """The reason why the update after `step` updates was not made, with the samples of all ranks."""

@@ -1,0 +1,134 @@
+"""Contrastive losses against pytorch-metric-learning's, and the recipe's mistakes."""
+
+import pytest
+import torch
+from pytorch_metric_learning.losses import NTXentLoss, SupConLoss
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitscale.flops.work import recipe_work
+from vitscale.ground.errors import RecipeError
+from vitscale.models import initial_value
+from vitscale.objectives import build_objective
+from vitscale.objectives.contrastive import contrastive_losses
+from vitscale.recipe import validate_recipe
+
+RECIPE = {
+    "model": {"name": "ViT-Ti/16", "head": "linear"},
+    "data": {"train": "train", "image_size": 32, "views": [{"name": "global", "count": 2}]},
+    "batch": {"global": 16},
+    "objective": {"kind": "contrastive", "group": 8},
+    "optimizer": {"name": "adamw", "lr": 1e-3},
+    "schedule": {"duration": {"steps": 4}},
+}
+
+
+def projections(rows):
+    return torch.randn(rows, 12, generator=torch.Generator().manual_seed(0), requires_grad=True)
+
+
+@pytest.mark.parametrize("temperature", [0.07, 0.5])
+@pytest.mark.parametrize(
+    ("theirs", "labels"),
+    [(NTXentLoss, [0, 0, 1, 1, 2, 2, 3, 3]), (SupConLoss, [0, 0, 0, 1, 1, 1, 2, 2]), (SupConLoss, [4] * 6 + [7] * 2)],
+)
+def test_losses_and_gradients_are_those_of_pytorch_metric_learning(theirs, labels, temperature):
+    ours = projections(len(labels))
+    other, labels = ours.detach().clone().requires_grad_(), torch.tensor(labels)
+    loss, expected = contrastive_losses(ours, labels, temperature)[0].mean(), theirs(temperature)(other, labels)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    gradient, expected_gradient = torch.autograd.grad(loss, ours)[0], torch.autograd.grad(expected, other)[0]
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_collapse_shows_as_a_cosine_of_one():
+    losses, repelled = contrastive_losses(torch.ones(6, 4), torch.tensor([0, 0, 1, 1, 2, 2]), 0.1)
+    torch.testing.assert_close(losses, torch.full((6,), torch.tensor(5.0).log().item()))
+    torch.testing.assert_close(repelled, torch.ones(6))
+
+
+MISTAKES = [
+    ({"data": {"views": []}}, "data.views"),
+    ({"data": {"views": [{"name": "global", "count": 2}, {"name": "global"}]}}, "global"),
+    ({"data": {"views": [{"name": "global", "count": 2}, {"name": "local", "size": 16}]}}, "local"),
+    ({"data": {"views": [{"name": "global", "size": 16, "count": 2}]}}, "image_size"),
+    ({"data": {"views": [{"name": "global", "count": 2}], "flip": 0.0}}, "flip"),
+    ({"data": {"views": [{"name": "global", "count": 2}], "dct_scaling": True}}, "dct_scaling"),
+    ({"data": {"views": [{"name": "global", "count": 2}], "bad_samples": "mask"}}, "substitute"),
+    ({"data": {"views": [{"name": "a/b", "count": 2}]}}, "name"),
+    ({"data": {"views": [{"name": "global", "count": 65}]}}, "64"),
+    ({"objective": {"kind": "contrastive", "group": 5}}, "4"),
+    ({"objective": {"kind": "classification"}}, "data.views"),
+    ({"objective": {"kind": "masked_patches"}}, "data.views"),
+    ({"model": {"name": "ViT-Ti/16", "num_classes": 10}}, "num_classes"),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), MISTAKES)
+def test_mistakes_name_the_key_and_what_would_do(changes, told):
+    content = {
+        **RECIPE,
+        **{key: {**RECIPE[key], **value} if key == "data" else value for key, value in changes.items()},
+    }
+    with pytest.raises(RecipeError, match=told):
+        validate_recipe(content, "test")
+
+
+def test_one_view_by_labels_is_enough_for_sup_con():
+    content = {**RECIPE, "data": {**RECIPE["data"], "views": [{"name": "only"}]}}
+    validate_recipe({**content, "objective": {"kind": "contrastive", "group": 8, "loss": "sup_con"}}, "test")
+    with pytest.raises(RecipeError, match=r"data\.views"):
+        validate_recipe(content, "test")
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+@pytest.mark.parametrize("loss", ["nt_xent", "sup_con"])
+def test_in_parts_loss_and_gradients_are_those_of_the_whole_batch(loss, micro):
+    """With a first pass over all of it; against autograd through the undivided batch."""
+    data = {"train": "train", "image_size": 32, "views": [{"name": "global", "count": 2}, {"name": "more"}]}
+    model = {"patch_size": 16, "width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2, "head": "linear"}
+    settings = {"kind": "contrastive", "group": "global", "loss": loss, "hidden": 24, "outputs": 8}
+    recipe = validate_recipe({**RECIPE, "data": data, "model": model, "objective": settings}, "test")
+    objective = build_objective(recipe, 0)
+    with torch.no_grad():
+        for name, parameter in objective.named_weights():
+            parameter.copy_(initial_value(objective, name, parameter.shape, 0))
+    generator = torch.Generator().manual_seed(0)
+    views = [torch.randn(4, count, 32, 32, 3, generator=generator) for count in (2, 1)]
+    labels = torch.tensor([1, 0, 1, 1]) if loss == "sup_con" else torch.arange(4)
+    images = torch.cat(views, dim=1).flatten(0, 1)
+    projected = objective.projection(objective.backbone(images).pooled)
+    expected = contrastive_losses(projected, labels.repeat_interleave(3), 0.1)[0].mean()
+    gradients = torch.autograd.grad(expected, list(objective.parameters()))
+    parts = [slice(start, start + micro) for start in range(0, 4, micro)]
+    with torch.no_grad():
+        rows = torch.cat([objective([view[part] for view in views], None) for part in parts])
+    agreed = objective.agree(rows, labels)
+    found = 0.0
+    for part in parts:
+        losses = objective([view[part] for view in views], labels[part], tuple(each[part] for each in agreed))
+        (losses.per_sample.sum() / 4).backward()
+        found += losses.per_sample.sum().item() / 4
+    assert found == pytest.approx(expected.item(), rel=1e-6)
+    for parameter, gradient in zip(objective.parameters(), gradients, strict=True):
+        assert float((parameter.grad - gradient).norm()) <= 3e-6 * float(gradient.norm()) + 1e-8
+
+
+@pytest.mark.parametrize("group", [2, "global"])
+def test_the_operations_counted_are_those_of_torch(group):
+    content = {**RECIPE, "batch": {"global": 4}, "objective": {"kind": "contrastive", "group": group}}
+    recipe = validate_recipe(content, "test")
+    objective, views = build_objective(recipe, 0), [torch.zeros(4, 2, 32, 32, 3)]
+    labels, plan = torch.zeros(4, dtype=torch.int64), ()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        if objective.prepares:
+            with torch.no_grad():
+                rows = objective(views, None)
+            plan = (torch.zeros(4), torch.zeros(4), torch.zeros_like(rows))
+        losses = objective(views, labels, plan).per_sample
+        losses.sum().backward()
+    work = recipe_work(recipe, 0)
+    similarities = sum(each.macs + each.backward_macs for each in work.operations if each.part == "similarities")
+    macs = sum(each.macs + each.backward_macs for each in work.operations)
+    assert counter.get_total_flops() == 2 * 4 * (macs - (similarities if group == "global" else 0))
+    assert work.params == sum(parameter.numel() for parameter in objective.parameters())

@@ -1,0 +1,95 @@
+"""Objectives that compare projections of all views of the images in a group of the global batch.
+
+Groups are neighbouring slots of the global batch, and a micro-batch is a number of whole groups. Or the global batch is
+one group: a first pass without gradients computes all projections, from which each rank derives all losses and their
+gradients; the passes that learn carry these to the weights (Gao et al., 2021; arXiv:2101.06983). Either way the loss is
+the same on every world and for every micro-batch.
+
+Shape legend: B batch, V views of an image, S side in pixels, G images of a group, D width.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from vitscale.models import Initialiser, Model, build_model, constant, normal
+from vitscale.models.layers import LayerNorm, Linear
+from vitscale.objectives.objective import Losses, Objective, Plan
+from vitscale.recipe import JointEmbedding as Settings
+from vitscale.recipe import Recipe
+
+
+class JointEmbedding(Objective):
+    """A backbone without a head, and the projection whose outputs are compared.
+
+    Args:
+        backbone: a model without a head.
+        settings: the recipe's block.
+        width: D of the backbone's representation.
+    """
+
+    shown: ClassVar[tuple[str, ...]] = ()  # names of the figures that `compare` returns besides losses
+
+    def __init__(self, backbone: Model, settings: Settings, width: int) -> None:
+        super().__init__(backbone)
+        self.group = settings.group
+        layers = (Linear(width, settings.hidden), LayerNorm(settings.hidden), nn.ReLU())
+        self.projection = nn.Sequential(*layers, Linear(settings.hidden, settings.outputs))
+
+    @classmethod
+    def of(cls, recipe: Recipe, num_classes: int) -> Self:
+        """As `Objective.of`; the classes play no part."""
+        settings = recipe.objective
+        assert isinstance(settings, Settings)
+        return cls(build_model(recipe, None), settings, recipe.model.representation_width)
+
+    def compare(self, projected_GVD: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        """The losses of the samples of one group and the figures that `shown` names, all (G,).
+
+        Args:
+            projected_GVD: fp32.
+            labels: (G,) int64.
+        """
+        raise NotImplementedError
+
+    @property
+    def prepares(self) -> bool:
+        """As `Objective.prepares`: if the whole global batch is one group."""
+        return self.group == "global"
+
+    def prepare(self, views: Sequence[Tensor], plan: Plan) -> Tensor:
+        """As `Objective.prepare`: the projections, fp32 (B, V, D)."""
+        images = torch.cat(list(views), dim=1)  # (B, V, S, S, 3)
+        projected: Tensor = self.projection(self.backbone(images.flatten(0, 1)).pooled)
+        return projected.float().unflatten(0, images.shape[:2])
+
+    def agree(self, rows: Tensor, labels: Tensor) -> Plan:
+        """As `Objective.agree`: each sample's loss and figures (B,), and the gradient of all losses (B, V, D)."""
+        rows = rows.detach().requires_grad_()
+        losses, *figures = self.compare(rows, labels)
+        (gradient,) = torch.autograd.grad(losses.sum(), rows)
+        return losses.detach(), *(figure.detach() for figure in figures), gradient
+
+    def losses(self, views: Sequence[Tensor], labels: Tensor, plan: Plan) -> Losses:
+        """As `Objective.losses`: each sample's is the mean over its views."""
+        projected = self.prepare(views, plan)
+        if self.group == "global":
+            losses, *figures, gradient = plan
+            # The value and the gradient are those of the whole batch.
+            towards = (projected * gradient).sum(dim=(1, 2))
+            losses = losses + towards - towards.detach()
+        else:
+            groups = zip(projected.split(self.group), labels.split(self.group), strict=True)
+            compared = [self.compare(*each) for each in groups]
+            losses, *figures = (torch.cat(column) for column in zip(*compared, strict=True))
+        return Losses(losses, {name: figure.detach() for name, figure in zip(self.shown, figures, strict=True)})
+
+    def initialiser(self, name: str) -> Initialiser:
+        """As `Objective.initialiser`: dense layers begin as a normal distribution, norms as the identity."""
+        if not name.startswith("projection."):
+            return super().initialiser(name)
+        if name.endswith("bias"):
+            return constant(0.0)
+        return constant(1.0) if name == "projection.1.weight" else normal(0.02)

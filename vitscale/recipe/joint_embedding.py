@@ -1,0 +1,170 @@
+"""The `objective` blocks that compare projections of several views, and what is known about them without torch."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field
+
+from vitscale.ground.operations import Operation, dense, parameters, product
+from vitscale.recipe.objectives import Context, Objective
+
+
+class JointEmbedding(Objective):
+    """The base of objectives that compare the projections of all views of the images in a group.
+
+    Groups are neighbouring slots of the global batch, or all of it, so that a loss does not depend on the number of
+    ranks or on micro-batches. The projection is a dense layer, layer normalisation, ReLU and a dense layer; published
+    ones have batch normalisation, whose statistics depend on ranks.
+    """
+
+    has_classes: ClassVar[bool] = False
+    compares_views: ClassVar[bool] = True
+    own: ClassVar[tuple[str, ...]] = tuple(
+        f"projection.{layer}.{kind}" for layer in (0, 1, 3) for kind in ("weight", "bias")
+    )
+
+    group: Annotated[int, Field(ge=2, le=2**20)] | Literal["global"] = "global"
+    """number of images that are compared with one another; batch.global and micro-batches are multiples of it. global:
+    all of the global batch, by a forward pass over it before the passes that learn"""
+    hidden: int = Field(2048, ge=1, le=2**20, description="width of the projection's hidden layer")
+    outputs: int = Field(128, ge=1, le=2**20, description="width of what is compared")
+
+    @property
+    def needed_views(self) -> int:
+        """The fewest views of an image that it can compare."""
+        return 2
+
+    def check(self, context: Context) -> None:
+        data = context.data
+        if num_views(context) < self.needed_views or not data.views:
+            raise ValueError(
+                f"data.views: objective.kind: {self.kind} compares several views of an image, and there are none; set "
+                f"for example data.views: [{{name: global, count: 2}}]"
+            )
+        if other := next((view for view, side in data.training_views() if side != data.image_size), None):
+            raise ValueError(
+                f"data.views: {other.name} has {other.size} pixels, and objective.kind: {self.kind} compares views of "
+                f"one size; leave its size out"
+            )
+        if self.group != "global" and context.batch.global_size % self.group:
+            near = max(size for size in range(1, self.group) if context.batch.global_size % size == 0)
+            raise ValueError(
+                f"objective.group {self.group} does not divide batch.global {context.batch.global_size}; use a number "
+                f"that does, such as {near}"
+            )
+        if data.bad_samples == "mask":
+            raise ValueError(
+                f"data.bad_samples: mask leaves a group without one of its images, and objective.kind: {self.kind} "
+                f"compares all of them; use substitute"
+            )
+        for key in ("num_classes", "head_bias"):
+            if getattr(context.model, key) is not None:
+                raise ValueError(f"model.{key}: with objective.kind: {self.kind} the model has no head; set it null")
+
+    @property
+    def together(self) -> int:
+        """As `Objective.together`: a group, unless that is the whole batch."""
+        return 1 if self.group == "global" else self.group
+
+    def group_size(self, context: Context) -> int:
+        """The number of images that are compared with one another."""
+        return context.batch.global_size if self.group == "global" else self.group
+
+    def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:
+        """As `Objective.model_operations`: those of all views of an image, and of the pass before."""
+        views = num_views(context)
+        of_view = super().model_operations(context, num_classes)
+        return self._and_prepared(
+            [replace(each, macs=views * each.macs, accounting_macs=views * each.accounting_macs) for each in of_view]
+        )
+
+    def operations(self, context: Context) -> Sequence[Operation]:
+        """As `Objective.operations`: the projection, and what compares its outputs."""
+        views, width = num_views(context), context.model.representation_width
+        projection = [
+            dense("projection", views, width, self.hidden),
+            parameters("projection", 2 * self.hidden),
+            dense("projection", views, self.hidden, self.outputs),
+        ]
+        return [*self._and_prepared(projection), self.comparison(context)]
+
+    def comparison(self, context: Context) -> Operation:
+        """The products that compare an image's projections with those of its group."""
+        raise NotImplementedError
+
+    def _and_prepared(self, operations: list[Operation]) -> list[Operation]:
+        if self.group != "global":
+            return operations
+        again = {"part": "prepared", "params": 0, "is_trained": False, "recomputed_in": None}
+        return [*operations, *(replace(each, **again) for each in operations)]  # type: ignore[arg-type]
+
+    def smoke_form(self) -> Self:
+        """As `Objective.smoke_form`: with two images a group and a small projection."""
+        small: dict[str, Any] = {"group": "global" if self.group == "global" else 2, "hidden": 16, "outputs": 8}
+        return self.model_copy(update=small)
+
+
+class Contrastive(JointEmbedding):
+    """Contrastive learning: views of one image attract each other, and those of other images in their group repel.
+
+    `nt_xent` is SimCLR's (Chen et al., 2020; arXiv:2002.05709); `sup_con` also has images of the same label attract
+    each other (Khosla et al., 2020; arXiv:2004.11362, equation 2).
+    """
+
+    implementation: ClassVar[str] = "vitscale.objectives.contrastive:Contrastive"
+
+    kind: Literal["contrastive"] = Field(description="chooses this objective")
+    loss: Literal["nt_xent", "sup_con"] = "nt_xent"
+    """what attracts: nt_xent: views of the same image; sup_con: also images of the same label"""
+    temperature: float = Field(0.1, gt=0, le=100, description="divisor of the cosines; SimCLR's is 0.1, CIFAR's 0.5")
+
+    @property
+    def needed_views(self) -> int:
+        """As `JointEmbedding.needed_views`: one where labels say what attracts."""
+        return 1 if self.loss == "sup_con" else 2
+
+    def comparison(self, context: Context) -> Operation:
+        """As `JointEmbedding.comparison`: the cosines of all views of a group."""
+        return product("similarities", num_views(context) ** 2 * self.group_size(context) * self.outputs)
+
+
+class LeJEPA(JointEmbedding):
+    """LeJEPA (Balestriero and LeCun, 2025; arXiv:2511.08544): views of an image agree, and projections are Gaussian.
+
+    The loss is (1 - weight) times the mean square of each view's distance from the mean of the `center` views, plus
+    weight times SIGReg: how far the group's projections are, in random directions, from an isotropic Gaussian. SIGReg
+    of projections that are not Gaussian grows with the group, so `weight` belongs to a size of it.
+    """
+
+    implementation: ClassVar[str] = "vitscale.objectives.lejepa:LeJEPA"
+
+    kind: Literal["lejepa"] = Field(description="chooses this objective")
+    weight: float = Field(0.05, gt=0, lt=1, description="of SIGReg; the authors use 0.01 to 0.1")
+    directions: int = Field(1024, ge=1, le=2**20, description="random directions of SIGReg, drawn anew for each update")
+    outputs: int = Field(64, ge=1, le=2**20, description="width of what is compared")
+    center: Annotated[list[str], Field(min_length=1)] | None = None
+    """names of the views whose mean is the center; default: all"""
+
+    def check(self, context: Context) -> None:
+        super().check(context)
+        names = [view.name for view in context.data.views]
+        if unknown := [name for name in self.center or () if name not in names]:
+            raise ValueError(f"objective.center names {unknown[0]}; data.views are {', '.join(names)}")
+
+    def center_views(self, context: Context) -> list[int]:
+        """The numbers of the views that belong to the center."""
+        names = [view.name for view, _ in context.data.training_views() for _ in range(view.count)]
+        return [number for number, name in enumerate(names) if self.center is None or name in self.center]
+
+    def comparison(self, context: Context) -> Operation:
+        """As `JointEmbedding.comparison`: the components in all directions."""
+        return product("directions", num_views(context) * self.outputs * self.directions)
+
+    def smoke_form(self) -> Self:
+        return super().smoke_form().model_copy(update={"directions": 16})
+
+
+def num_views(context: Context) -> int:
+    """The number of views of an image, of all kinds."""
+    return sum(view.count for view, _ in context.data.training_views())
