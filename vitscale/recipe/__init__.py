@@ -20,6 +20,7 @@ from vitscale.recipe.image_operations import (
     Solarize,
     ThreeAugment,
 )
+from vitscale.recipe.mae import MAE
 from vitscale.recipe.objectives import Classification, Context, Distillation, Mixing, Objective, Teacher
 from vitscale.recipe.optimizers import SGD, Adafactor, AdamW, Kept, Lamb, Muon, Optimizer, group_of, is_frozen, matches
 from vitscale.recipe.reading import (

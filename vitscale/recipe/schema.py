@@ -13,6 +13,7 @@ from vitscale.recipe.data import Batch, Data, EvalCrop
 from vitscale.recipe.datasets import find_dataset
 from vitscale.recipe.evaluation import Evaluation, Selection
 from vitscale.recipe.families import ModelBlock
+from vitscale.recipe.mae import MAE
 from vitscale.recipe.masked_patches import MaskedPatches
 from vitscale.recipe.objectives import Classification, Context, Distillation, Objective, with_kind
 from vitscale.recipe.optimizers import AnyOptimizer, Kept, Optimizer, Shape
@@ -174,7 +175,7 @@ class Recipe(Block):
     data: Data
     batch: Batch
     objective: Annotated[
-        Annotated[SerializeAsAny[Classification | Distillation | MaskedPatches], Field(discriminator="kind")],
+        Annotated[SerializeAsAny[Classification | Distillation | MaskedPatches | MAE], Field(discriminator="kind")],
         by_kind(Objective, "objective"),
         BeforeValidator(with_kind),
     ] = Classification()
@@ -304,7 +305,9 @@ class Recipe(Block):
 
     def axes(self, name: str, shape: Shape) -> Shape:
         """A parameter's shape as the optimizer sees it: for Adafactor `by_head` with all axes apart."""
-        return self.model.axes(name, shape) if self.optimizer.sees_heads else shape
+        if not self.optimizer.sees_heads:
+            return shape
+        return (self.objective if self.objective.owns(name) else self.model).axes(name, shape)
 
     def kept(self, name: str, shape: Shape) -> Kept:
         """What the optimizer keeps of a parameter besides its value: kind, as in checkpoints -> shape."""

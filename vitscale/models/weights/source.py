@@ -54,6 +54,7 @@ class Source:
         image_size: the side of a folder's images in pixels, if it says so.
         normalise: how the images that the weights are for are normalised, if the format or a folder says so.
         notes: what people should know: what was left unread, and what the file says that we compute otherwise.
+        beside: as `entries`, what is no part of the model but of the objective that it was pre-trained with.
     """
 
     path: Path
@@ -66,6 +67,7 @@ class Source:
     image_size: int | None = None
     normalise: Normalise | None = None
     notes: tuple[str, ...] = ()
+    beside: dict[str, Entry] = field(default_factory=dict)
 
 
 def rename(path: Path, entries: dict[str, Entry], new_name: Callable[[str], str]) -> dict[str, Entry]:
