@@ -152,6 +152,8 @@ class _Assignment:
 
     def __init__(self, recipe: Recipe, class_names: list[str], weights: OpenWeights) -> None:
         assert recipe.init is not None
+        if recipe.init.head != "keep":
+            recipe = _pooled_as(weights, recipe)
         self._weights = weights
         with torch.device("meta"):
             objective = build_objective(recipe, len(class_names))
@@ -196,6 +198,21 @@ class _Assignment:
         left = _layers([entry.key for key, entry in self._weights.source.entries.items() if key not in used])
         parts += [f"left out: {', '.join(left)}"] if left else []
         return f"weights from {self._weights.title}: {', '.join(parts)}"
+
+
+def _pooled_as(weights: OpenWeights, recipe: Recipe) -> Recipe:
+    """The recipe with the pooling of the weights, if that changes no parameter: formats name parameters by it.
+
+    A class token and the normed mean of the patches are read from the same tokens, and a new head may read either.
+    """
+    model = recipe.model
+    if not isinstance(model, families.ViT) or not model.has_class_token:
+        return recipe
+    is_of_cls = "fc_norm.weight" not in weights.source.entries
+    theirs = ("cls" if is_of_cls else "normed_mean") if weights.model is None else weights.model.pool_or_default()
+    if theirs not in ("cls", "normed_mean"):
+        return recipe
+    return recipe.model_copy(update={"model": model.model_copy(update={"pool": theirs})})
 
 
 def _beside(recipe: Recipe, objective: Objective, weights: OpenWeights) -> dict[str, Reader]:
