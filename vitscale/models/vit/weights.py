@@ -118,8 +118,9 @@ class ViTWeights(ForeignWeights):
             return (
                 f"{form} holds 1d and sincos position embeddings at the stem, not {_positions(model)}; use safetensors"
             )
-        if form == "npz" and model.position_table != "big_vision":
-            return f"npz holds no positions of sincos, and its readers use big_vision's, not {model.position_table}'s"
+        if form == "npz" and (table := model.position_table) != "big_vision":
+            theirs = f"its readers use those of big_vision, not of {table}"
+            return f"npz holds no positions of sincos, and {theirs}; use safetensors"
         if parts := _parts_without_place(model, form):
             return f"{form} holds no Transformers with {', '.join(parts)}; use safetensors"
         if form == "hf" and model.shape.stem is not None:
