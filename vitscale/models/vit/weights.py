@@ -43,7 +43,7 @@ _POOLS: dict[str, dict[str, Any]] = {
     "normed_mean": {"global_pool": "avg", "fc_norm": True},
     "map": {"global_pool": "map", "class_token": False},
 }
-_ROUNDED = 1e-3  # between tables in fp32 and fp16
+_ROUNDED = 2.0**-8  # in bf16, of sines and cosines
 _TIMM_GELU = {"gelu": "gelu_tanh", "exact_gelu": "gelu", "quick_gelu": "quick_gelu"}
 _TIMM_GATED = ("vit_giant_patch14_reg4_dinov2", (14, 1536, 40, 24))
 # timm's name -> blocks of the stem, and the arguments that the name stands for. Any others can be given besides.
