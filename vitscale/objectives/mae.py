@@ -22,7 +22,7 @@ from vitscale.models.layers import CHANNELS, Linear, OutputLayer, run_block
 from vitscale.models.vit.encoder import Block, norm_of
 from vitscale.models.vit.positions import sincos_positions
 from vitscale.models.vit.weights import decoder_rules
-from vitscale.models.weights.rules import Rule
+from vitscale.models.weights.rules import Rule, same
 from vitscale.objectives.masked_patches import rows
 from vitscale.objectives.objective import Losses, Objective, Plan
 from vitscale.recipe import MAE, Normalise, Recipe
@@ -116,10 +116,10 @@ class MaskedAutoencoder(Objective):
         return [*super().units(), *self.decoder.blocks]
 
     def rules(self, form: Format) -> Sequence[Rule]:
-        """As `Objective.rules`: the names of MAE's authors, which go with timm's, and of transformers."""
-        if form in ("timm", "hf"):
-            return list(decoder_rules(form, self.decoder.shape, self.decoder.grid))
-        return super().rules(form)
+        """As `Objective.rules`: ours, those of MAE's authors, which go with timm's, and transformers'."""
+        if form == "safetensors":
+            return [same(name, name) for name, _ in self.named_parameters() if not name.startswith("backbone.")]
+        return [] if form == "npz" else list(decoder_rules(form, self.decoder.shape, self.decoder.grid))
 
     def initialiser(self, name: str) -> Initialiser:
         """As `Objective.initialiser`; the decoder's layers begin as its authors', each matrix by itself."""
