@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny
+from pydantic import Field, SerializeAsAny, SerializerFunctionWrapHandler, model_serializer
 
 from vitscale.ground.block import Block
 from vitscale.ground.extensions import by_kind
@@ -34,6 +34,22 @@ class FewShot(Block):
         names = [task.name for task in self.tasks]
         if len(set(names)) != len(names):
             yield f"two tasks have one name: {names}"
+
+
+class KNN(Block):
+    """Nearest neighbours on the representation, as DINO measures (Caron et al., 2021): the training samples with the
+    highest cosine similarity vote for their classes, with weight exp(similarity / 0.07).
+    """
+
+    train: str
+    """a dataset, as data.train, whose samples vote; a part of data.train is enough (`vitscale shards split`)"""
+    test: str = Field(description="a dataset, as data.train, that is classified")
+    k: list[Annotated[int, Field(ge=1)]] = Field([20], min_length=1, description="numbers of neighbours")
+    crop: EvalCrop = EvalCrop()
+
+    def _contradictions(self) -> Iterator[str]:
+        if len(set(self.k)) != len(self.k):
+            yield f"k {self.k}: a number stands there twice"
 
 
 class Inspect(Block):
@@ -71,12 +87,23 @@ class Evaluation(Block):
     every: Interval | None = Field(None, description="how often to evaluate; default: only at the end")
     validation: str | None = Field(None, description="a dataset, as data.train: top-1, top-5 and loss")
     fewshot: FewShot | None = None
+    knn: KNN | None = None
     evaluators: list[Annotated[SerializeAsAny[Evaluator], by_kind(Evaluator, "evaluation.evaluators.N")]] = Field([])
     """evaluators of other packages"""
     batch: int = Field(64, ge=1, description="images per rank and forward pass")
     overlap: Literal["refuse", "allow"] = "refuse"
     """evaluated samples that are training samples: refuse: an error; allow: a warning"""
     inspect: Inspect | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_neighbours(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `knn` if it is not set, so that older resolved recipes stay as they were."""
+        return {key: value for key, value in dump(self).items() if key != "knn" or value is not None}
+
+    @property
+    def measures(self) -> bool:
+        """Whether there is anything to evaluate."""
+        return bool(self.validation or self.fewshot or self.knn or self.evaluators)
 
 
 class Selection(Block):

@@ -33,6 +33,7 @@ _KEYS_BY_UNIT = {
     "saves": "checkpoint.max_failures",
     "evaluations": "selection.patience",
     "draws": "evaluation.fewshot.seeds",
+    "neighbours": "evaluation.knn.k",
     "times": "anomalies.limit",
     "median absolute deviations x 1.4826": "anomalies.spike.factor",
     "L2 norm of the gradient": "optimizer.clip_norm",
@@ -41,7 +42,8 @@ _KEYS_BY_UNIT = {
     "objective.mixing.cutmix_share objective.on objective.off objective.label_smoothing objective.threshold",
     "share, 0 to 1": "model.dropout model.drop_path data.check_rate data.crop.area data.crop.fraction "
     "data.eval_crop.fraction data.operations.N.area objective.keep objective.share objective.removed "
-    "objective.mixing.cutmix_sides evaluation.fewshot.crop.fraction parallelism.activation_budget",
+    "objective.mixing.cutmix_sides evaluation.fewshot.crop.fraction evaluation.knn.crop.fraction "
+    "parallelism.activation_budget",
     NO_UNIT: "seed model.width_factor model.norm_eps model.layer_scale model.position.base "
     "model.position.registers_base data.crop.aspect data.operations.N.jitter data.operations.N.brightness "
     "data.operations.N.contrast data.operations.N.saturation data.operations.N.aspect objective.mixing.mixup "

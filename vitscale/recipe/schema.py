@@ -237,14 +237,12 @@ class Recipe(Block):
                 f"parallelism.offload keeps the state of adamw and sgd on the host, and this is {self.optimizer.name}, "
                 f"which needs whole tensors; leave it at none, and use a higher zero_stage"
             )
-        if known("evaluation"):
-            measured = self.evaluation.validation or self.evaluation.fewshot or self.evaluation.evaluators
-            if self.evaluation.every is not None and not measured:
-                yield "evaluation.every is set, and none of evaluation.validation, .fewshot and .evaluators"
+        if known("evaluation") and self.evaluation.every is not None and not self.evaluation.measures:
+            yield "evaluation.every is set, and none of evaluation.validation, .fewshot, .knn and .evaluators"
         if known("evaluation", "objective") and self.evaluation.validation and not self.objective.has_classes:
             yield (
                 f"evaluation.validation measures classes, and objective.kind: {self.objective.kind} has none; use "
-                f"evaluation.fewshot"
+                f"evaluation.fewshot or .knn"
             )
         if known("evaluation", "logging") and self.evaluation.inspect is not None and not self.logging.trackers:
             yield "evaluation.inspect draws into trackers, and logging.trackers is empty"
@@ -263,6 +261,8 @@ class Recipe(Block):
         if self.evaluation.fewshot is not None:
             tasks, shots = self.evaluation.fewshot.tasks, self.evaluation.fewshot.shots
             offered += [f"fewshot/{task.name}/{count}shot" for task in tasks for count in shots]
+        if self.evaluation.knn is not None:
+            offered += [f"knn/{count}nn" for count in self.evaluation.knn.k]
         for evaluator in self.evaluation.evaluators:
             offered += [f"{evaluator.name}/{metric}" for metric in evaluator.metrics()]
         if selection.metric not in offered:
@@ -327,6 +327,8 @@ class Recipe(Block):
         validation, fewshot = self.evaluation.validation, self.evaluation.fewshot
         if metric.startswith("validation/") and validation is not None:
             return validation, self.data.eval_crop
+        if metric.startswith("knn/") and self.evaluation.knn is not None:
+            return self.evaluation.knn.test, self.evaluation.knn.crop
         for task in fewshot.tasks if fewshot is not None else ():
             if fewshot is not None and metric.startswith(f"fewshot/{task.name}/"):
                 return task.test, fewshot.crop

@@ -43,6 +43,8 @@ def smoke_form(recipe: Recipe, data_root: Path, world_size: int = 1) -> Recipe:
     if recipe.evaluation.fewshot is not None:
         for task in evaluation["fewshot"]["tasks"]:
             task |= {"train": TRAIN, "test": TEST}
+    if recipe.evaluation.knn is not None:
+        evaluation["knn"] |= {"train": TRAIN, "test": TEST}
     if recipe.evaluation.inspect is not None:
         evaluation["inspect"] |= {"every": {"steps": 2}, "images": TEST}
     for number, evaluator in enumerate(recipe.evaluation.evaluators):
