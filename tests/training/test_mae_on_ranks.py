@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from outcomes import assert_same_run, checkpoint, column
+from outcomes import assert_same_run, checkpoint, column, evaluations
 from ranks import SHARDS, STEPS, launch, make_data, make_recipe
 from safetensors.torch import save_file
 
@@ -24,6 +24,7 @@ STAGES = range(4)
 FIRST_STEP = {"duration": {"steps": STEPS}, "warmup": {"steps": 2}}  # of a learning rate of 0
 NORMALISE = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 MODEL = {"mlp": "exact_gelu", "position": {"kind": "sincos", "table": "mae"}}
+NEIGHBOURS = {"train": "train", "test": "test", "k": [5, 20]}
 DECODER = {"decoder_width": 16, "decoder_depth": 2, "decoder_heads": 2}
 
 
@@ -38,12 +39,14 @@ def blocks(stage: int, precision: str = "bf16", **others: Any) -> dict[str, Any]
         "parallelism": {"zero_stage": stage, "activation_checkpointing": 2},
         "ema": {"decay": 0.9},
         "checkpoint": {"every": {"steps": 2}, "keep": 9},
-        "evaluation": {"validation": None},
+        "evaluation": {"validation": None, "every": {"steps": 2}, "knn": NEIGHBOURS},
+        "selection": {"metric": "knn/5nn"},
         **others,
     }
 
 
 def begins(source: Path, **others: Any) -> dict[str, Any]:
+    others |= {"evaluation": {"validation": None}, "selection": None}
     return blocks(3, "fp32", init={"from": str(source)}, ema=None, schedule=FIRST_STEP, **others)
 
 
@@ -102,6 +105,19 @@ def test_every_stage_and_world_computes_the_same(root, other):
     """Sums are rounded in another order, nothing else: patches drawn by rank would change every digit."""
     assert column(root, other, "loss") == pytest.approx(column(root, "zero1-fp32", "loss"), rel=2e-5)
     assert column(root, other, "grad_norm") == pytest.approx(column(root, "zero1-fp32", "grad_norm"), rel=1e-3)
+
+
+def test_nearest_neighbours_are_the_same_on_every_world_and_decide(root):
+    of_runs = {}
+    for name in ("zero1-fp32", "zero0-fp32", "zero3-fp32", "moved", "alone", "zero2", "zero2-resumed"):
+        lines = evaluations(root, name)
+        of_runs[name] = [(line["step"], line["eval/knn/5nn"], line["eval/knn/20nn"]) for line in lines]
+        chosen = checkpoint(root, name).index.selection
+        assert chosen["best"] == max(of_five for step, of_five, _ in of_runs[name] if step <= chosen["evaluated"])
+    assert [step for step, _, _ in of_runs["alone"]] == [2, 4, 6]
+    assert of_runs["zero2-resumed"] == of_runs["zero2"]
+    for name in ("zero0-fp32", "zero3-fp32", "moved", "alone"):
+        assert of_runs[name] == of_runs["zero1-fp32"], name
 
 
 def test_the_first_losses_equal_those_of_one_process(root):
