@@ -12,6 +12,7 @@ from vitscale.about.studies.expansion import expand
 from vitscale.about.studies.reading import load_study
 from vitscale.flops import recipe_work
 from vitscale.models import build_model
+from vitscale.objectives import build_objective
 from vitscale.recipe import load_recipe, override, recipes_dir
 
 # Table 3: recipe -> model, epochs, base learning rate. All of JFT: linear decay, weight decay 0.1, no dropout.
@@ -100,6 +101,12 @@ VIT5 = {
 LAST_EPOCHS = {
     **{"deit3_b16": 0.2, "deit3_l16": 0.45, "deit3_h14": 0.55},
     **{"vit5_s16": 0.05, "vit5_b16": 0.25, "vit5_l16": 0.5},
+}
+# MAE: the recipe -> of its fine-tuning the learning rate, epochs, layer decay, drop-path (FINETUNE.md, batch 1024).
+MAE = {
+    "mae_b16_i1k": (2e-3, 100, 0.65, 0.1),
+    "mae_l16_i1k": (4e-3, 50, 0.75, 0.2),
+    "mae_h14_i1k": (4e-3, 50, 0.75, 0.3),
 }
 LATER = (
     *("s16_i1k_90ep", "s16_i1k_300ep", "deit_ti16_i1k", "deit_s16_i1k", "deit_b16_i1k"),
@@ -325,8 +332,8 @@ def test_no_recipe_of_the_paper_is_left_out():
     known |= {f"b16_{short}_jft" for short in TABLE_8}
     known |= {"b16_i21k_masked", *(f"b16_jft_masked{ablation}" for ablation in ("", "_cells", "_pixels", "_15pct"))}
     others = {path.stem for path in recipes_dir().glob("*.yaml")} - known
-    assert {stem for stem in others if not stem.startswith("shape_")} == {"demo", "vit4_cifar10", *LATER}
-    assert {path.stem for path in recipes_dir().glob("finetune/*.yaml")} == {*TABLE_4, *HYPERRULE, *LAST_EPOCHS}
+    assert {stem for stem in others if not stem.startswith("shape_")} == {"demo", "vit4_cifar10", *LATER, *MAE}
+    assert {path.stem for path in recipes_dir().glob("finetune/*.yaml")} == {*TABLE_4, *HYPERRULE, *LAST_EPOCHS, *MAE}
 
 
 @pytest.mark.parametrize("epochs", [90, 300])
@@ -471,6 +478,57 @@ def test_the_last_epochs_of_deit3_and_vit5(stem):
     assert (recipe.batch.global_size, recipe.objective.loss, recipe.objective.label_smoothing) == (512, "softmax", 0.1)
     (augmentation,) = recipe.data.operations
     assert (augmentation.set, augmentation.n, augmentation.m, augmentation.std) == ("timm_increasing", 2, 9, 0.5)
+
+
+def check_mae(recipe, stem):
+    """The model of both: vit_*_patch16 and mae_vit_*_patch16 of He et al.'s code."""
+    size, patch = stem.split("_")[1][0], stem.split("_")[1][1:]
+    assert (recipe.model.name, recipe.model.mlp) == (f"ViT-{size.upper()}/{patch}", "exact_gelu")
+    assert (recipe.model.position.kind, recipe.model.position.table) == ("sincos", "mae")
+    assert (recipe.data.image_size, recipe.data.normalise.mean) == (224, list(IMAGENET_DEFAULT_MEAN))
+
+
+@pytest.mark.parametrize("stem", MAE)
+def test_mae(stem):
+    """He et al. (2022) by the command of PRETRAIN.md and the defaults of main_pretrain.py, models_mae.py."""
+    recipe = load_recipe(stem)
+    check_mae(recipe, stem)
+    objective, optimizer = recipe.objective, recipe.optimizer
+    assert (objective.kind, objective.removed, objective.norm_pix) == ("mae", 0.75, True)
+    assert (objective.decoder_width, objective.decoder_depth, objective.decoder_heads) == (512, 8, 16)
+    assert objective.kept(recipe.context) == (64 if "14" in stem else 49)
+    assert (optimizer.name, optimizer.betas, optimizer.weight_decay) == ("adamw", [0.9, 0.95], 0.05)
+    assert optimizer.lr == pytest.approx(1.5e-4 * 4096 / 256) and optimizer.clip_norm is None
+    assert (recipe.batch.global_size, recipe.schedule.duration.epochs, recipe.schedule.warmup.epochs) == (
+        4096,
+        1600,
+        40,
+    )
+    assert (recipe.schedule.decay, recipe.schedule.min_lr, recipe.data.crop.area) == ("cosine", 0, [0.2, 1])
+    with torch.device("meta"):
+        weights = dict(build_objective(recipe, 1000).named_weights())
+    decayed = {name for name in weights if not re.search(optimizer.decay_exclude, name)}
+    assert decayed == {name for name, each in weights.items() if each.ndim > 1}  # timm 0.3.2's rule
+
+
+@pytest.mark.parametrize("stem", MAE)
+def test_fine_tuning_of_mae(stem):
+    lr, epochs, layer_decay, drop_path = MAE[stem]
+    recipe = load_recipe(f"finetune/{stem}")
+    check_mae(recipe, stem)
+    assert (recipe.model.pool, recipe.model.drop_path, recipe.init.head) == ("normed_mean", drop_path, "zero")
+    optimizer, schedule = recipe.optimizer, recipe.schedule
+    assert (optimizer.lr, optimizer.layer_decay, optimizer.weight_decay) == (lr, layer_decay, 0.05)
+    assert (schedule.duration.epochs, schedule.warmup.epochs, schedule.min_lr) == (epochs, 5, 1e-6)
+    mixing, (augmentation, erasing) = recipe.objective.mixing, recipe.data.operations
+    assert (mixing.mixup, mixing.cutmix, mixing.cutmix_share, mixing.per) == (0.8, 1, 0.5, "batch")
+    assert (recipe.batch.global_size, recipe.objective.loss, recipe.objective.label_smoothing) == (1024, "softmax", 0.1)
+    assert (augmentation.set, augmentation.n, augmentation.m, augmentation.std) == ("timm_increasing", 2, 9, 0.5)
+    assert (erasing.kind, erasing.probability, erasing.mode) == ("random_erasing", 0.25, "pixel")
+    with torch.device("meta"):
+        weights = dict(build_model(recipe, 1000).named_parameters())
+    decayed = {name for name in weights if not re.search(optimizer.decay_exclude, name)}
+    assert decayed == {name for name, each in weights.items() if each.ndim == 2}
 
 
 def check_adam_of_later(recipe, lr, weight_decay):

@@ -84,7 +84,7 @@ def test_every_split_that_a_recipe_evaluates_on_is_compared(root):
     few = {"tasks": [{"name": "toy", "train": "large", "test": "small"}], "shots": [1]}
     assert lines("large", validation="small") == lines("large", fewshot=few) == lines("whole") == []
     small = Manifest.load(root / "small").num_samples
-    for evaluation in ({"validation": "small"}, {"fewshot": few}):
+    for evaluation in ({"validation": "small"}, {"fewshot": few}, {"knn": {"train": "large", "test": "small"}}):
         with pytest.raises(DataError, match=rf"\b{small} of\b.*\b{small}\b"):
             lines("whole", **evaluation)
         (line,) = lines("whole", **evaluation, overlap="allow")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from toy_split import model, split
 
-from vitscale.evaluation import FewShot, SharedL2FewShot, Validation, evaluate
+from vitscale.evaluation import FewShot, NearestNeighbours, SharedL2FewShot, Validation, evaluate
 from vitscale.ground.errors import DataError
 from vitscale.objectives.classification import CrossEntropy
 
@@ -24,6 +24,7 @@ def evaluators(rank, world, folder):
         Validation("val", validation.loader(8, rank, world), CrossEntropy("sigmoid", 0.9, 0.01).per_sample_loss),
         FewShot("toy", *loaders, list("abcdefg"), shots=(1, 5)),
         SharedL2FewShot("shared", [FewShot("toy", *loaders, list("abcdefg"), shots=(5,))], l2s=(1.0, 2.0**10)),
+        NearestNeighbours("knn", *loaders, list("abcdefg"), (5, 20)),
         *stored_split.evaluators(Path(folder) / "split" / "damaged", "mask", rank, world),
     ]
 
@@ -36,6 +37,8 @@ def failures(rank, world):
     bad = [
         Validation("val", mislabelled.loader(8, rank, world), CrossEntropy("softmax").per_sample_loss),
         FewShot("toy", mislabelled.loader(8, rank, world), data, list("abcdefg"), shots=(5,)),
+        NearestNeighbours("knn", data, mislabelled.loader(8, rank, world), list("abcdefg"), (5,)),
+        NearestNeighbours("knn", data, data, list("abcdefg"), (42,)),
     ]
     messages = []
     for evaluator in bad:

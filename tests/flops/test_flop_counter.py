@@ -198,3 +198,22 @@ def test_masked_patches(target, share, pool):
     backward = counter.get_total_flops() - forward
     work, count = recipe_work(recipe, 1000), sum(p.numel() for p in objective.parameters())
     assert (2 * work.macs, 2 * work.backward_macs, work.params) == (forward, backward, count)
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_masked_autoencoders(pool, every):
+    """The model's blocks see what is kept, the decoder's all patches; the prediction is computed for removed ones."""
+    content = recipe_of(SMALL | {"pool": pool, "patch_size": 8}, 64, every).dump()
+    content["objective"] = {"kind": "mae", "decoder_width": 24, "decoder_depth": 3, "decoder_heads": 2, "removed": 0.7}
+    recipe = validate_recipe(content, "this test")
+    objective = build_objective(recipe, 0).train()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        images, labels = torch.zeros(1, 64, 64, 3), torch.zeros(1, dtype=torch.int64)
+        losses = objective([images[:, None]], labels, objective.plan(np.zeros(1, np.int64), 0)).per_sample
+        forward = counter.get_total_flops()
+        losses.sum().backward()
+    backward = counter.get_total_flops() - forward
+    work, count = recipe_work(recipe, 1000), sum(p.numel() for p in objective.parameters())
+    both = 2 * (work.backward_macs + work.recomputed(every).macs)
+    assert (2 * work.macs, both, work.params) == (forward, backward, count)

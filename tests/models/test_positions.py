@@ -77,6 +77,13 @@ def test_sines_and_cosines_are_timm_s_at_the_temperature_of_as_low_a_frequency()
     assert (found[0] - torch.cat([by_column, by_row], dim=1)).abs().max() < 1e-5
 
 
+def test_mae_s_table_is_timm_s():
+    theirs = pytest.importorskip("timm.layers").build_sincos2d_pos_embed([3, 3], dim=64, interleave_sin_cos=True)
+    by_row, by_column = theirs.chunk(2, dim=1)
+    found = sincos_positions(3, 64, torch.empty(0), "mae")
+    assert (found[0] - torch.cat([by_column, by_row], dim=1)).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 5])
 def test_relative_logits_by_definition(tokens):
     query = torch.randn(2, 3, tokens, 4)

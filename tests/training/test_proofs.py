@@ -51,6 +51,7 @@ OBJECTIVES = {
     "classes": ("b32_i1k", []),
     "mixed": ("b32_i1k", ["objective={loss: softmax, label_smoothing: 0.1, mixing: {mixup: 0.8, cutmix: 1.0}}"]),
     "masked": ("b16_jft_masked", []),
+    "mae": ("mae_b16_i1k", []),
 }
 RECIPES = (
     *("b16_i1k", "h14_jft", "r50_b16_jft", "axial_b16_jft", "r50x1_sgd_jft", "deit_b16_i1k", "demo"),

@@ -28,6 +28,8 @@ def test_linear_ends_at_1e_5():
 def test_cosine_ends_at_zero():
     quarter = 10_000 + (517_800 - 10_000) / 4
     assert learning_rate(517_800, **JFT, decay="cosine") == pytest.approx(0.0, abs=1e-18)
+    assert learning_rate(517_800, **JFT, decay="cosine", floor=1e-6) == pytest.approx(1e-6, rel=1e-12)
+    assert learning_rate(263_900, **JFT, decay="cosine", floor=1e-6) == pytest.approx(4e-4 + 5e-7, rel=1e-12)
     assert learning_rate(263_900, **JFT, decay="cosine") == pytest.approx(4e-4, rel=1e-12)
     assert learning_rate(int(quarter), **JFT, decay="cosine") == pytest.approx(4e-4 * (1 + math.sqrt(0.5)), rel=1e-9)
 

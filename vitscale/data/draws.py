@@ -45,6 +45,7 @@ class Purpose(IntEnum):
     COLUMN = 26
     VIEW = 27
     KEPT = 28  # which patches are kept
+    REMOVED = 29  # the order of patches, of which the first are kept and the others removed
     RESIZED = 30  # a resized crop, by attempt and number
     DIRECTION = 31  # the components of directions
 

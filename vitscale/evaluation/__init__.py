@@ -4,6 +4,7 @@ from vitscale.evaluation.build import build_evaluators, check_class_names
 from vitscale.evaluation.classification import Validation
 from vitscale.evaluation.contract import Evaluator, Loaders, MakeLoader, Predict, evaluate
 from vitscale.evaluation.fewshot import PAPER_L2S, FewShot, SharedL2FewShot
+from vitscale.evaluation.knn import NearestNeighbours
 
 __all__ = [
     "PAPER_L2S",
@@ -11,6 +12,7 @@ __all__ = [
     "FewShot",
     "Loaders",
     "MakeLoader",
+    "NearestNeighbours",
     "Predict",
     "SharedL2FewShot",
     "Validation",

@@ -14,6 +14,7 @@ from vitscale.data.shards import Manifest
 from vitscale.evaluation.classification import Validation
 from vitscale.evaluation.contract import Evaluator, MakeLoader
 from vitscale.evaluation.fewshot import PAPER_L2S, FewShot, SharedL2FewShot
+from vitscale.evaluation.knn import NearestNeighbours
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.extensions import implementation
 from vitscale.objectives.build import objective_class
@@ -55,6 +56,21 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
                 )
             )
         evaluators += [SharedL2FewShot("fewshot", tasks)] if fewshot.l2 == "shared" else tasks
+    if settings.knn is not None:
+        knn, test_path = settings.knn, recipe.dataset_path(settings.knn.test)
+        train, test = Manifest.load(recipe.dataset_path(knn.train)), Manifest.load(test_path)
+        check_class_names(test_path, test.class_names, train.class_names)
+        evaluators.append(
+            NearestNeighbours(
+                "knn",
+                loader(train, knn.crop),
+                loader(test, knn.crop),
+                train.class_names,
+                knn.k,
+                train_samples=samples_expected(recipe, train),
+                test_samples=samples_expected(recipe, test),
+            )
+        )
     for block in settings.evaluators:
         evaluator = implementation(block.implementation, Evaluator).of(block, recipe, class_names, loader)
         if evaluator.name in [other.name for other in evaluators]:

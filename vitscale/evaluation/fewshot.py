@@ -117,9 +117,18 @@ class Task:
     test: Features
 
     @classmethod
-    def of(cls, name: str, class_names: Sequence[str], train: Features | None, test: Features | None) -> Self:
-        """Raises `DataError` for a split without samples, and for labels outside the classes."""
-        what, last = f"few-shot evaluator {name!r}", len(class_names) - 1
+    def of(
+        cls,
+        name: str,
+        class_names: Sequence[str],
+        train: Features | None,
+        test: Features | None,
+        kind: str = "few-shot",
+    ) -> Self:
+        """Raises `DataError`, which names the `kind` of evaluator, for a split without samples, and for labels outside
+        the classes.
+        """
+        what, last = f"{kind} evaluator {name!r}", len(class_names) - 1
         if train is None or test is None:
             raise DataError(f"{what}: its {'training' if train is None else 'test'} split has no samples")
         for which, split in (("training", train), ("test", test)):

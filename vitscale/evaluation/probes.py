@@ -26,13 +26,18 @@ _STD_FLOOR = 1e-5
 
 
 def neighbour_accuracies(
-    train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor, num_classes: int
+    train_x: Tensor,
+    train_y: Tensor,
+    test_x: Tensor,
+    test_y: Tensor,
+    num_classes: int,
+    numbers: Sequence[int] = NEIGHBOURS,
 ) -> dict[int, float]:
-    """k -> test accuracy (a fraction) with k neighbours; numbers larger than N are left out.
+    """k -> test accuracy (a fraction) with k neighbours; `numbers` larger than N are left out.
 
     The k training samples with the highest cosine similarity vote for their classes with exp(similarity / 0.07).
     """
-    counts = [k for k in NEIGHBOURS if k <= len(train_x)]
+    counts = [k for k in sorted(numbers) if k <= len(train_x)]
     if not counts:
         return {}
     known, right = F.normalize(train_x.float(), dim=1), dict.fromkeys(counts, 0)

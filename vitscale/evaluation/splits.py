@@ -28,6 +28,11 @@ def check_splits(recipe: Recipe, train: Manifest) -> list[str]:
         for other in (train, Manifest.load(recipe.dataset_path(task.train))):
             if line := common_samples(test, other):
                 overlaps.append(f"evaluation.fewshot, the test samples of {task.name}: {line}")
+    if settings.knn is not None:
+        test = Manifest.load(recipe.dataset_path(settings.knn.test))
+        for other in (train, Manifest.load(recipe.dataset_path(settings.knn.train))):
+            if line := common_samples(test, other):
+                overlaps.append(f"evaluation.knn.test: {line}")
     judge(overlaps, settings.overlap, "--set evaluation.overlap=allow")
     return overlaps
 

@@ -1,8 +1,8 @@
 """Builds the model of a recipe."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -41,8 +41,14 @@ def build_of_block(
     return family.of(block, image_size=image_size, num_classes=num_classes, checkpoint_every=checkpoint_every)
 
 
+class HasUnits(Protocol):
+    """A model, or an objective around one."""
+
+    def units(self) -> Sequence[nn.Module]: ...
+
+
 def compile_blocks(
-    model: Model, backend: str | Callable[..., Any] = "inductor", activation_budget: float | None = None
+    model: HasUnits, backend: str | Callable[..., Any] = "inductor", activation_budget: float | None = None
 ) -> None:
     """Have torch compile every block and residual unit by itself, once for all that are alike; names stay as they are.
 

@@ -30,7 +30,7 @@ def build_objective(recipe: Recipe, num_classes: int) -> Objective:
             raise RecipeError(
                 f"{recipe.objective.implementation}: `initialiser` knows no initial values for its parameter {name!r}"
             ) from None
-    if unlisted := [name for name in added if name not in recipe.objective.own]:
+    if unlisted := [name for name in added if not recipe.objective.owns(name)]:
         raise RecipeError(
             f"objective.kind {recipe.objective.kind}: its `own` must list the parameters that the objective adds to "
             f"the model; these are missing: {', '.join(unlisted)}"

@@ -59,8 +59,8 @@ class MaskedPatchPrediction(Objective):
         images, (order_BN,) = views[0][:, 0], plan
         corrupted_BC = order_BN[:, : self.counts.corrupted]
         tokens_BTD = self.backbone(images, edit=lambda x_BND: self._corrupt(x_BND, order_BN)).tokens
-        predicted = self.prediction(_rows(self.backbone.patch_tokens(tokens_BTD), corrupted_BC))
-        pixels = whole_pixels(_rows(self.backbone.patchify(images), corrupted_BC))
+        predicted = self.prediction(rows(self.backbone.patch_tokens(tokens_BTD), corrupted_BC))
+        pixels = whole_pixels(rows(self.backbone.patchify(images), corrupted_BC))
         if self.target == "pixels":
             return Losses((predicted - (pixels / 127.5 - 1)).square().mean(dim=(1, 2)))
         cells = CELLS if self.target == "cell_colours" else 1
@@ -78,7 +78,7 @@ class MaskedPatchPrediction(Objective):
         # would be added in any order.
         at = torch.arange(masked, masked + replaced, device=order_BN.device) + replaced + kept
         others = order_BN[:, at % order_BN.shape[1]]
-        values = torch.cat([self.mask.expand(len(x_BND), masked, -1), _rows(x_BND, others)], dim=1)
+        values = torch.cat([self.mask.expand(len(x_BND), masked, -1), rows(x_BND, others)], dim=1)
         return x_BND.scatter(1, changed[..., None].expand_as(values), values)
 
     def initialiser(self, name: str) -> Initialiser:
@@ -88,7 +88,7 @@ class MaskedPatchPrediction(Objective):
         return constant(0.0) if name.startswith("prediction.") else super().initialiser(name)
 
 
-def _rows(values_BND: Tensor, at_BC: Tensor) -> Tensor:
+def rows(values_BND: Tensor, at_BC: Tensor) -> Tensor:
     """The values of some patches: (B, N, D), (B, C) -> (B, C, D)."""
     return values_BND.gather(1, at_BC[..., None].expand(-1, -1, values_BND.shape[2]))
 

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.weight_formats import Format
 from vitscale.models import Initialiser, Model, Outputs
+from vitscale.models.weights.rules import Rule
 from vitscale.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -146,6 +148,17 @@ class Objective(nn.Module):
     def learn_from(self, teacher: Model) -> None:
         """Take the teacher that `build_teacher` has made, with its values; it does not become a submodule."""
         raise NotImplementedError
+
+    def units(self) -> Sequence[nn.Module]:
+        """The backbone's units, and those like them that the objective adds: what is compiled, each by itself."""
+        return self.backbone.units()
+
+    def rules(self, form: Format) -> Sequence[Rule]:
+        """How files of a format call the parameters that the objective adds, if `init` takes them from such weights.
+
+        A run of the same kind of objective has them as ours (safetensors). By default none are taken.
+        """
+        return ()
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """All parameters, by their names in checkpoints."""

@@ -21,6 +21,7 @@ from vitscale.recipe.image_operations import (
     ThreeAugment,
 )
 from vitscale.recipe.joint_embedding import Contrastive, JointEmbedding, LeJEPA
+from vitscale.recipe.mae import MAE
 from vitscale.recipe.objectives import Classification, Context, Distillation, Mixing, Objective, Teacher
 from vitscale.recipe.optimizers import SGD, Adafactor, AdamW, Kept, Lamb, Muon, Optimizer, group_of, is_frozen, matches
 from vitscale.recipe.reading import (

@@ -36,6 +36,22 @@ class FewShot(Block):
             yield f"two tasks have one name: {names}"
 
 
+class KNN(Block):
+    """Nearest neighbours on the representation, as DINO measures (Caron et al., 2021): the training samples with the
+    highest cosine similarity vote for their classes, with weight exp(similarity / 0.07).
+    """
+
+    train: str
+    """a dataset, as data.train, whose samples vote; a part of data.train is enough (`vitscale shards split`)"""
+    test: str = Field(description="a dataset, as data.train, that is classified")
+    k: list[Annotated[int, Field(ge=1)]] = Field([20], min_length=1, description="numbers of neighbours")
+    crop: EvalCrop = EvalCrop()
+
+    def _contradictions(self) -> Iterator[str]:
+        if len(set(self.k)) != len(self.k):
+            yield f"k {self.k}: a number stands there twice"
+
+
 class Inspect(Block):
     """Figures of the model's inner workings, sent to the trackers: attention distance and entropy, norms of tokens,
     filters.
@@ -68,15 +84,23 @@ class Evaluator(Block):
 class Evaluation(Block):
     """What is evaluated during training, and when; always at the end as well."""
 
+    _later_keys: ClassVar[tuple[str, ...]] = ("knn",)
+
     every: Interval | None = Field(None, description="how often to evaluate; default: only at the end")
     validation: str | None = Field(None, description="a dataset, as data.train: top-1, top-5 and loss")
     fewshot: FewShot | None = None
+    knn: KNN | None = None
     evaluators: list[Annotated[SerializeAsAny[Evaluator], by_kind(Evaluator, "evaluation.evaluators.N")]] = Field([])
     """evaluators of other packages"""
     batch: int = Field(64, ge=1, description="images per rank and forward pass")
     overlap: Literal["refuse", "allow"] = "refuse"
     """evaluated samples that are training samples: refuse: an error; allow: a warning"""
     inspect: Inspect | None = None
+
+    @property
+    def measures(self) -> bool:
+        """Whether there is anything to evaluate."""
+        return bool(self.validation or self.fewshot or self.knn or self.evaluators)
 
 
 class Selection(Block):

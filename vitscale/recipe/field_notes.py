@@ -12,12 +12,12 @@ _KEYS_BY_UNIT = {
     "views per sample": "data.repeats",
     "batches": "data.prefetch",
     "pixels": "data.image_size model.patch_size data.operations.N.radius",
-    "channels": "model.width model.mlp_dim",
+    "channels": "model.width model.mlp_dim objective.decoder_width",
     "classes": "model.num_classes",
     "tokens": "model.registers",
-    "heads": "model.num_heads",
+    "heads": "model.num_heads objective.decoder_heads",
     "ranks": "parallelism.hpz_size",
-    "blocks": "model.depth parallelism.activation_checkpointing",
+    "blocks": "model.depth objective.decoder_depth parallelism.activation_checkpointing",
     "residual units": "model.blocks",
     "parameters along a side": "optimizer.factored_from",
     "operations": "data.operations.N.n",
@@ -33,6 +33,7 @@ _KEYS_BY_UNIT = {
     "saves": "checkpoint.max_failures",
     "evaluations": "selection.patience",
     "draws": "evaluation.fewshot.seeds",
+    "neighbours": "evaluation.knn.k",
     "times": "anomalies.limit",
     "median absolute deviations x 1.4826": "anomalies.spike.factor",
     "L2 norm of the gradient": "optimizer.clip_norm",
@@ -40,15 +41,16 @@ _KEYS_BY_UNIT = {
     "probability, 0 to 1": "data.flip data.operations.N.probability objective.mixing.probability "
     "objective.mixing.cutmix_share objective.on objective.off objective.label_smoothing objective.threshold",
     "share, 0 to 1": "model.dropout model.drop_path data.check_rate data.crop.area data.crop.fraction "
-    "data.eval_crop.fraction data.operations.N.area objective.keep objective.share objective.mixing.cutmix_sides "
-    "evaluation.fewshot.crop.fraction parallelism.activation_budget",
+    "data.eval_crop.fraction data.operations.N.area objective.keep objective.share objective.removed "
+    "objective.mixing.cutmix_sides evaluation.fewshot.crop.fraction evaluation.knn.crop.fraction "
+    "parallelism.activation_budget",
     NO_UNIT: "seed model.width_factor model.norm_eps model.layer_scale model.position.base "
     "model.position.registers_base data.crop.aspect data.operations.N.jitter data.operations.N.brightness "
     "data.operations.N.contrast data.operations.N.saturation data.operations.N.aspect objective.mixing.mixup "
     "objective.mixing.cutmix optimizer.lr optimizer.betas optimizer.eps optimizer.weight_decay optimizer.layer_decay "
     "optimizer.groups.N.lr_factor optimizer.groups.N.weight_decay optimizer.momentum optimizer.beta2_cap "
-    "schedule.end_lr schedule.factor schedule.cycle_factor schedule.restart_factor schedule.weight_decay.to "
-    "schedule.momentum.to parallelism.zero_stage evaluation.fewshot.l2 ema.decay",
+    "schedule.end_lr schedule.min_lr schedule.factor schedule.cycle_factor schedule.restart_factor "
+    "schedule.weight_decay.to schedule.momentum.to parallelism.zero_stage evaluation.fewshot.l2 ema.decay",
 }
 _UNITS = {key: unit for unit, keys in _KEYS_BY_UNIT.items() for key in keys.split()}
 

@@ -83,11 +83,21 @@ class Objective(Block):
 
     implementation: ClassVar[str]  # `module:class` of the `vitscale.objectives.Objective` that computes it
     has_classes: ClassVar[bool]  # whether the model has an output for each class of the training data
-    # The parameters that are the objective's, and no part of the model that is exported or begun with.
+    needs_whole_patches: ClassVar[bool] = False  # whether patches have to cover the image
+    # The parameters that are the objective's, and no part of the model that is exported: names, and where they end in a
+    # dot, prefixes (`decoder.`).
     own: ClassVar[tuple[str, ...]] = ()
     compares_views: ClassVar[bool] = False  # whether it looks at all of `data.views`
 
     kind: str = Field(description="chooses this objective")
+
+    def owns(self, parameter: str) -> bool:
+        """Whether the parameter that checkpoints call by this name is in `own`."""
+        return any(parameter.startswith(name) if name.endswith(".") else parameter == name for name in self.own)
+
+    def axes(self, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """As `Model.axes`, for a parameter that the objective owns."""
+        return shape
 
     def check(self, context: Context) -> None:
         """Raise `ValueError` if the context does not fit this objective."""

@@ -57,6 +57,7 @@ class Course(Block):
 
 _OWNERS = {
     "end_lr": ("linear",),
+    "min_lr": ("cosine",),
     "boundaries": ("stairs",),
     "factor": ("stairs",),
     "cooldown": ("wsd", "rsqrt"),
@@ -75,14 +76,16 @@ class Schedule(Block):
     """How long to train, and the learning rate over the steps, as in the authors' code."""
 
     _reports_all: ClassVar[bool] = True
+    _later_keys: ClassVar[tuple[str, ...]] = ("min_lr",)
 
     duration: Interval = Field(description="how long to train")
     warmup: Duration = Field(Duration(steps=0), description="the learning rate rises from 0 to optimizer.lr")
     decay: Literal["linear", "cosine", "stairs", "constant", "wsd", "rsqrt", "restarts"] = "linear"
-    """after the warmup: linear: to end_lr; cosine: to 0; stairs: by factor at each of boundaries; constant: unchanged;
-    wsd: unchanged until the cooldown (warmup, stable, decay); rsqrt: by 1 / sqrt(1 + t / timescale) after t steps, as
-    in big_vision; restarts: a cosine to 0 that restarts from the top after each cycle (SGDR)"""
+    """after the warmup: linear: to end_lr; cosine: to min_lr; stairs: by factor at each of boundaries; constant:
+    unchanged; wsd: unchanged until the cooldown (warmup, stable, decay); rsqrt: by 1 / sqrt(1 + t / timescale) after t
+    steps, as in big_vision; restarts: a cosine to 0 that restarts from the top after each cycle (SGDR)"""
     end_lr: float = Field(1e-5, ge=0, description="final rate of decay: linear; no effect on the others")
+    min_lr: float = Field(0.0, ge=0, description="final rate of decay: cosine; no effect on the others")
     boundaries: list[Duration] = Field([], description="times after which decay: stairs multiplies the rate by factor")
     factor: float = Field(0.1, gt=0, lt=1, description="for decay: stairs; no effect on the others")
     cooldown: Duration = Field(Duration(steps=0), description="for decay: wsd and rsqrt: length of the final fall to 0")
@@ -110,7 +113,9 @@ class Schedule(Block):
             yield f"momentum.to {self.momentum.to:g}: expected a number above 0 and below 1"
 
     def check_optimizer(self, optimizer: Optimizer) -> Iterator[str]:
-        """Yield a line for each setting that the schedule would change but the optimizer does not have."""
+        """Yield a line for each setting of the schedule that does not fit the optimizer."""
+        if self.min_lr > optimizer.lr:
+            yield f"schedule.min_lr {self.min_lr:g}: expected at most optimizer.lr, {optimizer.lr:g}"
         if self.weight_decay is not None and optimizer.weight_decay == 0:
             yield "schedule.weight_decay changes optimizer.weight_decay by a factor, and that is 0"
         if self.momentum is not None and optimizer.first_momentum == 0:

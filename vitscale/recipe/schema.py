@@ -14,6 +14,7 @@ from vitscale.recipe.datasets import find_dataset
 from vitscale.recipe.evaluation import Evaluation, Selection
 from vitscale.recipe.families import ModelBlock
 from vitscale.recipe.joint_embedding import Contrastive, LeJEPA
+from vitscale.recipe.mae import MAE
 from vitscale.recipe.masked_patches import MaskedPatches
 from vitscale.recipe.objectives import Classification, Context, Distillation, Objective, with_kind
 from vitscale.recipe.optimizers import AnyOptimizer, Kept, Optimizer, Shape
@@ -172,7 +173,7 @@ class Recipe(Block):
     batch: Batch
     objective: Annotated[
         Annotated[
-            SerializeAsAny[Classification | Contrastive | Distillation | LeJEPA | MaskedPatches],
+            SerializeAsAny[Classification | Contrastive | Distillation | LeJEPA | MaskedPatches | MAE],
             Field(discriminator="kind"),
         ],
         by_kind(Objective, "objective"),
@@ -239,14 +240,12 @@ class Recipe(Block):
                 f"parallelism.offload keeps the state of adamw and sgd on the host, and this is {self.optimizer.name}, "
                 f"which needs whole tensors; leave it at none, and use a higher zero_stage"
             )
-        if known("evaluation"):
-            measured = self.evaluation.validation or self.evaluation.fewshot or self.evaluation.evaluators
-            if self.evaluation.every is not None and not measured:
-                yield "evaluation.every is set, and none of evaluation.validation, .fewshot and .evaluators"
+        if known("evaluation") and self.evaluation.every is not None and not self.evaluation.measures:
+            yield "evaluation.every is set, and none of evaluation.validation, .fewshot, .knn and .evaluators"
         if known("evaluation", "objective") and self.evaluation.validation and not self.objective.has_classes:
             yield (
                 f"evaluation.validation measures classes, and objective.kind: {self.objective.kind} has none; use "
-                f"evaluation.fewshot"
+                f"evaluation.fewshot or .knn"
             )
         if known("evaluation", "logging") and self.evaluation.inspect is not None and not self.logging.trackers:
             yield "evaluation.inspect draws into trackers, and logging.trackers is empty"
@@ -270,6 +269,8 @@ class Recipe(Block):
         if self.evaluation.fewshot is not None:
             tasks, shots = self.evaluation.fewshot.tasks, self.evaluation.fewshot.shots
             offered += [f"fewshot/{task.name}/{count}shot" for task in tasks for count in shots]
+        if self.evaluation.knn is not None:
+            offered += [f"knn/{count}nn" for count in self.evaluation.knn.k]
         for evaluator in self.evaluation.evaluators:
             offered += [f"{evaluator.name}/{metric}" for metric in evaluator.metrics()]
         if selection.metric not in offered:
@@ -312,7 +313,11 @@ class Recipe(Block):
 
     def axes(self, name: str, shape: Shape) -> Shape:
         """A parameter's shape as the optimizer sees it: for Adafactor `by_head` with all axes apart."""
-        return self.model.axes(name, shape) if self.optimizer.sees_heads else shape
+        if not self.optimizer.sees_heads:
+            return shape
+        if self.objective.owns(name):
+            return self.objective.axes(name, shape)
+        return self.model.axes(name, shape)
 
     def kept(self, name: str, shape: Shape) -> Kept:
         """What the optimizer keeps of a parameter besides its value: kind, as in checkpoints -> shape."""
@@ -332,6 +337,8 @@ class Recipe(Block):
         validation, fewshot = self.evaluation.validation, self.evaluation.fewshot
         if metric.startswith("validation/") and validation is not None:
             return validation, self.data.eval_crop
+        if metric.startswith("knn/") and self.evaluation.knn is not None:
+            return self.evaluation.knn.test, self.evaluation.knn.crop
         for task in fewshot.tasks if fewshot is not None else ():
             if fewshot is not None and metric.startswith(f"fewshot/{task.name}/"):
                 return task.test, fewshot.crop

@@ -21,6 +21,9 @@ def smoke_form(recipe: Recipe, data_root: Path, world_size: int = 1) -> Recipe:
     """
     content = recipe.dump() | {"init": None}
     small, image_size = recipe.model.small()
+    patches = recipe.model.patches(image_size)
+    if patches is not None and recipe.objective.needs_whole_patches:
+        image_size -= image_size % patches.size
     content["model"] |= small | {"num_classes": None}
     content["objective"] = recipe.objective.smoke_form().model_dump(mode="json", by_alias=True)
     content["data"] |= {"train": TRAIN, "root": str(data_root), "image_size": image_size, "threads": 1}
@@ -40,6 +43,8 @@ def smoke_form(recipe: Recipe, data_root: Path, world_size: int = 1) -> Recipe:
     if recipe.evaluation.fewshot is not None:
         for task in evaluation["fewshot"]["tasks"]:
             task |= {"train": TRAIN, "test": TEST}
+    if recipe.evaluation.knn is not None:
+        evaluation["knn"] |= {"train": TRAIN, "test": TEST}
     if recipe.evaluation.inspect is not None:
         evaluation["inspect"] |= {"every": {"steps": 2}, "images": TEST}
     for number, evaluator in enumerate(recipe.evaluation.evaluators):

@@ -124,11 +124,10 @@ def test_fixed_positions_are_no_array(tmp_path):
         load_weights(valued(described(TINY | {"pool": "map"})), source)
 
 
-@pytest.mark.parametrize("form", ["timm", "hf"])
-def test_others_hold_learned_positions(form, tmp_path):
-    description = described(TINY | SINCOS | {"pool": "cls"})
-    with refusal(RecipeError, "weights", f"fixed positions as {form}"):
-        write(valued(description), description, form, tmp_path)
+def test_fixed_positions_of_another_table_have_no_place(tmp_path):
+    description = described(TINY | {"position": {"kind": "sincos", "table": "mae"}})
+    with refusal(RecipeError, "weights", "fixed positions of MAE as npz"):
+        write(valued(description), description, "npz", tmp_path)
 
 
 @pytest.mark.parametrize("prefix", ["", "params/"])

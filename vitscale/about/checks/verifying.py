@@ -241,7 +241,7 @@ class _Verification:
             lines |= {at for at in steps if at % settings.logging.every == 0}
             evaluation = settings.evaluation
             stride = 0 if evaluation.every is None else evaluation.every.to_steps(plan.manifest.num_samples, batch)
-            if evaluation.validation or evaluation.fewshot or evaluation.evaluators:
+            if evaluation.measures:
                 due |= {at for at in steps if at == plan.total_steps or (stride and at % stride == 0)}
             before = step
         not_yet, end = ({last}, math.inf) if self.done is None else (set(), last)

@@ -62,8 +62,10 @@ class Deduplication:
 
 def tests_of(run: Run) -> list[str]:
     """The datasets that a run is evaluated on, as its recipe names them."""
-    fewshot, validation = run.recipe.evaluation.fewshot, run.recipe.evaluation.validation
+    evaluation = run.recipe.evaluation
+    fewshot, knn, validation = evaluation.fewshot, evaluation.knn, evaluation.validation
     names = [] if fewshot is None else [task.test for task in fewshot.tasks]
+    names += [] if knn is None else [knn.test]
     return names if validation is None else [*names, validation]
 
 

@@ -31,6 +31,7 @@ from vitscale.models.vit.encoder import AttentionPool, AxialBlock, Block, norm_o
 from vitscale.models.vit.positions import (
     PositionAt,
     PositionKind,
+    SincosTable,
     absolute_positions,
     patch_rotation,
     position_values,
@@ -61,6 +62,7 @@ class ViT(Model):
             training; that of the blocks before it grows from 0 in equal steps, or is the same.
         position, position_at: how and where positions are told (appendix D.3). `relative` and `rope` are told in every
             attention, `1d_rope` there too.
+        position_table: the frequencies of `sincos`.
         position_base: the base of the frequencies of `rope` and `1d_rope`.
         position_unit: the unit in which `1d_rope` counts its radians.
         registers_base: the base of the rotations of registers, which form a square; None if they are not rotated.
@@ -81,6 +83,7 @@ class ViT(Model):
         drop_path_rule: families.DropPathRule = "growing",
         position: PositionKind = "1d",
         position_at: PositionAt = "stem",
+        position_table: SincosTable = "big_vision",
         position_base: float = 100.0,
         position_unit: Literal["image", "patch"] = "image",
         registers_base: float | None = None,
@@ -94,6 +97,7 @@ class ViT(Model):
         self.pool = pool
         self.position = position
         self.position_at = position_at
+        self.position_table: SincosTable = position_table
         self.position_base = position_base
         self.position_unit: Literal["image", "patch"] = position_unit
         self.registers_base = registers_base
@@ -141,6 +145,7 @@ class ViT(Model):
             drop_path_rule=block.drop_path_rule,
             position=block.position.kind,
             position_at=block.position.at,
+            position_table=block.position.table,
             position_base=block.position.base or 0.0,
             position_unit=block.position.unit or "image",
             registers_base=block.position.registers_base,
@@ -201,7 +206,7 @@ class ViT(Model):
         """
         grid = self.shape.grid(self.image_size)
         if self.position == "sincos":  # of patches alone
-            x_BTD = x_BTD + sincos_positions(grid, self.shape.width, like=x_BTD)
+            x_BTD = x_BTD + sincos_positions(grid, self.shape.width, x_BTD, self.position_table)
         first = [each.expand(len(x_BTD), -1, -1) for each in (self.cls, self.dist) if each is not None]
         if first and self.shape.class_position:
             x_BTD, first = torch.cat([*first, x_BTD], dim=1), []
@@ -329,7 +334,7 @@ class ViT(Model):
         """As `Model.positions`."""
         grid = self.shape.grid(self.image_size)
         if self.position == "sincos":
-            return {"fixed": sincos_positions(grid, self.shape.width, like=self.embedding.weight)[0]}
+            return {"fixed": sincos_positions(grid, self.shape.width, self.embedding.weight, self.position_table)[0]}
         found: dict[str, Any] = {
             "shared by all blocks" if self.position_at == "shared" else "learned": self.pos_embedding
         }

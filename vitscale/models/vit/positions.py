@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 PositionKind = Literal["none", "1d", "2d", "sincos", "relative", "rope", "1d_rope"]
+SincosTable = Literal["big_vision", "mae"]
 PositionAt = Literal["stem", "every_layer", "shared"]
 _EVA_SIDE = 16  # patches of the images of 224 pixels that EVA-02 was pre-trained on
 
@@ -51,15 +52,16 @@ def position_values(positions: nn.Parameter | TwoDPositions | None) -> Tensor | 
     return positions() if isinstance(positions, TwoDPositions) else positions
 
 
-def sincos_positions(grid: int, width: int, like: Tensor) -> Tensor:
+def sincos_positions(grid: int, width: int, like: Tensor, table: SincosTable = "big_vision") -> Tensor:
     """Fixed embeddings of a grid x grid of patches: (1, N, D).
 
-    As in big_vision: of D / 4 frequencies, from 1 down to 1 / 10,000 of a radian a patch, the sines by column, the
-    cosines by column, the sines by row, the cosines by row. (The lowest frequency of MoCo v3 and timm is one step
-    higher.) Computed in fp32, in the dtype and on the device of `like`.
+    Of D / 4 frequencies, from 1 down to 1 / 10,000 of a radian a patch, the sines by column, the cosines by column, the
+    sines by row, the cosines by row, as in big_vision. With `table` mae the lowest frequency is one step higher, as in
+    MAE, MoCo v3 and timm. Computed in fp32, in the dtype and on the device of `like`.
     """
     quarter = width // 4
-    steps = torch.arange(quarter, dtype=torch.float32, device=like.device) / (quarter - 1)
+    last = quarter if table == "mae" else quarter - 1
+    steps = torch.arange(quarter, dtype=torch.float32, device=like.device) / last
     angles = torch.arange(grid, dtype=torch.float32, device=like.device)[:, None] * 10_000.0**-steps
     waves = torch.cat([angles.sin(), angles.cos()], dim=-1)  # (n, D / 2)
     by_column = waves[None].expand(grid, grid, -1)

@@ -173,6 +173,8 @@ def _of_transformers(source: Source, shapes: Shapes) -> tuple[dict[str, Any], in
         block |= {"distilled": True} if "cls_classifier.bias" in shapes else {"registers": 1}
     if kind != dino.DINOV3:
         side, _ = _side(_length(embeddings, "position_embeddings"), 2 if kind == "deit" else 1)
+        if kind == "vit_mae":
+            block["position"] = {"kind": "sincos", "table": "mae"}
         return block | {"qkv_bias": "all" if config["qkv_bias"] is True else "none"}, side * patches[-1] or None
     biases = tuple(config[f"{part}_bias"] is True for part in ("query", "key", "value", "proj", "mlp"))
     if biases[:3] not in _BIASES or biases[3:] != (True, True):

@@ -6,13 +6,14 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import cat
+from torch import Tensor, cat
 
+from vitscale.ground.errors import CheckpointError
 from vitscale.ground.weight_formats import Format
 from vitscale.models.layers import CHANNELS
 from vitscale.models.resnet.weights import flax_stem, timm_features
 from vitscale.models.vit import dino, eva
-from vitscale.models.vit.positions import resample_positions
+from vitscale.models.vit.positions import SincosTable, resample_positions, sincos_positions
 from vitscale.models.weights.foreign import ForeignWeights, Resampling, TimmModel
 from vitscale.models.weights.huggingface import ACTIVATIONS
 from vitscale.models.weights.rules import (
@@ -42,6 +43,7 @@ _POOLS: dict[str, dict[str, Any]] = {
     "normed_mean": {"global_pool": "avg", "fc_norm": True},
     "map": {"global_pool": "map", "class_token": False},
 }
+_ROUNDED = 2.0**-8  # in bf16, of sines and cosines
 _TIMM_GELU = {"gelu": "gelu_tanh", "exact_gelu": "gelu", "quick_gelu": "quick_gelu"}
 _TIMM_GATED = ("vit_giant_patch14_reg4_dinov2", (14, 1536, 40, 24))
 # timm's name -> blocks of the stem, and the arguments that the name stands for. Any others can be given besides.
@@ -112,10 +114,13 @@ class ViTWeights(ForeignWeights):
                 named = ", ".join(parts)
                 return f"timm holds 1d positions and rotations of EVA-02 alone, with other {named}; use safetensors"
             return None
-        held = ("1d", "sincos") if form == "npz" else ("1d",)
-        if model.position not in held or model.position_at != "stem":
-            kinds = " and ".join(held)
-            return f"{form} holds {kinds} position embeddings at the stem, not {_positions(model)}; use safetensors"
+        if model.position not in ("1d", "sincos") or model.position_at != "stem":
+            return (
+                f"{form} holds 1d and sincos position embeddings at the stem, not {_positions(model)}; use safetensors"
+            )
+        if form == "npz" and (table := model.position_table) != "big_vision":
+            theirs = f"its readers use those of big_vision, not of {table}"
+            return f"npz holds no positions of sincos, and {theirs}; use safetensors"
         if parts := _parts_without_place(model, form):
             return f"{form} holds no Transformers with {', '.join(parts)}; use safetensors"
         if form == "hf" and model.shape.stem is not None:
@@ -250,7 +255,6 @@ def _positions(model: "ViT") -> str:
     if model.position not in ("1d", "2d"):
         return {
             "none": "a model without any",
-            "sincos": "fixed ones",
             "relative": "relative ones",
             "rope": "rotations",
             "1d_rope": "1d ones and rotations",
@@ -318,15 +322,47 @@ def _flax_map(num_heads: int) -> Iterator[Rule]:
     yield from flax_dense(f"{ours}.mlp.fc2", f"{theirs}/MlpBlock_0/Dense_1")
 
 
+def _patches(model: "ViT", theirs: str, positions: str, first: int) -> list[Rule]:
+    """The rules of the patch embedding, and of `positions` with `first` tokens before the patches if they are fixed."""
+    weight, bias = torch_patches("embedding", theirs, model.shape.patch_size)
+    if model.position != "sincos":
+        return [weight, bias]
+    grid = model.shape.grid(model.image_size)
+    return [weight, with_fixed_positions(bias, positions, first, grid, model.shape.width, model.position_table)]
+
+
+def with_fixed_positions(bias: Rule, positions: str, first: int, grid: int, width: int, table: SincosTable) -> Rule:
+    """The rule of a layer's bias in formats that also hold `positions`, which are fixed, hence no parameter here.
+
+    They are written as the table after `first` rows of zeros; those that are read have to be the same.
+    """
+
+    def values() -> Tensor:
+        rows = sincos_positions(grid, width, torch.empty(0), table)
+        return cat([torch.zeros(1, first, width), rows], 1)
+
+    def join(read: tuple[Tensor, ...]) -> Tensor:
+        if not torch.allclose(read[1], values(), rtol=0, atol=_ROUNDED):
+            raise CheckpointError(
+                f"{positions} in the weights are not the fixed positions of model.position: {{kind: sincos, table: "
+                f"{table}}}; if they were learned, use kind: 1d"
+            )
+        return read[0]
+
+    return Rule(bias.ours, (*bias.theirs, positions), lambda value: (value, values()), join, compares=True)
+
+
 def _timm(model: "ViT") -> Iterator[Rule]:
     if model.stem is not None:
         yield from timm_features(model.stem, "stem.", "patch_embed.backbone.")
-    yield from torch_patches("embedding", "patch_embed.proj", model.shape.patch_size)
+    first = (model.cls is not None) * model.shape.class_position
+    yield from _patches(model, "patch_embed.proj", "pos_embed", first)
     if model.cls is not None:
         yield same("cls", "cls_token")
     if model.dist is not None:
         yield same("dist", "dist_token")
-    yield same("pos_embedding", "pos_embed")
+    if model.pos_embedding is not None:
+        yield same("pos_embedding", "pos_embed")
     renames = {f"blocks.{i}.{ours}": f"blocks.{i}.{timm}" for i in range(model.shape.depth) for ours, timm in _IN_BLOCK}
     renames |= {"registers": "reg_token", "norm": "fc_norm" if model.pool == "normed_mean" else "norm"}
     renames |= {"head": "head", "head_dist": "head_dist"}
@@ -354,18 +390,44 @@ def _transformers(model: "ViT") -> Iterator[Rule]:
             join=lambda values: cat([values[0][:, :1], values[0][:, 2:]], 1),
             renames=False,
         )
-    yield positions
-    yield from torch_patches("embedding", f"{name}.embeddings.patch_embeddings.projection", shape.patch_size)
+    if model.pos_embedding is not None:
+        yield positions
+    patches = f"{name}.embeddings.patch_embeddings.projection"
+    yield from _patches(model, patches, f"{name}.embeddings.position_embeddings", 1 + shape.registers)
     for i in range(shape.depth):
-        ours, theirs = f"blocks.{i}", f"{name}.encoder.layer.{i}"
-        attention = f"{theirs}.attention.attention"
-        yield from renamed(f"{ours}.norm1", f"{theirs}.layernorm_before")
-        yield from stacked(f"{ours}.attention.qkv", [f"{attention}.{part}" for part in ("query", "key", "value")])
-        yield from renamed(f"{ours}.attention.out", f"{theirs}.attention.output.dense")
-        yield from renamed(f"{ours}.norm2", f"{theirs}.layernorm_after")
-        yield from renamed(f"{ours}.mlp.fc1", f"{theirs}.intermediate.dense")
-        yield from renamed(f"{ours}.mlp.fc2", f"{theirs}.output.dense")
+        yield from _transformers_block(f"blocks.{i}", f"{name}.encoder.layer.{i}")
     yield from renamed("norm", f"{name}.layernorm")
     yield from renamed("head", "cls_classifier" if shape.distilled else "classifier")
     if shape.distilled:
         yield from renamed("head_dist", "distillation_classifier")
+
+
+def _transformers_block(ours: str, theirs: str) -> Iterator[Rule]:
+    attention = f"{theirs}.attention.attention"
+    yield from renamed(f"{ours}.norm1", f"{theirs}.layernorm_before")
+    yield from stacked(f"{ours}.attention.qkv", [f"{attention}.{part}" for part in ("query", "key", "value")])
+    yield from renamed(f"{ours}.attention.out", f"{theirs}.attention.output.dense")
+    yield from renamed(f"{ours}.norm2", f"{theirs}.layernorm_after")
+    yield from renamed(f"{ours}.mlp.fc1", f"{theirs}.intermediate.dense")
+    yield from renamed(f"{ours}.mlp.fc2", f"{theirs}.output.dense")
+
+
+def decoder_rules(form: Format, shape: ViTShape, grid: int) -> Iterator[Rule]:
+    """The rules of the mask token and the decoder of an MAE, with blocks of `shape` over a grid x grid of patches.
+
+    In timm's format they have the names that the authors of MAE use, whose encoder has timm's.
+    """
+    prefix = "decoder." if form == "hf" else ""
+    yield same("mask", f"{prefix}mask_token")
+    weight, bias = renamed("decoder.embedding", f"{prefix}decoder_embed")
+    yield weight
+    yield with_fixed_positions(bias, f"{prefix}decoder_pos_embed", 1, grid, shape.width, "mae")
+    for i in range(shape.depth):
+        ours = f"decoder.blocks.{i}"
+        if form == "hf":
+            yield from _transformers_block(ours, f"decoder.decoder_layers.{i}")
+        else:
+            for layer in ("norm1", "norm2", "attention.qkv", "attention.out", "mlp.fc1", "mlp.fc2"):
+                yield from renamed(f"{ours}.{layer}", f"decoder_blocks.{i}.{dict(_IN_BLOCK)[layer]}")
+    yield from renamed("decoder.norm", f"{prefix}decoder_norm")
+    yield from renamed("decoder.prediction", f"{prefix}decoder_pred")

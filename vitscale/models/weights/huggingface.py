@@ -1,4 +1,4 @@
-"""A folder of transformers' ViT, DeiT, DINOv2 or DINOv3: config.json, preprocessor_config.json, model.safetensors."""
+"""A folder of transformers' ViT, DeiT, ViTMAE or DINO: config.json, preprocessor_config.json, model.safetensors."""
 
 import math
 import re
@@ -30,6 +30,7 @@ _DINOV2: dict[str, Any] = {
 _DEFAULTS: dict[str, dict[str, Any]] = {  # model_type -> what transformers takes for what a config.json leaves out
     "vit": _VIT,
     "deit": _VIT,
+    "vit_mae": _VIT | {"decoder_num_attention_heads": 16},
     "dinov2": _DINOV2 | {"patch_size": 14},
     "dinov2_with_registers": _DINOV2 | {"patch_size": 16, "num_register_tokens": 4},
     "dinov3_vit": {
@@ -45,6 +46,7 @@ _FILTERS = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers, which files of tra
 _UNDONE = ("do_flip_channel_order", "do_grayscale")
 _RENAMES = (  # the modules of transformers 5 -> the names in its files and version 4's
     (r"^(vit|deit)\.layers\.(\d+)\.", r"\1.encoder.layer.\2."),
+    (r"^decoder\.decoder_encoder\.layer\.", "decoder.decoder_layers."),  # as version 5 writes an MAE's decoder
     (r"\.attention\.q_proj\.", ".attention.attention.query."),
     (r"\.attention\.k_proj\.", ".attention.attention.key."),
     (r"\.attention\.v_proj\.", ".attention.attention.value."),
@@ -81,7 +83,7 @@ def _dino_name(name: str) -> str:
 
 def file_name(name: str, model: str = "vit") -> str:
     """The name in files for a module's name in some version; a model without a head has no `vit.` before its names."""
-    if not name.startswith((f"{model}.", "classifier.", "cls_classifier.", "distillation_classifier.")):
+    if not name.startswith((f"{model}.", "classifier.", "cls_classifier.", "distillation_classifier.", "decoder.")):
         name = f"{model}.{name}"
     for pattern, replacement in _RENAMES:
         name = re.sub(pattern, replacement, name)

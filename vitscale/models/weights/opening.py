@@ -1,5 +1,6 @@
 """Tells the format of a file or folder by its name and its keys."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from vitscale.ground.errors import CheckpointError
@@ -12,6 +13,12 @@ from vitscale.models.weights.torch_files import CONFIG, SAFETENSORS, TORCH_SUFFI
 # A key that every file of a format has, for Transformers and for ResNets.
 _OURS = {"embedding.weight", "features.root.conv.weight"}
 _TIMM = {"patch_embed.proj.weight", "stem.conv.weight"}
+# Of the decoder of a whole MAE, in the names of its authors, who share timm's, and in transformers': a key that it has,
+# and how all begin.
+_DECODERS = {
+    "timm": ("decoder_embed.weight", ("decoder_", "mask_token")),
+    "hf": ("decoder.decoder_embed.weight", ("decoder.",)),
+}
 
 
 def open_weights(path: Path) -> Source:
@@ -23,9 +30,20 @@ def open_weights(path: Path) -> Source:
     Raises `CheckpointError` for what is damaged, pickled or of no known format, saying what was seen.
     """
     try:
-        return _open(path)
+        return _without_decoder(_open(path))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _without_decoder(source: Source) -> Source:
+    """The source with the decoder of an MAE, if it has one, beside the model."""
+    known, prefixes = _DECODERS.get(source.form, ("", ()))
+    if known not in source.entries:
+        return source
+    beside = {key: entry for key, entry in source.entries.items() if key.startswith(prefixes)}
+    entries = {key: entry for key, entry in source.entries.items() if key not in beside}
+    note = "its decoder is part of an objective here: only a run with objective.kind: mae begins with it"
+    return replace(source, entries=entries, beside=beside, notes=(*source.notes, note))
 
 
 def _open(path: Path) -> Source:

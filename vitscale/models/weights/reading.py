@@ -1,16 +1,16 @@
 """Reads our parameters from a source: every key accounted for, one parameter computed at a time."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitscale.ground.errors import CheckpointError
 from vitscale.models.model import Model
 from vitscale.models.weights.foreign import Resampling
 from vitscale.models.weights.rules import Rule
-from vitscale.models.weights.source import Source
+from vitscale.models.weights.source import Entry, Source
 from vitscale.models.weights.table import HEAD, table, their_shapes
 
 Report = Callable[[str], None]
@@ -39,12 +39,14 @@ class Reader:
         read: the whole tensor.
         piece: (start, length) -> those elements of the flattened parameter without the others; None where it has to be
             read whole.
+        compares: whether reading it raises `CheckpointError` for other values in the source: see `Rule`.
     """
 
     keys: tuple[str, ...]
     is_resampled: bool
     read: Callable[[], Tensor]
     piece: Callable[[int, int], Tensor] | None
+    compares: bool = False
 
     def __call__(self) -> Tensor:
         return self.read()
@@ -84,7 +86,19 @@ def parameters(
         )
     for note in (*source.notes, *source.seen_otherwise):
         report(f"{source.path}: {note}")
-    return {name: _reader(source, rules[name], resampled.get(name), report) for name in names}
+    return {name: _reader(source, source.entries, rules[name], resampled.get(name), report) for name in names}
+
+
+def parameters_beside(objective: nn.Module, rules: Sequence[Rule], source: Source) -> dict[str, Reader]:
+    """How to read what an objective adds to its model, by name, from what a source holds `beside` a model.
+
+    `rules` has one for each parameter that the objective adds. Raises `CheckpointError` as `parameters`.
+    """
+    expected = their_shapes(objective, rules)
+    if problems := _differences(expected, source.beside):
+        listed = "\n".join(f"  {text}" for _, text in problems)
+        raise CheckpointError(f"{source.path} ({source.form}) is of another objective:\n{listed}")
+    return {rule.ours: _reader(source, source.beside, rule, None, lambda note: None) for rule in rules}
 
 
 def load_weights(model: Model, source: Source, drop: Collection[str] = (), report: Report = print) -> None:
@@ -108,19 +122,30 @@ def _problems(
     drops_head: bool,
 ) -> list[tuple[str, str]]:
     """(name in the table, what is wrong) of every key that does not fit."""
-    expected = their_shapes(model, list(rules.values()))
+    expected = their_shapes(model, rules.values())
     resizable = {rules[name].theirs[0] for name in resampled}
-    problems = [(name, f"missing {name}: this format has no place for it") for name in names if name not in rules]
+    entries = source.entries
+    if drops_head:
+        of_head = _HEAD_KEYS[source.form]
+        entries = {key: entry for key, entry in entries.items() if key in expected or not key.startswith(of_head)}
+    homeless = [(name, f"missing {name}: this format has no place for it") for name in names if name not in rules]
+    return homeless + _differences(expected, entries, resizable)
+
+
+def _differences(
+    expected: Mapping[str, tuple[int, ...]], entries: Mapping[str, Entry], resizable: Collection[str] = ()
+) -> list[tuple[str, str]]:
+    """(name in the table, what is wrong) of every key that is missing, unexpected or of another shape."""
+    problems = []
     for key, shape in expected.items():
-        entry = source.entries.get(key)
+        entry = entries.get(key)
         if entry is None:
             problems.append((key, f"missing {key} {shape}"))
         elif entry.shape != shape and key not in resizable:
             problems.append((key, f"{entry.key} has shape {entry.shape}, the model's is {shape}"))
-    for key, entry in source.entries.items():
-        if key not in expected and not (drops_head and key.startswith(_HEAD_KEYS[source.form])):
-            problems.append((key, f"unexpected {entry.key} {entry.shape}"))
-    return problems
+    return problems + [
+        (key, f"unexpected {entry.key} {entry.shape}") for key, entry in entries.items() if key not in expected
+    ]
 
 
 def _resampling(model: Model, source: Source, rule: Rule) -> Resampling | None:
@@ -128,9 +153,11 @@ def _resampling(model: Model, source: Source, rule: Rule) -> Resampling | None:
     return None if entry is None else model.foreign().resampling(rule.ours, entry.shape)
 
 
-def _reader(source: Source, rule: Rule, resampling: Resampling | None, report: Report) -> Reader:
+def _reader(
+    source: Source, entries: Mapping[str, Entry], rule: Rule, resampling: Resampling | None, report: Report
+) -> Reader:
     def read() -> Tensor:
-        value = rule.join(tuple(source.entries[key].read() for key in rule.theirs))
+        value = rule.join(tuple(entries[key].read() for key in rule.theirs))
         if rule.ours == "head.weight" and not value.any():
             report(f"{source.path}: every weight of the head is zero, as in the released ImageNet-21k originals")
         if resampling is None:
@@ -138,5 +165,5 @@ def _reader(source: Source, rule: Rule, resampling: Resampling | None, report: R
         report(f"{source.path}: {rule.ours} resampled from {resampling.old} to {resampling.new} positions")
         return resampling.resample(value)
 
-    piece = source.entries[rule.theirs[0]].piece if rule.renames and resampling is None else None
-    return Reader(rule.theirs, resampling is not None, read, piece)
+    piece = entries[rule.theirs[0]].piece if rule.renames and resampling is None else None
+    return Reader(rule.theirs, resampling is not None, read, piece, rule.compares)

@@ -18,7 +18,8 @@ class Rule:
     """Our parameter `ours` is `theirs`: one array or several.
 
     `split` takes our tensor to theirs, in the order of `theirs`; `join` is its inverse. Where `renames` is set they are
-    the same tensor under another name.
+    the same tensor under another name. Where `compares` is set, `theirs` holds values that are no parameter of ours and
+    always the same: `join` raises `CheckpointError` for others.
     """
 
     ours: str
@@ -26,6 +27,7 @@ class Rule:
     split: Callable[[Tensor], Tensors]
     join: Callable[[Tensors], Tensor]
     renames: bool = False
+    compares: bool = False
 
 
 def same(ours: str, theirs: str) -> Rule:

@@ -55,6 +55,7 @@ class Source:
         normalise: how the images that the weights are for are normalised, if the format or a folder says so.
         notes: what people should know: what was left unread, and what the file says that we compute otherwise.
         seen_otherwise: likewise, of pictures, which a run that begins with the weights prepares its own way.
+        beside: as `entries`, what is no part of the model but of the objective that it was pre-trained with.
     """
 
     path: Path
@@ -68,6 +69,7 @@ class Source:
     normalise: Normalise | None = None
     notes: tuple[str, ...] = ()
     seen_otherwise: tuple[str, ...] = ()
+    beside: dict[str, Entry] = field(default_factory=dict)
 
 
 def rename(path: Path, entries: dict[str, Entry], new_name: Callable[[str], str]) -> dict[str, Entry]:

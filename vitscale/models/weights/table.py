@@ -1,6 +1,9 @@
 """The conversion table of any model in any format: one rule for each parameter."""
 
+from collections.abc import Iterable
+
 import torch
+from torch import nn
 
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.weight_formats import Format
@@ -26,8 +29,8 @@ def table(model: Model, form: Format) -> list[Rule]:
     return list(model.foreign().rules(form))
 
 
-def their_shapes(model: Model, rules: list[Rule]) -> dict[str, tuple[int, ...]]:
-    """Key -> shape of every array in a table of this model."""
+def their_shapes(model: nn.Module, rules: Iterable[Rule]) -> dict[str, tuple[int, ...]]:
+    """Key -> shape of every array in a table of this model, or of what an objective adds to one."""
     ours = {name: torch.empty(parameter.shape, device="meta") for name, parameter in model.named_parameters()}
     shapes = {}
     for rule in rules:

@@ -15,15 +15,18 @@ class Position(Block):
     attention layer. `1d_rope` is EVA-02's, which combines 1d and rotations, and with unit and registers_base ViT-5's.
     """
 
-    _later_keys: ClassVar[tuple[str, ...]] = ("base", "unit", "registers_base")
+    _later_keys: ClassVar[tuple[str, ...]] = ("base", "unit", "registers_base", "table")
 
     kind: Literal["none", "1d", "2d", "sincos", "relative", "rope", "1d_rope"] = "1d"
     """learned embeddings by patch (1d) or by row and column (2d), fixed ones of sines and cosines (sincos, as in
-    big_vision), a learned bias by distance (relative), queries and keys of patches rotated by row and column (rope, as
-    in DINOv3), learned embeddings and rotations (1d_rope, as in EVA-02), or none"""
+    big_vision and MAE), a learned bias by distance (relative), queries and keys of patches rotated by row and column
+    (rope, as in DINOv3), learned embeddings and rotations (1d_rope, as in EVA-02), or none"""
     at: Literal["stem", "every_layer", "shared"] = "stem"
     """for 1d and 2d: added before the first block (stem), before every block (every_layer), or the same embeddings
     before every block (shared)"""
+    table: Literal["big_vision", "mae"] = "big_vision"
+    """for sincos: the frequencies, width / 4 from 1 to 1 / 10,000 of a radian a patch (big_vision), or the same number
+    of which the last is one step higher (mae, as also in MoCo v3 and timm)"""
     base: float | None = Field(None, gt=1)
     """frequencies of rotations fall to nearly 1 / base of the first one. For rope, default 100, the first is one turn
     per unit, with 2 units per side; for 1d_rope, default 10,000, one radian per unit, with 16 units per side"""
@@ -45,6 +48,8 @@ class Position(Block):
     def _contradictions(self) -> Iterator[str]:
         if self.kind not in ("1d", "2d") and self.at != "stem":
             yield f"at: {self.at} belongs to kind: 1d and 2d, and kind is {self.kind}"
+        if self.kind != "sincos" and self.table != "big_vision":
+            yield f"table: {self.table} belongs to kind: sincos, and kind is {self.kind}"
         if self.kind not in ROPE_BASES and self.base is not None:
             kinds = " and ".join(ROPE_BASES)
             yield f"base: {self.base:g} belongs to kind: {kinds}, and kind is {self.kind}"

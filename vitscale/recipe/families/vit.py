@@ -323,13 +323,9 @@ class ViT(Model):
     def axes(self, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """As `Model.axes`: query, key, value stacked, each (H, d, D) or (H, d); out (D, H, d); patches (D, P, P, C)."""
         own = self.shape()
-        if _TO_HEADS.search(parameter):
-            return (shape[0] // own.width, own.num_heads, own.head_dim, *shape[1:])
-        if _FROM_HEADS.search(parameter):
-            return (shape[0], own.num_heads, own.head_dim)
         if parameter == "embedding.weight":
             return (shape[0], own.patch_size, own.patch_size, shape[1] // own.patch_size**2)
-        return shape
+        return axes_by_head(own, parameter, shape)
 
     @property
     def has_attention_bias(self) -> bool:
@@ -348,6 +344,15 @@ class ViT(Model):
         while shape.grid(size) == 0:
             size *= 2
         return small, size
+
+
+def axes_by_head(of_model: ViTShape, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a parameter of Transformer blocks with an axis for the heads of attention."""
+    if _TO_HEADS.search(parameter):
+        return (shape[0] // of_model.width, of_model.num_heads, of_model.head_dim, *shape[1:])
+    if _FROM_HEADS.search(parameter):
+        return (shape[0], of_model.num_heads, of_model.head_dim)
+    return shape
 
 
 def has_class_token(pool: Pool) -> bool:

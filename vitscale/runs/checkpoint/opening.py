@@ -117,10 +117,11 @@ def of_checkpoint(
         piece = partial(read, kind, name)
         return Entry(name, tuple(shape), lambda: piece(0, prod(shape)).view(shape), piece)
 
-    entries = {name: entry(name, shape) for name, shape in index.shapes.items() if name not in recipe.objective.own}
+    entries = {name: entry(name, shape) for name, shape in index.shapes.items()}
+    beside = {name: entries.pop(name) for name in index.shapes if recipe.objective.owns(name)}
     return OpenWeights(
         f"{name} step {index.step:,}{' (average)' if kind == EMA else ''}",
-        Source(Path(name), "safetensors", entries),
+        Source(Path(name), "safetensors", entries, beside=beside),
         describe_run(recipe.dump()["model"], recipe, index),
         {"step": index.step, "kind": kind},
         {file.path: file.sha256 for file in index.files},

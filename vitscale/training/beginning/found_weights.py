@@ -151,6 +151,9 @@ def check_model(named: Named, weights: OpenWeights, model: Model, whose: str, no
         theirs, ours = weights.model.facts(), model.facts()
         if {theirs.get("layer_scale"), ours.get("layer_scale")}.isdisjoint({None}):
             theirs["layer_scale"] = ours["layer_scale"]  # only where it begins
+        fixed = {key: ours[key] for key in ("position.kind", "position.table") if ours.get("position.kind") == "sincos"}
+        if weights.source.form in ("timm", "hf") and theirs.get("position.kind") == "1d":
+            theirs |= fixed  # which such files hold like learned ones, and whose values are compared
         if differing := [key for key in ours if theirs.get(key) != ours[key]]:
             listed = "; ".join(f"model.{key} {theirs.get(key)!r}, {whose} is {ours[key]!r}" for key in differing)
             raise RecipeError(f"{named.key}.from: {weights.title} is of another model: it has {listed}")

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from vitscale.ground.errors import CheckpointError, RecipeError, VitscaleError
-from vitscale.ground.wording import counted
+from vitscale.ground.wording import counted, shortened
 from vitscale.models import Model, initialise, weight_dtype
-from vitscale.models.weights import FUNCTIONS, HEAD, Reader, load_weights, parameters, recognised
-from vitscale.objectives import build_objective, build_teacher
-from vitscale.recipe import Distillation, Recipe, families, read_recipe, validate_recipe
+from vitscale.models.weights import FUNCTIONS, HEAD, Reader, load_weights, parameters, parameters_beside, recognised
+from vitscale.objectives import Objective, build_objective, build_teacher
+from vitscale.recipe import MAE, Distillation, Recipe, families, read_recipe, validate_recipe
 from vitscale.runs.checkpoint import checkpoint_directory
 from vitscale.runs.checkpoint.opening import OpenWeights
 from vitscale.runs.directory import read_newest
@@ -146,9 +146,12 @@ class _Assignment:
 
     def __init__(self, recipe: Recipe, class_names: list[str], weights: OpenWeights) -> None:
         assert recipe.init is not None
+        if recipe.init.head != "keep":
+            recipe = _pooled_as(weights, recipe)
         self._weights = weights
         with torch.device("meta"):
-            model = build_objective(recipe, len(class_names)).backbone
+            objective = build_objective(recipe, len(class_names))
+        model = objective.backbone
         names = [name for name, _ in model.named_parameters()]
         drop = [] if recipe.init.head == "keep" else [name for name in names if name in _OUTPUT_LAYERS]
         # No format but these two has a place for the layer `pre_logits`.
@@ -165,6 +168,10 @@ class _Assignment:
             resample=recipe.init.positions == "resample",
             advice=_ADVICE,
         )
+        self.readers |= _beside(recipe, objective, weights)
+        for reader in self.readers.values():
+            if reader.compares:  # now, not when the ranks have met
+                reader()
         self.zeros = frozenset(drop) if recipe.init.head == "zero" else frozenset()
         self.fresh = [name for name in drop if name not in self.zeros]  # which begin as without `init`
         normalise = recipe.data.normalise
@@ -185,6 +192,38 @@ class _Assignment:
         left = _layers([entry.key for key, entry in self._weights.source.entries.items() if key not in used])
         parts += [f"left out: {', '.join(left)}"] if left else []
         return f"weights from {self._weights.title}: {', '.join(parts)}"
+
+
+def _pooled_as(weights: OpenWeights, recipe: Recipe) -> Recipe:
+    """The recipe with the pooling of the weights, if that changes no parameter: formats name parameters by it.
+
+    A class token and the normed mean of the patches are read from the same tokens, and a new head may read either.
+    """
+    model = recipe.model
+    if not isinstance(model, families.ViT) or not model.has_class_token:
+        return recipe
+    is_of_cls = "fc_norm.weight" not in weights.source.entries
+    theirs = ("cls" if is_of_cls else "normed_mean") if weights.model is None else weights.model.pool_or_default()
+    if theirs not in ("cls", "normed_mean"):
+        return recipe
+    return recipe.model_copy(update={"model": model.model_copy(update={"pool": theirs})})
+
+
+def _beside(recipe: Recipe, objective: Objective, weights: OpenWeights) -> dict[str, Reader]:
+    """How to read what the objective adds to the model; empty if the weights hold none for such an objective."""
+    ours, theirs = recipe.objective, None if weights.recipe is None else weights.recipe.objective
+    if not weights.source.beside or (theirs is not None and theirs.kind != ours.kind):
+        return {}
+    rules = objective.rules(weights.source.form)
+    if rules and isinstance(ours, MAE):
+        heads = theirs.decoder_heads if isinstance(theirs, MAE) else None
+        heads = weights.source.config.get("decoder_num_attention_heads", heads)
+        if heads not in (None, ours.decoder_heads):  # which no shape shows
+            raise RecipeError(
+                f"objective.decoder_heads is {ours.decoder_heads}, and the decoder of {weights.title} has "
+                f"{shortened(repr(heads))}"
+            )
+    return parameters_beside(objective, rules, weights.source) if rules else {}
 
 
 def _layers(keys: list[str]) -> list[str]:

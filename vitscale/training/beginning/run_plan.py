@@ -165,6 +165,7 @@ def schedule_in_steps(recipe: Recipe, num_samples: int) -> tuple[int, Callable[[
         warmup=steps(schedule.warmup),
         decay=schedule.decay,
         end=schedule.end_lr,
+        floor=schedule.min_lr,
         boundaries=[steps(boundary) for boundary in schedule.boundaries],
         factor=schedule.factor,
         cooldown=steps(schedule.cooldown),

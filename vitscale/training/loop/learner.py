@@ -90,13 +90,14 @@ class Learner:
         if self._recipe.precision == "fp8":
             from vitscale.models.float8 import train_in_float8  # only those who ask for it need torchao
 
-            self._say(f"{train_in_float8(objective.backbone.blocks, self._world.device)} dense layers train in float8")
+            layers = train_in_float8(torch.nn.ModuleList(objective.units()), self._world.device)
+            self._say(f"{layers} dense layers train in float8")
         if self._recipe.parallelism.fused_gelu:
             from vitscale.models.vit.fused_gelu import fuse_gelu  # only those who ask for it need Triton
 
-            fuse_gelu(objective.backbone)
+            fuse_gelu(objective)
         if self._recipe.parallelism.compiles:
-            compile_blocks(objective.backbone, activation_budget=self._recipe.parallelism.activation_budget)
+            compile_blocks(objective, activation_budget=self._recipe.parallelism.activation_budget)
         return objective
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ def learning_rate(
     warmup: int,
     decay: Decay,
     end: float = 1e-5,
+    floor: float = 0.0,
     boundaries: Sequence[int] = (),
     factor: float = 0.1,
     cooldown: int = 0,
@@ -41,8 +42,8 @@ def learning_rate(
         base: the rate at the end of the warmup.
         total, warmup: steps of the whole run, and of the linear rise from 0 at its beginning.
         decay: from the end of the warmup, `linear` falls to `end` (the authors' code stops at 1e-5, not at 0), `cosine`
-            to 0, `stairs` multiplies by `factor` after each of `boundaries` (in steps; step 3,000 of a boundary at
-            3,000 still has the rate before it, as in BiT-HyperRule), `constant` and `wsd` stay at `base`, `rsqrt`
+            to `floor`, `stairs` multiplies by `factor` after each of `boundaries` (in steps; step 3,000 of a boundary
+            at 3,000 still has the rate before it, as in BiT-HyperRule), `constant` and `wsd` stay at `base`, `rsqrt`
             divides by sqrt(1 + t / timescale) after t steps (big_vision; Zhai et al. 2022), and `restarts` falls to 0
             by a cosine again and again (SGDR, Loshchilov and Hutter), first in `cycle` steps; each restart multiplies
             the steps by `cycle_factor` and the rate by `restart_factor`.
@@ -54,7 +55,7 @@ def learning_rate(
     if decay == "linear":
         rate = end + (base - end) * (1.0 - progress)
     elif decay == "cosine":
-        rate = base * 0.5 * (1.0 + math.cos(math.pi * progress))
+        rate = floor + (base - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
     elif decay == "stairs":
         rate = base * factor ** sum(step > boundary for boundary in boundaries)
     elif decay == "rsqrt":

@@ -1,0 +1,390 @@
+"""Masked autoencoders against transformers' ViTMAE, in both directions, and what a recipe may say of them."""
+
+import re
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+from timm.models.vision_transformer import VisionTransformer
+from torch.nn import functional as F
+from transformers import ViTForImageClassification, ViTMAEConfig, ViTMAEForPreTraining
+from transformers.models.vit_mae.modeling_vit_mae import build_2d_sinusoidal_position_embedding
+
+from vitscale.data.image_operations import to_model_input
+from vitscale.ground.errors import CheckpointError, RecipeError
+from vitscale.models import initial_value, initialise
+from vitscale.models.weights import Description, load_weights, open_weights, parameters_beside, write_weights
+from vitscale.models.weights.table import table
+from vitscale.objectives import build_objective
+from vitscale.objectives.mae import exact_pixels
+from vitscale.recipe import Muon, Normalise, override, validate_recipe
+from vitscale.training.optimizers.parameter_groups import LR_FACTOR, parameter_groups
+
+P, SIDE, B = 8, 32, 3
+N = (SIDE // P) ** 2
+IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+MODEL = {"patch_size": P, "width": 24, "depth": 2, "mlp_dim": 32, "num_heads": 2, "mlp": "exact_gelu"}
+DECODER = {"decoder_width": 16, "decoder_depth": 3, "decoder_heads": 4}
+FIXED = {"kind": "sincos", "table": "mae"}
+
+
+def make_recipe(*settings, objective=None, **model):
+    content = {
+        "model": MODEL | {"position": FIXED} | model,
+        "data": {"train": "none", "image_size": SIDE, "normalise": IMAGENET},
+        "batch": {"global": B},
+        "objective": {"kind": "mae", **DECODER, **(objective or {})},
+        "optimizer": {"name": "adamw", "lr": 1.0},
+        "schedule": {"duration": {"steps": 1}},
+        "precision": "fp32",
+    }
+    return override(validate_recipe(content, "test").dump(), settings, "test")
+
+
+def made(*settings, **blocks):
+    """An objective with random values, none of them zero."""
+    built = build_objective(make_recipe(*settings, **blocks), 0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.normal_(0, 0.3, generator=generator)
+    return built.train()
+
+
+def pictures():
+    return torch.randint(256, (B, SIDE, SIDE, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def normalised(images, dtype=torch.float32):
+    return to_model_input(images, torch.device("cpu"), dtype, make_recipe().data.normalise)
+
+
+def keys(count=B, seed=0):
+    return np.random.default_rng(seed).integers(-(2**63), 2**63, count, dtype=np.int64)
+
+
+def peer(norm_pix=True, removed=0.75):
+    """transformers' model of the same dimensions, with values of its own."""
+    config = ViTMAEConfig(
+        **{"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
+        **{"patch_size": P, "image_size": SIDE, "hidden_act": "gelu", "layer_norm_eps": 1e-6},
+        **{"decoder_hidden_size": 16, "decoder_num_hidden_layers": 3, "decoder_num_attention_heads": 4},
+        **{"decoder_intermediate_size": 64, "mask_ratio": removed, "norm_pix_loss": norm_pix},
+    )
+    torch.manual_seed(0)
+    theirs = ViTMAEForPreTraining(config)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if parameter.requires_grad:  # positions are fixed
+                parameter.normal_(0, 0.3) if parameter.ndim > 1 or "bias" in name else parameter.uniform_(0.5, 1.5)
+            else:  # which a new model has as zeros in transformers 5.23, and published files as its function has them
+                by_row, by_column = build_2d_sinusoidal_position_embedding(
+                    SIDE // P, SIDE // P, parameter.shape[2], cls_token=True
+                ).chunk(2, dim=1)
+                parameter.copy_(torch.cat([by_column, by_row], dim=1)[None])
+    return theirs.train()
+
+
+def take(objective, path):
+    """Give an objective the whole of the weights at a path."""
+    source = open_weights(path)
+    load_weights(objective.backbone, source, report=lambda note: None)
+    readers = parameters_beside(objective, objective.rules(source.form), source)
+    with torch.no_grad():
+        for name, parameter in objective.named_parameters():
+            if not name.startswith("backbone."):
+                parameter.copy_(readers.pop(name)())
+    assert not readers
+    return objective
+
+
+# ---- Against transformers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("norm_pix", "removed"), [(True, 0.75), (False, 0.75), (True, 0.5)])
+def test_loss_and_gradients_are_transformers(norm_pix, removed, tmp_path):
+    theirs = peer(norm_pix, removed)
+    theirs.save_pretrained(tmp_path)
+    ours = take(made(objective={"norm_pix": norm_pix, "removed": removed}), tmp_path)
+    images, plan = normalised(pictures()), ours.plan(keys(), 0)
+    noise = torch.cat(plan, dim=1).argsort(dim=1).float() / N  # the rank of a patch in our order
+    expected = theirs(pixel_values=images.permute(0, 3, 1, 2), noise=noise)
+    assert torch.equal(expected.mask.sum(dim=1), torch.full((B,), float(plan[1].shape[1])))
+    found = ours(images, torch.full((B,), -1), plan).per_sample
+    assert found.shape == (B,) and found.mean().item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    found.mean().backward()
+    expected.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in ours.named_weights()}
+    of_theirs = {name: parameter.grad for name, parameter in theirs.named_parameters() if parameter.requires_grad}
+    for rule in rules(ours, "hf"):
+        names = [name for each in rule.theirs for name in of_theirs if as_in_file(name) == each]
+        assert len(names) == len(rule.theirs) - rule.compares, rule.theirs
+        for name, gradient in zip(names, rule.split(gradients.pop(rule.ours)), strict=False):
+            largest = of_theirs[name].abs().max()
+            assert (gradient - of_theirs.pop(name)).abs().max() < 2e-6 * max(largest, 1), name
+    assert not gradients and not of_theirs
+
+
+def rules(objective, form):
+    """A rule for each parameter of an objective."""
+    names = {name for name, _ in objective.named_weights()}
+    found = [rule for rule in (*table(objective.backbone, form), *objective.rules(form)) if rule.ours in names]
+    assert {rule.ours for rule in found} == names and len(found) == len(names)
+    return found
+
+
+def as_in_file(name):
+    """What a parameter of transformers 5 is called in published files, which are those of version 4."""
+    name = name.replace("vit.layers.", "vit.encoder.layer.")
+    for part, old in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
+        name = name.replace(f"attention.{part}", f"attention.attention.{old}")
+    name = name.replace("attention.o_proj", "attention.output.dense")
+    return name.replace("mlp.fc1", "intermediate.dense").replace("mlp.fc2", "output.dense")
+
+
+def there(objective, form):
+    """All values of an objective by the names of a format."""
+    values = {name: parameter.detach() for name, parameter in objective.named_weights()}
+    return {
+        key: part.contiguous()
+        for rule in rules(objective, form)
+        for key, part in zip(rule.theirs, rule.split(values[rule.ours]), strict=True)
+    }
+
+
+@pytest.mark.parametrize("names", ["of 4", "of 5"])
+def test_our_weights_compute_the_same_in_transformers(names, tmp_path):
+    """As files of version 4 have them, or under the names in which version 5 writes the decoder's blocks."""
+    peer().save_pretrained(tmp_path)
+    ours = made()
+    tensors = there(ours, "hf")
+    if names == "of 5":
+        tensors = {
+            key.replace("decoder.decoder_layers", "decoder.decoder_encoder.layer"): tensors[key] for key in tensors
+        }
+    assert names == "of 4" or tensors.keys() == load_file(tmp_path / "model.safetensors").keys()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    again = take(build_objective(make_recipe(), 0), tmp_path)
+    assert all(map(torch.equal, again.parameters(), ours.parameters()))
+    if names == "of 4":
+        theirs = ViTMAEForPreTraining.from_pretrained(tmp_path)
+        images, plan = normalised(pictures()), ours.plan(keys(), 0)
+        noise = torch.cat(plan, dim=1).argsort(dim=1).float() / N
+        expected = theirs(pixel_values=images.permute(0, 3, 1, 2), noise=noise).loss
+        assert ours(images, torch.full((B,), -1), plan).per_sample.mean().item() == pytest.approx(
+            expected.item(), rel=1e-5
+        )
+
+
+# ---- In the names of MAE's authors -----------------------------------------------------------------------------------
+
+
+def test_a_whole_file_of_the_authors_is_read_and_its_encoder_is_timm_s(tmp_path):
+    ours = made()
+    tensors = there(ours, "timm")
+    of_block = [f"{layer}.{kind}" for layer in AUTHORS for kind in ("weight", "bias")]
+    of_decoder = {
+        "mask_token",
+        "decoder_pos_embed",
+        *(f"decoder_blocks.{i}.{each}" for i in range(3) for each in of_block),
+    }
+    of_decoder |= {f"decoder_{layer}.{kind}" for layer in ("embed", "norm", "pred") for kind in ("weight", "bias")}
+    torch.save({"model": tensors}, tmp_path / "mae_full.pth")
+    again = take(build_objective(make_recipe(), 0), tmp_path / "mae_full.pth")
+    assert all(map(torch.equal, again.parameters(), ours.parameters()))
+    encoder = VisionTransformer(
+        img_size=SIDE, patch_size=P, embed_dim=24, depth=2, num_heads=2, mlp_ratio=32 / 24, num_classes=0
+    )
+    encoder.load_state_dict({key: value for key, value in tensors.items() if key not in of_decoder})
+    images = normalised(pictures())
+    with torch.no_grad():
+        expected = encoder.eval().forward_features(images.permute(0, 3, 1, 2))
+        torch.testing.assert_close(ours.eval()(images).tokens, expected, rtol=1e-4, atol=1e-5)
+
+
+AUTHORS = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+
+
+def test_an_encoder_alone_leaves_the_decoder_open(tmp_path):
+    tensors = {key: value for key, value in there(made(), "timm").items() if not key.startswith(("decoder", "mask"))}
+    save_file(tensors, tmp_path / "encoder.safetensors")
+    source = open_weights(tmp_path / "encoder.safetensors")
+    assert not source.beside
+    load_weights(made().backbone, source)
+
+
+@pytest.mark.parametrize("key", ["pos_embed", "decoder_pos_embed"])
+def test_other_positions_than_the_fixed_ones_are_refused(key, tmp_path):
+    tensors = there(made(), "timm")
+    tensors[key] = tensors[key] + 0.01
+    save_file(tensors, tmp_path / "mae.safetensors")
+    with pytest.raises(CheckpointError, match=key):
+        take(build_objective(make_recipe(), 0), tmp_path / "mae.safetensors")
+
+
+def test_another_decoder_is_refused(tmp_path):
+    save_file(there(made(), "timm"), tmp_path / "mae.safetensors")
+    other = build_objective(make_recipe(objective={"decoder_depth": 2}), 0)
+    with pytest.raises(CheckpointError, match=r"decoder_blocks\.2\.norm1\.weight"):
+        take(other, tmp_path / "mae.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("frequencies", "form"), [("mae", "timm"), ("mae", "hf"), ("big_vision", "timm"), ("big_vision", "hf")]
+)
+def test_fixed_positions_are_written_where_a_library_learns_them(frequencies, form, tmp_path):
+    described_as = Description(
+        MODEL | {"head": "linear", "position": {"kind": "sincos", "table": frequencies}},
+        SIDE,
+        5,
+        normalise=Normalise(**IMAGENET),
+    )
+    model = described_as.build().to_empty(device="cpu")
+    initialise(model, 0)
+    values = dict(model.named_parameters())
+    write_weights(tmp_path / "out", form, described_as, lambda name: values[name].detach(), report=lambda note: None)
+    images = normalised(pictures())
+    if form == "timm":
+        theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    else:
+        found = ViTForImageClassification.from_pretrained(tmp_path / "out").eval()
+        theirs = lambda x: found(x).logits  # noqa: E731
+    with torch.no_grad():
+        expected = theirs(images.permute(0, 3, 1, 2))
+        torch.testing.assert_close(model.eval()(images).logits, expected, rtol=1e-4, atol=1e-5)
+    again = described_as.build().to_empty(device="cpu")
+    load_weights(again, open_weights(tmp_path / "out"), report=lambda note: None)
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
+
+
+# ---- What is drawn and computed --------------------------------------------------------------------------------------
+
+
+def test_every_patch_is_as_likely_to_stay_and_samples_draw_alone():
+    objective = made()
+    kept, removed = objective.plan(keys(4000), 0)
+    assert kept.shape == (4000, 4) and torch.equal(
+        torch.cat([kept, removed], 1).sort(1).values, torch.arange(N).expand(4000, N)
+    )
+    often = F.one_hot(kept, N).sum(1).float().mean(0)
+    assert (often - 0.25).abs().max() < 5 * (0.25 * 0.75 / 4000) ** 0.5
+    alone = torch.cat([objective.plan(keys(4000)[at : at + 1], at)[1] for at in range(50)])
+    assert torch.equal(alone, removed[:50])
+
+
+@pytest.mark.parametrize("normalise", [IMAGENET, {"mean": [0.5] * 3, "std": [0.5] * 3}])
+def test_pixels_in_bf16_are_told_apart(normalise):
+    every = torch.arange(256, dtype=torch.uint8).view(1, 16, 16, 1).expand(1, 16, 16, 3)
+    block = Normalise(**normalise)
+    exact, rounded = (
+        to_model_input(every, torch.device("cpu"), dtype, block) for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert (exact_pixels(rounded.flatten(1), block) - exact.flatten(1)).abs().max() < 1e-6
+    assert (rounded - exact).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "model", [{}, {"pool": "mean"}, {"pool": "normed_mean"}, {"registers": 2, "position": {"kind": "rope"}}]
+)
+def test_every_parameter_learns_and_labels_play_no_part(model):
+    objective = made(**model)
+    images, plan = normalised(pictures()), objective.plan(keys(), 0)
+    one = objective([images[:, None]], torch.full((B,), -1), plan).per_sample
+    assert torch.equal(one, objective([images[:, None]], torch.arange(B), plan).per_sample)
+    one.sum().backward()
+    assert [name for name, p in objective.named_weights() if p.grad is None or p.grad.abs().max() == 0] == []
+
+
+def test_removed_pixels_are_not_seen_and_their_places_are():
+    objective = made().eval()
+    images, (kept, removed) = normalised(pictures()), objective.plan(keys(), 0)
+
+    def predicted(images):
+        with torch.no_grad():
+            return objective.decoder(objective.backbone(images, kept=kept).tokens, objective.mask, kept, removed)
+
+    changed = images.unflatten(1, (-1, P)).unflatten(3, (-1, P)).clone()
+    for row in range(B):
+        for place in removed[row].tolist():
+            changed[row, place // (SIDE // P), :, place % (SIDE // P)] = 0
+    assert torch.equal(predicted(changed.flatten(3, 4).flatten(1, 2)), predicted(images))
+    assert predicted(images).std(dim=1).mean() > 1e-3, "the mask token is everywhere the same, the positions are not"
+
+
+def test_recomputed_blocks_give_the_same_gradients():
+    images = normalised(pictures())
+    gradients = []
+    for every in (0, 1):
+        objective = made(f"parallelism.activation_checkpointing={every}")
+        objective([images[:, None]], torch.full((B,), -1), objective.plan(keys(), 0)).per_sample.sum().backward()
+        gradients.append([parameter.grad for parameter in objective.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_new_decoder_begins_as_its_authors():
+    objective = build_objective(make_recipe(objective={"decoder_width": 64}), 0)
+    initial = {name: initial_value(objective, name, p.shape, 0) for name, p in objective.named_weights()}
+    assert initial["mask"].std().item() == pytest.approx(0.02, rel=0.4)
+    for name, value in initial.items():
+        if name.startswith("decoder.") and value.ndim == 2:
+            rows, columns = (64, 64) if "qkv" in name else value.shape
+            bound = (6 / (rows + columns)) ** 0.5
+            assert 0.9 * bound < value.abs().max() <= bound, name
+        elif name.startswith("decoder."):
+            assert value.unique().tolist() == [1.0 if "norm" in name and name.endswith("weight") else 0.0], name
+
+
+# ---- What is known of its parameters ---------------------------------------------------------------------------------
+
+
+def test_the_decoder_is_neither_the_models_blocks_nor_its_head():
+    recipe = make_recipe("optimizer.layer_decay=0.5", "optimizer.lr=1.0")
+    objective = build_objective(recipe, 0)
+    factors = {p: group[LR_FACTOR] for group in parameter_groups(recipe, objective) for p in group["params"]}
+    for name, parameter in objective.named_weights():
+        block = re.match(r"blocks\.(\d)\.", name)
+        above = 2 - int(block[1]) if block else 3 if name.startswith(("embedding", "cls")) else 0
+        assert factors[parameter] == 0.5**above, name
+    assert [*objective.units()] == [*objective.backbone.blocks, *objective.decoder.blocks]
+    for name in ("decoder.blocks.2.mlp.fc1.weight", "blocks.1.mlp.fc1.weight"):
+        assert Muon(name="muon", lr=1.0).kept(name, (64, 16)).keys() == {"momentum_buffer"}
+    assert Muon(name="muon", lr=1.0).kept("decoder.prediction.weight", (192, 16)).keys() == {"exp_avg", "exp_avg_sq"}
+
+
+def test_adafactor_sees_the_heads_of_the_decoder():
+    recipe = make_recipe("optimizer={name: adafactor, lr: 1.0}")
+    assert recipe.axes("decoder.blocks.0.attention.qkv.weight", (48, 16)) == (3, 4, 4, 16)
+    assert recipe.axes("decoder.blocks.0.attention.out.weight", (16, 16)) == (16, 4, 4)
+    assert recipe.axes("blocks.0.attention.qkv.weight", (72, 24)) == (3, 2, 12, 24)
+
+
+@pytest.mark.parametrize(
+    ("settings", "keys_named"),
+    [
+        (["model.num_classes=5"], ["model.num_classes"]),
+        (["model.head_bias=1.0"], ["model.head_bias"]),
+        (["objective.removed=0.99"], ["objective.removed", "0.5 keeps 8"]),
+        (["objective.removed=0.01"], ["objective.removed", "0.5 keeps 8"]),
+        (["objective.removed=1.0"], ["objective.removed"]),
+        (["model.patch_size=32"], ["objective.removed", "data.image_size"]),
+        (["data.image_size=36"], ["data.image_size 36", "use 32 or 40"]),
+        (["objective.decoder_heads=5"], ["decoder_heads 5", "such as 4"]),
+        (["objective.decoder_width=18", "objective.decoder_heads=2"], ["decoder_width 18", "such as 20"]),
+        (["objective.decoder_depth=0"], ["objective.decoder_depth"]),
+        (
+            ["model.position={kind: 1d, at: shared, table: big_vision}"],
+            ["objective.kind", "model.position.at"],
+        ),
+        (["model.position.kind=1d"], ["model.position", "table"]),
+        (["model.patch_size=1", "model.blocks=[1]"], ["objective.kind"]),
+        (["objective.share=0.5"], ["objective.share"]),
+        (["schedule.min_lr=0.1"], ["schedule", "min_lr"]),
+        (["schedule.decay=cosine", "schedule.min_lr=2.0"], ["schedule.min_lr", "optimizer.lr"]),
+    ],
+)
+def test_what_does_not_go_together_is_refused(settings, keys_named):
+    with pytest.raises(RecipeError) as caught:
+        make_recipe(*settings)
+    assert all(each in str(caught.value) for each in keys_named), caught.value
