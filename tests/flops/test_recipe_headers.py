@@ -20,7 +20,9 @@ ACCURACIES = {
 RECIPES = sorted(recipes_dir().glob("*.yaml"))
 OF_THE_PAPER = [file for file in RECIPES if file.stem not in ("demo", "vit4_cifar10")]
 # Whose model does not depend on the run.
-FINE_TUNING = sorted(file for of in ("deit3", "vit5") for file in (recipes_dir() / "finetune").glob(f"{of}_*.yaml"))
+FINE_TUNING = sorted(
+    file for of in ("deit3", "vit5", "swin") for file in (recipes_dir() / "finetune").glob(f"{of}_*.yaml")
+)
 IMAGENET = 1_281_167
 
 
