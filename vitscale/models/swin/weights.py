@@ -205,7 +205,7 @@ def recognise(source: Source) -> tuple[dict[str, Any], int | None] | None:
     windows = [(_side(table) + 1) // 2 for table in tables]
     if not all(windows):
         return None
-    shape = SwinShape(patches[0], tuple(blocks), tables[0][1], patches[-1], windows[0])
+    shape = SwinShape(patches[0], tuple(blocks), tables[0][1], windows[0], patches[-1])
     image_size = source.image_size or shape.stride * windows[-1]
     if windows != [shape.window_of(stage, image_size) for stage in range(len(blocks))]:
         return None

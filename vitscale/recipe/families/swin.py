@@ -37,8 +37,8 @@ class SwinShape:
     width: int
     blocks: tuple[int, ...]
     num_heads: int
+    window: int
     patch_size: int = 4
-    window: int = 7
 
     @property
     def channels(self) -> int:
@@ -108,7 +108,7 @@ class Swin(Model):
     num_heads: int | None = Field(None, ge=1, le=1024)
     """attention heads per block of the first stage, twice as many in each later one; must divide the width"""
     window: int | None = Field(None, ge=1, le=64)
-    """side of a window of attention in tokens, default 7; where a feature map is smaller, its side"""
+    """side of a window of attention in tokens, 7 in named models; where a feature map is smaller, its side"""
     drop_path: float = Field(0.0, ge=0, lt=1)
     """share of samples for which the last block's attention, and independently its MLP, is dropped in training; it
     grows from 0 in the first block"""
@@ -126,7 +126,7 @@ class Swin(Model):
     def named(cls, name: str) -> SwinShape | None:
         """As `Model.named`: `Swin-T`."""
         family, _, size = name.partition("-")
-        return SwinShape(*_SIZES[size]) if family == "Swin" and size in _SIZES else None
+        return SwinShape(*_SIZES[size], window=7) if family == "Swin" and size in _SIZES else None
 
     @classmethod
     def refusal(cls, key: str, value: Any, name: str | None) -> str:
