@@ -97,6 +97,13 @@ VIT5 = {
     "vit5_b16_i1k": (192, 3e-3, 0.2, 800, 87),
     "vit5_l16_i1k": (192, 3e-3, 0.35, 400, 304),
 }
+# Swin: the recipe -> model, drop-path, epochs, of which for the warmup, global batch, parameters in millions (Table 1).
+SWIN = {
+    "swin_t_i1k": ("Swin-T", 0.2, 300, 20, 1024, 28.3),
+    "swin_s_i1k": ("Swin-S", 0.3, 300, 20, 1024, 49.6),
+    "swin_b_i1k": ("Swin-B", 0.5, 300, 20, 1024, 87.8),
+    "swin_b_i21k": ("Swin-B", 0.2, 90, 5, 4096, 87.8),
+}
 # The last 20 epochs at 224 pixels: the recipe -> drop-path.
 LAST_EPOCHS = {
     **{"deit3_b16": 0.2, "deit3_l16": 0.45, "deit3_h14": 0.55},
@@ -111,7 +118,7 @@ MAE = {
 LATER = (
     *("s16_i1k_90ep", "s16_i1k_300ep", "deit_ti16_i1k", "deit_s16_i1k", "deit_b16_i1k"),
     *("deit_ti16_distilled_i1k", "deit_s16_distilled_i1k", "deit_b16_distilled_i1k"),
-    *(*AUGREG.values(), *AUGREG_I1K.values(), *DEIT3, *VIT5),
+    *(*AUGREG.values(), *AUGREG_I1K.values(), *DEIT3, *VIT5, *SWIN),
 )
 
 
@@ -333,7 +340,9 @@ def test_no_recipe_of_the_paper_is_left_out():
     known |= {"b16_i21k_masked", *(f"b16_jft_masked{ablation}" for ablation in ("", "_cells", "_pixels", "_15pct"))}
     others = {path.stem for path in recipes_dir().glob("*.yaml")} - known
     assert {stem for stem in others if not stem.startswith("shape_")} == {"demo", "vit4_cifar10", *LATER, *MAE}
-    assert {path.stem for path in recipes_dir().glob("finetune/*.yaml")} == {*TABLE_4, *HYPERRULE, *LAST_EPOCHS, *MAE}
+    assert {path.stem for path in recipes_dir().glob("finetune/*.yaml")} == {
+        *(*TABLE_4, *HYPERRULE, *LAST_EPOCHS, *MAE, "swin_b_384")
+    }
 
 
 @pytest.mark.parametrize("epochs", [90, 300])
@@ -529,6 +538,43 @@ def test_fine_tuning_of_mae(stem):
         weights = dict(build_model(recipe, 1000).named_parameters())
     decayed = {name for name in weights if not re.search(optimizer.decay_exclude, name)}
     assert decayed == {name for name, each in weights.items() if each.ndim == 2}
+
+
+def check_swin(recipe):
+    """What the authors' config.py has for all runs."""
+    mixing, (augmentation, erasing) = recipe.objective.mixing, recipe.data.operations
+    assert (mixing.mixup, mixing.cutmix, mixing.cutmix_share, mixing.per) == (0.8, 1, 0.5, "batch")
+    assert (recipe.objective.loss, recipe.objective.label_smoothing) == ("softmax", 0.1)
+    assert (augmentation.set, augmentation.n, augmentation.m, augmentation.std) == ("timm_increasing", 2, 9, 0.5)
+    assert (erasing.kind, erasing.probability, erasing.mode) == ("random_erasing", 0.25, "pixel")
+    assert (recipe.data.crop.area, recipe.data.repeats) == ([0.08, 1], 1)
+    assert recipe.data.normalise.mean == list(IMAGENET_DEFAULT_MEAN)
+    optimizer = recipe.optimizer
+    assert (optimizer.name, optimizer.betas, optimizer.eps, optimizer.clip_norm) == ("adamw", [0.9, 0.999], 1e-8, 5)
+    assert (recipe.schedule.decay, recipe.model.head) == ("cosine", "linear")
+
+
+@pytest.mark.parametrize("stem", SWIN)
+def test_swin(stem):
+    """Liu et al. (2021) by their config.py and configs/swin; the learning rate is 5e-4 or 1.25e-4 x batch / 512."""
+    name, drop_path, epochs, warmup, batch, params = SWIN[stem]
+    recipe = load_recipe(stem)
+    check_swin(recipe)
+    assert (recipe.model.name, recipe.model.drop_path, recipe.batch.global_size) == (name, drop_path, batch)
+    assert (recipe.schedule.duration.epochs, recipe.schedule.warmup.epochs) == (epochs, warmup)
+    base = 1.25e-4 if "i21k" in stem else 5e-4
+    assert (recipe.optimizer.lr, recipe.optimizer.weight_decay) == (base * batch / 512, 0.05)
+    assert recipe_work(recipe, 1000).params / 1e6 == pytest.approx(params, abs=0.05)
+
+
+def test_swin_at_384_pixels():
+    recipe = load_recipe("finetune/swin_b_384")
+    check_swin(recipe)
+    assert (recipe.model.name, recipe.model.shape().window, recipe.model.drop_path) == ("Swin-B", 12, 0.2)
+    assert (recipe.data.image_size, recipe.data.eval_crop.kind, recipe.data.eval_crop.fraction) == (384, "square", 1)
+    assert (recipe.optimizer.lr, recipe.optimizer.weight_decay) == (2e-5 * 1024 / 512, 1e-8)
+    assert (recipe.schedule.duration.epochs, recipe.schedule.warmup.epochs) == (30, 5)
+    assert (recipe.batch.global_size, recipe.init.head, recipe.init.positions) == (1024, "zero", "resample")
 
 
 def check_adam_of_later(recipe, lr, weight_decay):

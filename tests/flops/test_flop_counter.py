@@ -20,6 +20,7 @@ SMALL = {"name": "ViT-Ti/16", "depth": 2}
 AXIAL = SMALL | {"attention": "axial"}
 STEM = {"name": "R50+ViT-B/16", "width": 64, "depth": 1, "mlp_dim": 96, "num_heads": 2, "blocks": [2, 1]}
 RESNET = {"name": "ResNet50", "blocks": [1, 2, 2]}
+SWIN = {"name": "Swin-T", "width": 32, "num_heads": 2, "blocks": [2, 2, 3], "window": 3}
 ROPE = {"position": {"kind": "rope"}}
 MODERN = [
     {"norm": "rms"},
@@ -40,7 +41,7 @@ MODERN = [
 IN_EVERY_RUN = {
     *("ViT-Ti/16", "ViT-b/32", "ViT-B/8", "R+ViT-Ti/16", "R26+ViT-S/32", "R50+ViT-B/32"),
     *("ResNet50x1", "ResNet50x3", "Axial-ViT-B/32", "AxialResNet50"),
-    "EVA02-Ti/14",
+    *("EVA02-Ti/14", "Swin-T"),
 }
 
 
@@ -126,6 +127,7 @@ def test_variants_of_resnets_at_even_and_odd_sizes(size, variant, mixing):
         (STEM, 75),
         (STEM | {"patch_size": 3}, 64),
         (STEM | {"attention": "axial", "width_factor": 2}, 75),
+        *((SWIN, 64), (SWIN, 75), (SWIN, 3), (SWIN | {"patch_size": 7, "window": 4}, 96)),
         ({"name": "AxialResNet50"}, 40),  # over one position einsum multiplies, and nothing is counted
     ],
 )
@@ -145,6 +147,7 @@ def test_sizes_that_do_not_divide(model, size):
         SMALL | {"sub_norm": "all", "mlp": "swiglu", "pool": "normed_mean", "position": {"kind": "1d_rope"}},
         AXIAL,
         STEM | {"depth": 3},
+        *(SWIN, SWIN | {"drop_path": 0.5}),
         RESNET | {"variant": "v1"},
         RESNET | {"variant": "v2"},
         RESNET | {"variant": "v2", "drop_path": 0.5},

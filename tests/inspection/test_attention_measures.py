@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from vitscale.evaluation.inspection import attention
 from vitscale.evaluation.inspection.attention import Attending, AttentionMeter, chunks, distances, watching
 from vitscale.evaluation.inspection.looking import look, parts_of
+from vitscale.ground.errors import RecipeError
 from vitscale.models.anatomy import Anatomy, AttentionLayer
 
 IMAGES = torch.randint(0, 256, (7, 64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -77,6 +78,27 @@ def test_attention_is_what_timm_extracts(tmp_path):
     _, found = inside(block)
     for weights, reach in zip(expected, found.reach.values(), strict=True):
         np.testing.assert_allclose(reach.distance, attention_distance(weights.numpy(), 8, 8, 3), rtol=1e-3)
+
+
+def test_attention_within_windows_is_what_transformers_reports(tmp_path):
+    """The last block of each stage, whose windows are shifted where there are several."""
+    transformers = pytest.importorskip("transformers")
+    block = {"name": "Swin-T", "width": 32, "num_heads": 2, "blocks": [2, 2, 2], "window": 4}
+    model, found = inside(block, parts=("attention", "norms"))
+    description = described(block)
+    peer = transformers.SwinForImageClassification.from_pretrained(
+        write(model, description, "hf", tmp_path), attn_implementation="eager"
+    )
+    with torch.no_grad():
+        seen = peer((IMAGES.float() / 127.5 - 1).permute(0, 3, 1, 2), output_attentions=True)
+    assert parts_of(model, "it", None) == ["filters", "attention", "alignment", "norms", "colours"]
+    with pytest.raises(RecipeError, match="windows"):
+        parts_of(model, "it", ["rollout"])
+    for stage, weights in enumerate(seen.attentions):
+        reach, windows = found.reach[f"stage {stage + 1}.2"], len(weights) // len(IMAGES)
+        expected = attention_distance(weights.numpy(), 4, 4 * 2**stage, 0)
+        np.testing.assert_allclose(reach.distance, expected.reshape(len(IMAGES), windows, -1).mean(1), rtol=1e-4)
+    assert [values.shape[1] for values in found.norms.values()] == [256, 256, 64, 64, 16, 16]
 
 
 @pytest.mark.parametrize("radius", [1, 2, 3])

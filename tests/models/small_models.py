@@ -6,8 +6,9 @@ import torch
 
 from vitscale.models import Model
 from vitscale.models.resnet import ResNet
+from vitscale.models.swin import Swin
 from vitscale.models.vit import ViT
-from vitscale.recipe.families import ResNetShape, Shape, architecture
+from vitscale.recipe.families import ResNetShape, Shape, SwinShape, ViTShape, architecture
 
 # The authors' own test table, 1000 classes, output layer alone.
 AUTHORS_COUNTS = {
@@ -32,6 +33,8 @@ def build(shape: Shape, image_size: int = 224, num_classes: int = 1000, **option
     """A model of a shape; Transformers with a linear head and the pooling that goes with their attention."""
     if isinstance(shape, ResNetShape):
         return ResNet(shape, image_size=image_size, num_classes=num_classes, **options)
+    if isinstance(shape, SwinShape):
+        return Swin(shape, image_size=image_size, num_classes=num_classes, **options)
     pool = "mean" if shape.attention == "axial" else "cls"
     options = {"head": "linear", "pool": pool} | options
     return ViT(shape, image_size=image_size, num_classes=num_classes, **options)
@@ -47,20 +50,24 @@ def count(model: torch.nn.Module) -> int:
 
 
 def computable(name: str, largest: float) -> Shape:
-    """The shape of a registered model; of one with more parameters one block, or one (narrow) unit a stage."""
+    """The shape of a registered model; of one with more parameters one block, or a few (narrow) ones a stage."""
     if count(on_meta(name)) < largest:
         return architecture(name)
     shape = shallow(name)
     with torch.device("meta"):
         is_small = count(build(shape)) < largest
-    return shape if is_small or not isinstance(shape, ResNetShape) else replace(shape, width_factor=1)
+    if is_small or isinstance(shape, ViTShape):
+        return shape
+    return replace(shape, **({"width": 32} if isinstance(shape, SwinShape) else {"width_factor": 1}))
 
 
 def shallow(name: str) -> Shape:
-    """One block, or one unit a stage."""
+    """One block, or one unit a stage, or two blocks of a Swin, of which one has shifted windows."""
     shape = architecture(name)
     if isinstance(shape, ResNetShape):
         return replace(shape, blocks=(1,) * len(shape.blocks))
+    if isinstance(shape, SwinShape):
+        return replace(shape, blocks=(2,) * len(shape.blocks), num_heads=1)
     stem = shape.stem and replace(shape.stem, blocks=(1,) * len(shape.stem.blocks))
     return replace(shape, depth=1, stem=stem)
 
@@ -70,7 +77,7 @@ def with_values(model: Model, seed: int = 0) -> Model:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim > 1 and "pos_embedding" not in name:
+            if parameter.ndim > 1 and "pos_embedding" not in name and "relative_bias" not in name:
                 parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
             else:
                 is_scale = "norm" in name and name.endswith("weight")

@@ -33,6 +33,10 @@ TIMM_NAMES = {
     "ResNet101x3": "resnetv2_101x3_bit",
     "ResNet152x2": "resnetv2_152x2_bit",
     "ResNet152x4": "resnetv2_152x4_bit",
+    "Swin-T": "swin_tiny_patch4_window7_224",
+    "Swin-S": "swin_small_patch4_window7_224",
+    "Swin-B": "swin_base_patch4_window7_224",
+    "Swin-L": "swin_large_patch4_window7_224",
 }
 SIZE = 64
 
@@ -123,7 +127,7 @@ def test_bf16_is_near_fp32(name):
 
 @cache
 def recomputation_is_exact(shape: Shape) -> bool:
-    dropout = {} if isinstance(shape, ResNetShape) else {"dropout": 0.3}
+    dropout = {"dropout" if isinstance(shape, ViTShape) else "drop_path": 0.3}
     gradients = []
     for every in (0, 2):
         model = with_values(build(shape, image_size=SIZE, num_classes=7, checkpoint_every=every, **dropout))
@@ -162,6 +166,7 @@ FAMILIES = [
     ("R26+ViT-S/32", {}),
     ("ResNet50x1", {}),
     ("AxialResNet50", {}),
+    ("Swin-T", {"drop_path": 0.3}),
     ("DINOv3-S/16", {"position": "rope", "drop_path": 0.3}),
     ("EVA02-B/14", {"position": "1d_rope", "pool": "normed_mean", "drop_path": 0.3}),
 ]

@@ -22,6 +22,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "resnet-v2": {"name": "ResNet50x1", "blocks": [1, 1]},
     "resnet-v1": {"name": "ResNet50x1", "blocks": [1, 1], "variant": "v1"},
     "axial-resnet": {"name": "AxialResNet50", "blocks": [1, 1]},
+    "swin": {"name": "Swin-T", "width": 24, "num_heads": 2, "blocks": [2, 2], "window": 4, "drop_path": 0.3},
     "hybrid": {"blocks": [1, 1], "patch_size": 2},
     "axial": {"attention": "axial"},
     "relative": {"position": {"kind": "relative"}},
@@ -47,7 +48,7 @@ DISTILLATION = {
 # The stage that divides the parameters, beside an uninterrupted run of one that does not; `make test-all` runs all.
 STAGES = [pytest.param(stage, marks=[] if stage == 3 else pytest.mark.slow) for stage in range(4)]
 # The others differ from one of these in a detail: `make test-all` runs them too.
-IN_EVERY_RUN = {"resnet-v2", "modern", "distilled"}
+IN_EVERY_RUN = {"resnet-v2", "swin", "modern", "distilled"}
 OF_FAMILIES = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in FAMILIES]
 RECOMPUTED = {"activation_checkpointing": 1}
 
@@ -126,6 +127,7 @@ def test_every_parameter_is_trained_and_evaluated(root, family, stage):
     ("family", "form"),
     [
         *(("hybrid", "npz"), ("resnet-v2", "timm"), ("2d-shared", "safetensors"), ("eva-02", "timm")),
+        *(("swin", "timm"), ("swin", "hf")),
         ("distilled", "timm"),
     ],
 )

@@ -30,11 +30,13 @@ from vitscale.models.weights import WHOLE_PICTURE, Description, Source
 from vitscale.objectives import Objective, build_objective
 from vitscale.recipe import Data, EvalCrop, Normalise, Recipe, override
 from vitscale.recipe.datasets import find_dataset_or_folder
+from vitscale.recipe.families import model_of
 from vitscale.runs.checkpoint import MASTER, CheckpointReader
 from vitscale.runs.checkpoint.opening import describe_run, is_weights, open_model, open_run, trained_recipe
 from vitscale.runs.checkpoint_index import data_root
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_BY_DISTANCE = "resampled, splines over distances that grow by a factor"
 _BICUBIC, _ANTIALIASED = "resampled, bicubic with edges in one place", "resampled, bicubic and antialiased"
 
 
@@ -141,7 +143,8 @@ class FinishedModel:
         )
         description, model, values = found.fit(weights.model, weights.image_size, report=self._report)
         if any(read.is_resampled for read in values.values()):
-            self.positions, self.positions_of_origin = POSITIONS_RULE, rule_of_origin(found.source)
+            self.positions = model_of(**description.model).positions_rule
+            self.positions_of_origin = rule_of_origin(found.source, self.positions)
         if (names := weights.class_names) is not None:
             if len(names) != description.num_classes:
                 raise RecipeError(
@@ -256,8 +259,10 @@ class OfWeights:
     seed: int = 0
 
 
-def rule_of_origin(source: Source) -> str:
+def rule_of_origin(source: Source, ours: str = POSITIONS_RULE) -> str:
     """How the library that weights come from resamples positions by default; docs/weights.md has the differences."""
+    if ours != POSITIONS_RULE:  # biases of windows: by timm's `resize_rel_pos_bias_table`
+        return _BY_DISTANCE if source.form == "timm" else ours
     if source.form == "timm":
         return _ANTIALIASED
     if source.form == "hf":

@@ -1,4 +1,4 @@
-"""Numbers and lists in sentences (`2 shards`, `0-3, 7`, `a, b and 3 more`) and JSON; pydantic's mistakes in our words."""
+"""Numbers and lists in sentences (`2 shards`, `0-3, 7`, `a, b and 3 more`); JSON; pydantic's mistakes in our words."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -64,6 +64,16 @@ def check_size(images_BHWC: Tensor, image_size: int) -> None:
         raise ValueError(f"images of shape {tuple(images_BHWC.shape)}; this model takes (batch, *{expected})")
 
 
+def cut_patches(x_BHWC: Tensor, patch_size: int) -> Tensor:
+    """(B, H, W, C) -> (B, N, P * P * C), patches in row-major order, each flattened as height, width, channel.
+
+    P divides H and W.
+    """
+    B, H, W, C = x_BHWC.shape
+    P, h, w = patch_size, H // patch_size, W // patch_size
+    return x_BHWC.reshape(B, h, P, w, P, C).permute(0, 1, 3, 2, 4, 5).reshape(B, h * w, P * P * C)
+
+
 def run_block(block: Callable[..., Tensor], *inputs: Tensor | None, recompute: bool) -> Tensor:
     """Run one block of a model; with `recompute` its activations are recomputed in the backward pass."""
     if recompute and torch.is_grad_enabled():

@@ -8,7 +8,7 @@ from models.weights.exported import TINY, described, differing, valued, write
 
 from vitscale.ground.errors import RecipeError
 from vitscale.models.weights import describe, load_weights, open_weights
-from vitscale.recipe.families import REGISTRY, ResNetShape, ViTShape, architecture
+from vitscale.recipe.families import REGISTRY, ResNetShape, SwinShape, ViTShape, architecture
 
 FORMATS = ("safetensors", "npz", "timm", "hf")
 SUPPORTED = {
@@ -22,6 +22,7 @@ SUPPORTED = {
     "DINOv2": {"safetensors"},
     "DINOv3": {"safetensors"},
     "EVA02": {"safetensors", "timm"},
+    "Swin": {"safetensors", "timm", "hf"},
 }
 
 
@@ -32,12 +33,14 @@ def family(name: str) -> str:
 
 
 def block_of(name: str, largest: float) -> dict:
-    """The model block of a registered model; of one with more parameters one block, or one narrow unit a stage."""
+    """The model block of a registered model; of one with more parameters one block, or a few narrow ones a stage."""
     if count(on_meta(name)) < largest:
         return {"name": name}
     shape = shallow(name)
     if isinstance(shape, ResNetShape):
         return {"name": name, "blocks": list(shape.blocks), "width_factor": 1}
+    if isinstance(shape, SwinShape):  # windows that fit into every stage's map
+        return {"name": name, "width": 32, "num_heads": 1, "blocks": list(shape.blocks), "window": 2}
     stem = {} if shape.stem is None else {"blocks": list(shape.stem.blocks)}
     return {"name": name, "depth": shape.depth} | stem
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitscale.ground.weight_formats import POSITIONS_RULE
 from vitscale.recipe import EvalCrop, differences, recipe_sha256
 from vitscale.runs.done import verification
 from vitscale.runs.metrics import Row
@@ -100,10 +99,10 @@ def _positions(run: Run) -> str:
     if run.recipe.init is None:
         return "as trained"
     if run.parent is None:
-        return f"of the file; where that is for another resolution, {POSITIONS_RULE}"
+        return f"of the file; where that is for another resolution, {run.recipe.model.positions_rule}"
     sizes = [(each.recipe.model, each.recipe.data.image_size) for each in (run, run.parent)]
-    own, before = (model.patches(size) or size for model, size in sizes)  # or what a stem makes of such images
-    return _positions(run.parent) if own == before else POSITIONS_RULE
+    own, before = (model.positions_of(size) for model, size in sizes)
+    return _positions(run.parent) if own == before else run.recipe.model.positions_rule
 
 
 def record_of(run: Run) -> RunRecord:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vitscale.models.anatomy import Along, Anatomy
+from vitscale.models.anatomy import Along, Anatomy, AttentionLayer
 
 _CHUNK = 2**21
 """The number of attention weights that exist at once: 8 MB, about what stays in a processor's cache."""
@@ -148,7 +148,7 @@ class AttentionMeter:
     rollout: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._along = {layer.name: layer.along for layer in self.anatomy.attention}
+        self._layers = {layer.name: layer for layer in self.anatomy.attention}
         self._product: Tensor | None = None  # over the layers so far, (k, T, T): row i is what token i is made of
         self._mapped = 0  # the number of pictures done
 
@@ -161,10 +161,11 @@ class AttentionMeter:
     def observe(self, name: str, attending: Attending) -> None:
         """Measure one layer's attention."""
         if name != POOLING:
-            reach, averaged = self._measure(attending, self._along[name])
+            layer = self._layers[name]
+            reach, averaged = self._measure(attending, layer)
             self.reach.setdefault(name, []).append(reach)
             if self._wanted:
-                self.maps.setdefault(name, []).append(self._mix(averaged, self._along[name]).cpu())
+                self.maps.setdefault(name, []).append(self._mix(averaged, layer.along).cpu())
         elif self._product is not None:
             first = Attending(attending.query[: self._wanted], attending.key[: self._wanted], None)
             probe = torch.cat([chunk.weights.mean(dim=1) for chunk in chunks(first)])  # (k, 1, T)
@@ -177,12 +178,16 @@ class AttentionMeter:
         is_first = self.anatomy.reads == "class token"
         self._finish(self._product[:, 0] if is_first else self._product[:, self.anatomy.before :].mean(dim=1))
 
-    def _measure(self, attending: Attending, along: Along) -> tuple[Reach, Tensor]:
+    def _measure(self, attending: Attending, layer: AttentionLayer) -> tuple[Reach, Tensor]:
         """The reach, and the first images' attention as a mean over heads: (k, T, T), or (k n, n, n) for lines."""
         B, A, T, _ = attending.query.shape
-        before, grid = self.anatomy.before, self.anatomy.grid
-        assert grid is not None, "a model with attention has a grid"
-        apart = distances(grid, self.anatomy.stride, along).to(attending.query.device)
+        before, windows = self.anatomy.before, 1
+        if layer.windows is not None:
+            windows, side, stride = layer.windows
+            apart = distances(side, stride, "grid").to(attending.query.device)
+        else:
+            assert self.anatomy.grid is not None, "a model with attention has a grid"
+            apart = distances(self.anatomy.grid, self.anatomy.stride, layer.along).to(attending.query.device)
         lines = B // self._images
         sums, averaged = apart.new_zeros(3, B, A), apart.new_empty(self._wanted * lines, T, T)
         for images, queries, weights, entropy in chunks(attending):
@@ -197,7 +202,7 @@ class AttentionMeter:
             if images.start < len(averaged):
                 mapped = slice(images.start, min(images.stop, len(averaged)))
                 averaged[mapped, queries] = weights[: mapped.stop - mapped.start].mean(dim=1)
-        means = (sums / (T - before)).view(3, self._images, lines, A).mean(dim=2).cpu()
+        means = (sums / (T - before)).view(3, self._images, lines * windows, A // windows).mean(dim=2).cpu()
         return Reach(*means), averaged
 
     def _mix(self, averaged: Tensor, along: Along) -> Tensor:

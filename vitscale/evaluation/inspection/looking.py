@@ -83,6 +83,8 @@ def parts_of(model: Model, title: str, wanted: Sequence[Part] | None) -> list[Pa
     missing: dict[Part, str] = {}
     if not anatomy.attention:
         missing["attention"] = missing["rollout"] = "has no attention between patches"
+    elif any(layer.windows is not None for layer in anatomy.attention):
+        missing["rollout"] = "attends within windows of maps that shrink from stage to stage: layers have no product"
     if not model.positions():
         missing["positions"] = "has no position embeddings: nothing is added to its tokens"
     if not anatomy.embedding:
@@ -134,7 +136,8 @@ def look(
             found.grams.setdefault(name, []).append(gram(output))
         if "norms" in parts:
             is_map = output.dim() == 4
-            norms.setdefault(name, []).append(output.float().norm(dim=1 if is_map else -1).flatten(1).cpu())
+            axis = anatomy.channels if is_map else -1
+            norms.setdefault(name, []).append(output.float().norm(dim=axis).flatten(1).cpu())
 
     shown: list[Tensor] = []
     with ExitStack() as stack:

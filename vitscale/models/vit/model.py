@@ -23,7 +23,7 @@ from vitscale.models.initialise import (
     xavier_uniform,
     xavier_uniform_stacked,
 )
-from vitscale.models.layers import CHANNELS, Linear, OutputLayer, check_size, no_record, run_block
+from vitscale.models.layers import CHANNELS, Linear, OutputLayer, check_size, cut_patches, no_record, run_block
 from vitscale.models.model import Model
 from vitscale.models.outputs import BlockTokens, Outputs
 from vitscale.models.resnet.model import Features, resnet_initialiser
@@ -158,11 +158,10 @@ class ViT(Model):
         return recognise(source)
 
     def patchify(self, x_BHWC: Tensor) -> Tensor:
-        """(B, H, W, C) -> (B, N, P*P*C), patches in row-major order, each flattened as height, width, channel."""
-        B, _, _, C = x_BHWC.shape
-        P, n = self.shape.patch_size, self.shape.grid(self.image_size)
-        whole = x_BHWC[:, : n * P, : n * P]
-        return whole.reshape(B, n, P, n, P, C).permute(0, 1, 3, 2, 4, 5).reshape(B, n * n, P * P * C)
+        """As `Model.patchify`, of whole patches: (B, H, W, C) -> (B, N, P * P * C)."""
+        P = self.shape.patch_size
+        covered = self.shape.grid(self.image_size) * P
+        return cut_patches(x_BHWC[:, :covered, :covered], P)
 
     def forward(
         self,

@@ -22,6 +22,7 @@ _HEADS = {
     **{"so400m": 16, "intern300m": 16},
 }
 _WIDE = (1152, 1280, 1408, 1664)  # these have 16 heads, all others heads of 64 channels
+_KINDS = ("vit", "deit", *dino.ARCHITECTURES)
 _TANH = re.compile(r"vit_(?:(?:so400m|giantopt)_patch16|base_patch32)_siglip_|vit_large_patch16_siglip_(?:gap_)?512")
 _TIMM_FUNCTIONS = {"gelu": "exact_gelu", "gelu_tanh": "gelu", "quick_gelu": "quick_gelu", "quickgelu": "quick_gelu"}
 _HF_FUNCTIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()} | {"gelu_new": "gelu"}
@@ -44,7 +45,7 @@ def recognise(source: Source) -> tuple[dict[str, Any], int | None] | None:
     """As `Model.recognise`."""
     shapes = {key: entry.shape for key, entry in source.entries.items()}
     if source.form == "hf":
-        return _of_transformers(source, shapes) if source.config else None
+        return _of_transformers(source, shapes) if source.config.get("model_type") in _KINDS else None
     return _of_timm(source, shapes) if source.form == "timm" else None
 
 

@@ -1,8 +1,9 @@
-"""A folder of transformers' ViT, DeiT, ViTMAE or DINO: config.json, preprocessor_config.json, model.safetensors."""
+"""A folder of transformers' ViT, DeiT, MAE, DINO or Swin: config.json, preprocessor_config.json, model.safetensors."""
 
 import math
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from vitscale.ground.wording import shortened
 from vitscale.models.layers import CHANNELS
 from vitscale.models.model import Model
 from vitscale.models.weights.preprocessing import crop_of, filter_of, normalise_of, otherwise, resize_of, resized_edge
-from vitscale.models.weights.source import MOST_PIXELS, Entry, Source, names_of, read_json, rename
+from vitscale.models.weights.source import MOST_PIXELS, Entry, Source, names_of, read_json, rename, without_indices
 from vitscale.models.weights.torch_files import CONFIG, read_beside_config
 from vitscale.recipe import EvalCrop, Normalise
 
@@ -39,6 +40,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # model_type -> what transformers take
         **{"query_bias": True, "key_bias": False, "value_bias": True, "proj_bias": True, "mlp_bias": True},
         **{"num_channels": CHANNELS, "num_register_tokens": 0, "use_gated_mlp": False},
     },
+    "swin": {
+        **{"image_size": 224, "patch_size": 4, "num_channels": CHANNELS, "embed_dim": 96, "depths": [2, 2, 6, 2]},
+        **{"num_heads": [3, 6, 12, 24], "window_size": 7, "mlp_ratio": 4.0, "qkv_bias": True, "hidden_act": "gelu"},
+        **{"use_absolute_embeddings": False, "layer_norm_eps": 1e-5},
+    },
 }
 _LANDMARKS = ("embeddings.patch_embeddings.projection.weight", "embeddings.patch_embeddings.weight")
 _MASK, _DISTILLATION = "embeddings.mask_token", "embeddings.distillation_token"
@@ -54,6 +60,15 @@ _RENAMES = (  # the modules of transformers 5 -> the names in its files and vers
     (r"\.mlp\.fc1\.", ".intermediate.dense."),
     (r"\.mlp\.fc2\.", ".output.dense."),
 )
+_OF_SWIN = re.compile(r"(^|\.)encoder\.layers\.\d+\.blocks\.")
+_RENAMES_OF_SWIN = (
+    (r"^(?=embeddings\.|encoder\.|layernorm\.)", "swin."),
+    (r"\.attention\.q_proj\.", ".attention.self.query."),
+    (r"\.attention\.k_proj\.", ".attention.self.key."),
+    (r"\.attention\.v_proj\.", ".attention.self.value."),
+    (r"\.attention\.relative_position_bias\.", ".attention.self."),
+    *_RENAMES[4:],
+)
 
 
 def is_key(key: str) -> bool:
@@ -63,6 +78,9 @@ def is_key(key: str) -> bool:
 
 def renamed(path: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
     """The entries by the names in files of transformers. Raises `CheckpointError`."""
+    if any(map(_OF_SWIN.search, entries)):
+        found = rename(path, entries, lambda name: _replaced(name, _RENAMES_OF_SWIN))
+        return without_indices(found)
     if any(".layer_scale1." in key for key in entries):
         found = rename(path, entries, _dino_name)
         return {key: entry for key, entry in found.items() if 0 not in entry.shape}  # as many registers may be there
@@ -85,7 +103,11 @@ def file_name(name: str, model: str = "vit") -> str:
     """The name in files for a module's name in some version; a model without a head has no `vit.` before its names."""
     if not name.startswith((f"{model}.", "classifier.", "cls_classifier.", "distillation_classifier.", "decoder.")):
         name = f"{model}.{name}"
-    for pattern, replacement in _RENAMES:
+    return _replaced(name, _RENAMES)
+
+
+def _replaced(name: str, renames: Iterable[tuple[str, str]]) -> str:
+    for pattern, replacement in renames:
         name = re.sub(pattern, replacement, name)
     return name
 

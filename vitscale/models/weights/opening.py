@@ -10,7 +10,7 @@ from vitscale.models.weights.npz import read_npz
 from vitscale.models.weights.source import Source, read_json, some
 from vitscale.models.weights.torch_files import CONFIG, SAFETENSORS, TORCH_SUFFIXES, read_safetensors, read_torch
 
-# A key that every file of a format has, for Transformers and for ResNets.
+# A key that every file of a format has, for Transformers, Swin among them, and for ResNets.
 _OURS = {"embedding.weight", "features.root.conv.weight"}
 _TIMM = {"patch_embed.proj.weight", "stem.conv.weight"}
 # Of the decoder of a whole MAE, in the names of its authors, who share timm's, and in transformers': a key that it has,
@@ -69,7 +69,7 @@ def _open(path: Path) -> Source:
             f"{path}: weights are in files that end in {known}, or in a folder of transformers' or timm's"
         )
     if _TIMM & entries.keys():
-        return Source(path, "timm", entries, metadata)
+        return Source(path, "timm", timm_hub.renamed(path, entries), metadata)
     if METADATA_KEY in metadata or _OURS & entries.keys():
         return Source(path, "safetensors", entries, metadata)
     if any(map(huggingface.is_key, entries)):

@@ -18,6 +18,7 @@ from vitscale.recipe import EvalCrop, Normalise
 Shapes = dict[str, tuple[int, ...]]
 _MOST_JSON = 64 << 20
 _LONGEST_NAME = 1000
+_INDICES = (".relative_position_index", ".attn_mask")
 MOST_PIXELS = 8192
 """The largest side of an image."""
 
@@ -80,6 +81,11 @@ def rename(path: Path, entries: dict[str, Entry], new_name: Callable[[str], str]
         if other is not entry:
             raise CheckpointError(f"{path}: {other.key} and {entry.key} are two names of one parameter")
     return result
+
+
+def without_indices(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """The same entries without those of a Swin that follow from its dimensions, and are computed here."""
+    return {name: entry for name, entry in entries.items() if not name.endswith(_INDICES)}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ From config.json timm builds the model and the preprocessing of its images.
 """
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from vitscale.ground.wording import shortened
 from vitscale.models.layers import CHANNELS
 from vitscale.models.model import Model
 from vitscale.models.weights.preprocessing import crop_of, filter_of, normalise_of, otherwise, resize_of, resized_edge
-from vitscale.models.weights.source import MOST_PIXELS, Source, contradicted, names_of
+from vitscale.models.weights.source import MOST_PIXELS, Entry, Source, contradicted, names_of, rename, without_indices
 from vitscale.models.weights.torch_files import SAFETENSORS, read_beside_config
 from vitscale.recipe import EvalCrop, Normalise
 
@@ -25,6 +26,8 @@ _IDLE = {
     *("attn_drop_rate", "drop_path_rate", "weight_init", "fix_init", "dynamic_img_size", "dynamic_img_pad"),
     *("strict_img_size", "head_init_scale", "zero_init_last"),
 }
+_SWIN = "layers.0.blocks.0.attn.relative_position_bias_table"
+_MERGING = r"^layers\.(\d{1,4})\.downsample\."
 
 
 def configuration(
@@ -96,6 +99,22 @@ def check_arguments(source: Source, seen: set[str], fixed: dict[str, tuple[Any, 
             raise contradicted(source, shortened(f"model_args.{key}", 100), value, expected)
 
 
+def renamed(path: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
+    """The entries by timm's names, where they are those of Swin's authors. Raises `CheckpointError`.
+
+    The authors count patch merging to the stage before it, and have no module around the head.
+    """
+    if _SWIN not in entries:
+        return entries
+    is_theirs = any(key.startswith("layers.0.downsample.") for key in entries)
+
+    def new_name(name: str) -> str:
+        name = re.sub(r"^head\.(weight|bias)$", r"head.fc.\1", name)
+        return re.sub(_MERGING, lambda at: f"layers.{int(at[1]) + 1}.downsample.", name) if is_theirs else name
+
+    return rename(path, without_indices(entries), new_name)
+
+
 def read_folder(folder: Path, config: dict[str, Any]) -> Source:
     """Read a folder in timm's format with this config.json. Raises `CheckpointError`."""
     data = _object(config, "pretrained_cfg") or config  # the older form has all in one
@@ -103,7 +122,7 @@ def read_folder(folder: Path, config: dict[str, Any]) -> Source:
     return Source(
         folder,
         "timm",
-        read_beside_config(folder),
+        renamed(folder, read_beside_config(folder)),
         config=config,
         class_names=names_of(config.get("label_names") or data.get("label_names")),
         eval_crop=crop,

@@ -14,10 +14,11 @@ from vitscale.ground.wording import shortened
 from vitscale.recipe.families.family import Model, Patches, Pool, Shape
 from vitscale.recipe.families.position import Position
 from vitscale.recipe.families.resnet import ResNet, ResNetShape
+from vitscale.recipe.families.swin import Swin, SwinShape
 from vitscale.recipe.families.vit import ViT, has_class_token
 from vitscale.recipe.families.vit_shape import DropPathRule, ViTShape
 
-FAMILIES: tuple[type[Model], ...] = (ViT, ResNet)
+FAMILIES: tuple[type[Model], ...] = (ViT, ResNet, Swin)
 REGISTRY = tuple(name for family in FAMILIES for name in family.names)
 """The models that `vitscale models` lists and the tests cover; other names of the same patterns work as well."""
 DIMENSIONS = tuple(dict.fromkeys(key for family in FAMILIES for key in family.dimensions))
@@ -36,7 +37,7 @@ does not have is written with the value given here, and the family accepts it wi
 
 
 def architecture(name: str) -> Shape:
-    """Dimensions of a named model such as `ViT-L/16`, `R50+ViT-B/16`, `ResNet152x2` or `Axial-ViT-B/32`.
+    """Dimensions of a named model such as `ViT-L/16`, `R50+ViT-B/16`, `ResNet152x2` or `Swin-B`.
 
     Raises `ValueError` naming the nearest known model.
     """
@@ -95,7 +96,8 @@ def _validated(content: Any) -> Model:
 def _family(content: dict[str, Any]) -> type[Model]:
     """The block's family: by its `family` key, else by its name, else by its dimensions.
 
-    A block without a name is a ResNet if it has dimensions and all of them are a ResNet's; otherwise a Transformer.
+    A block without a name is a Swin if it has a window, a ResNet if it has dimensions and all of them are a ResNet's,
+    otherwise a Transformer.
     """
     if content.get("family") is not None:
         return block_class(content["family"], Model, "model")  # type: ignore[type-abstract]  # its subclasses are whole
@@ -103,6 +105,8 @@ def _family(content: dict[str, Any]) -> type[Model]:
     if isinstance(name, str):
         return _named(name)[0]
     given = {key for key in DIMENSIONS if content.get(key) is not None}
+    if "window" in given:
+        return Swin
     return ResNet if given and given <= set(ResNet.dimensions) else ViT
 
 
@@ -118,5 +122,7 @@ def _resolved(model: Model) -> dict[str, Any]:
     return {key: own.get(key, value) for key, value in UNSET.items()} | own
 
 
-ModelBlock = Annotated[ViT | ResNet, WrapValidator(lambda content, _: _validated(content)), PlainSerializer(_resolved)]
+ModelBlock = Annotated[
+    ViT | ResNet | Swin, WrapValidator(lambda content, _: _validated(content)), PlainSerializer(_resolved)
+]
 """The `model` of a recipe: the block of one family, chosen by its name or dimensions."""

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from vitscale.ground.block import Block
 from vitscale.ground.operations import Operation
+from vitscale.ground.weight_formats import POSITIONS_RULE
 
 Pool = Literal["cls", "mean", "normed_mean", "map"]
 
@@ -40,6 +41,7 @@ class Model(Block):
 
     implementation: ClassVar[str]  # `module:class` of the `vitscale.models.Model` that computes it
     title: ClassVar[str]  # what messages call a model of this family
+    positions_rule: ClassVar[str] = POSITIONS_RULE  # how what is learned of positions becomes that of another size
     # The models that `vitscale models` lists and the tests cover; other names of the same patterns work, too.
     names: ClassVar[tuple[str, ...]] = ()
     dimensions: ClassVar[tuple[str, ...]] = ()  # the keys that each replace one dimension of the named model
@@ -51,7 +53,8 @@ class Model(Block):
     num_classes: int | None = Field(None, ge=1, le=2**31)
     """number of classes; default: the number of class names of data.train"""
     head: Literal["pretrain", "linear"] = "pretrain"
-    """linear: an output layer; pretrain: a dense layer with tanh before it, which ResNets do not have"""
+    """linear: an output layer; pretrain: a dense layer with tanh before it, which only Transformers with one stage
+    have"""
     head_bias: float | None = None
     """initial bias of the output layer; default: -10 with head: pretrain and the sigmoid loss, else 0"""
 
@@ -116,6 +119,10 @@ class Model(Block):
         """The patches cut from the input image; None if the model cuts none from it."""
         return None
 
+    def positions_of(self, image_size: int) -> object:
+        """What learned positions are made for: equal for two sizes of images if nothing has to be resampled."""
+        return self.patches(image_size) or image_size  # or what a stem makes of such images
+
     @abstractmethod
     def operations(self, image_size: int, num_classes: int | None) -> Sequence[Operation]:
         """The operations on one image, with their parameters, in order; without the head if `num_classes` is None."""
@@ -128,11 +135,16 @@ class Model(Block):
 
     @property
     def num_blocks(self) -> int:
-        """The number of equal Transformer blocks, named `blocks.I`, which `layer_decay` counts and fp8 covers."""
+        """The number of Transformer blocks, named `blocks.I`, which `layer_decay` counts and fp8 covers."""
         return 0
 
+    @property
+    def has_equal_blocks(self) -> bool:
+        """Whether all blocks have one shape, so that every pair of them costs as much as any other."""
+        return self.num_blocks > 0
+
     def with_blocks(self, count: int) -> Self:
-        """The same model with another number of blocks; only for families that have blocks."""
+        """The same model with another number of blocks; only for families that have equal blocks."""
         raise NotImplementedError
 
     def layers_above(self, parameter: str) -> int:

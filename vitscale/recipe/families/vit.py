@@ -183,6 +183,8 @@ class ViT(Model):
 
     @classmethod
     def refusal(cls, key: str, value: Any, name: str | None) -> str:
+        if key == "window":
+            return f"window {value!r} belongs to a Swin, and {name or 'this'} attends to the whole image"
         return f"{key} belongs to ResNets; the stem of a hybrid is v1 with convolutions"
 
     def shape(self) -> ViTShape:

@@ -288,7 +288,7 @@ def _of_all_blocks(recipe: Recipe, num_classes: int, micro_batch: int) -> StepTe
     """
     blocks = recipe.model.num_blocks
     few = _FEW_BLOCKS + blocks % 2
-    if blocks <= few + 2 or recipe.parallelism.activation_checkpointing > 2:
+    if not recipe.model.has_equal_blocks or blocks <= few + 2 or recipe.parallelism.activation_checkpointing > 2:
         return step_tensors(recipe, num_classes, micro_batch, "cuda")
     models = [recipe.model.with_blocks(count) for count in (few, few + 2)]
     smaller = [recipe.model_copy(update={"model": model}) for model in models]

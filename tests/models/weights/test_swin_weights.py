@@ -1,0 +1,158 @@
+"""Swin in timm's, transformers' and its authors' files: every key, equal logits in both directions, other windows."""
+
+import json
+import re
+
+import pytest
+import torch
+from models.small_models import images
+from models.weights.exported import NAMES, described, valued, write
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from vitscale.ground.errors import CheckpointError, RecipeError
+from vitscale.models.weights import describe, load_weights, open_weights
+
+timm = pytest.importorskip("timm")
+SMALL = {"name": "Swin-T", "width": 32, "num_heads": 2, "blocks": [2, 2, 2, 2]}
+# (block, side of the images): as published; windows of 12; every stage's windows in whole; later stages' clamped.
+SIZES = [
+    ({"name": "Swin-T"}, 224),
+    ({**SMALL, "window": 12}, 384),
+    ({**SMALL, "window": 2}, 64),
+    ({**SMALL, "window": 4}, 64),
+]
+sizes = pytest.mark.parametrize(("block", "size"), SIZES, ids=["published", "12", "2", "clamped"])
+
+
+def of_timm(model, num_classes=7):
+    found = model.foreign().timm()
+    return timm.create_model(found.name, num_classes=num_classes, **found.arguments).eval()
+
+
+def randomise(peer):
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return peer
+
+
+def off(model, peer, size) -> float:
+    pixels = images(size)
+    with torch.no_grad():
+        ours, theirs = model(pixels).logits, peer(pixels.permute(0, 3, 1, 2))
+    theirs = getattr(theirs, "logits", theirs)
+    assert ours.std() > 0.05
+    return (ours - theirs).abs().max().item()
+
+
+@sizes
+def test_timm_computes_our_logits_and_we_its(block, size, tmp_path):
+    description = described(block, size)
+    model = valued(description)
+    peer = of_timm(model)
+    peer.load_state_dict(load_file(write(model, description, "timm", tmp_path)), strict=True)
+    assert off(model, peer, size) < 1e-5
+    torch.save({"state_dict": randomise(peer).state_dict()}, tmp_path / "theirs.pth")
+    source = open_weights(tmp_path / "theirs.pth")
+    again = describe(source)
+    assert (again.image_size, again.num_classes, again.build().shape) == (size, 7, model.shape)
+    load_weights(model, source)
+    assert off(model, peer, size) < 1e-5
+
+
+@pytest.mark.parametrize(("block", "size"), [*SIZES[:3], ({**SMALL, "window": 3}, 100)], ids=["7", "12", "2", "padded"])
+def test_transformers_computes_our_logits_and_we_its(block, size, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    description = described(block, size, class_names=NAMES)
+    model = valued(description)
+    folder = write(model, description, "hf", tmp_path)
+    peer, info = transformers.SwinForImageClassification.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    assert off(model, peer.eval(), size) < 1e-5
+    randomise(peer).save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / "preprocessor_config.json").write_text((folder / "preprocessor_config.json").read_text())
+    torch.save(peer.state_dict(), tmp_path / "modules.bin")
+    for path in (tmp_path / "theirs", tmp_path / "modules.bin"):
+        notes: list[str] = []
+        load_weights(model, open_weights(path), report=notes.append)
+        assert notes == [] and off(model, peer, size) < 1e-5
+    found = describe(open_weights(tmp_path / "theirs"))
+    assert (found.image_size, found.build().shape, found.class_names) == (size, model.shape, NAMES)
+
+
+def authors_state(model, description, folder) -> dict[str, torch.Tensor]:
+    """Our weights under the names of microsoft/Swin-Transformer, with the buffers that its files hold."""
+    state = {}
+    for key, value in load_file(write(model, description, "timm", folder)).items():
+        key = re.sub(r"^layers\.(\d)\.downsample", lambda at: f"layers.{int(at[1]) - 1}.downsample", key)
+        state[key.replace("head.fc.", "head.")] = value
+    for key in [key for key in state if key.endswith("relative_position_bias_table")]:
+        layer = key.rpartition(".")[0]
+        state[f"{layer}.relative_position_index"] = torch.zeros(49, 49, dtype=torch.int64)
+        state[f"{layer.rpartition('.')[0]}.attn_mask"] = torch.zeros(64, 49, 49)
+    return state
+
+
+def test_the_files_of_the_authors(tmp_path):
+    """timm's own reader of these files takes them for the same model."""
+    from timm.models.swin_transformer import checkpoint_filter_fn
+
+    description = described({"name": "Swin-T", "blocks": [2, 2, 2, 2]}, 224)
+    model = valued(description)
+    state = authors_state(model, description, tmp_path)
+    torch.save({"model": state}, tmp_path / "swin.pth")
+    peer = of_timm(model)
+    peer.load_state_dict(checkpoint_filter_fn({"model": dict(state)}, peer), strict=True)
+    again = description.build().to_empty(device="cpu")
+    load_weights(again, open_weights(tmp_path / "swin.pth"), report=lambda note: pytest.fail(note))
+    assert off(again.eval(), peer, 224) < 1e-5
+
+
+@pytest.mark.parametrize("form", ["timm", "hf", "safetensors"])
+def test_biases_for_other_windows_are_the_authors(form, tmp_path):
+    """Their load_pretrained, written out: bicubic over the table of offsets."""
+    description = described({**SMALL, "window": 3}, 96)
+    model = valued(description)
+    larger = described({**SMALL, "window": 4}, 128).build().to_empty(device="cpu")
+    notes: list[str] = []
+    load_weights(larger, open_weights(write(model, description, form, tmp_path)), report=notes.append)
+    assert len(notes) == 8
+    theirs, ours = dict(model.named_parameters()), dict(larger.named_parameters())
+    for name, value in theirs.items():
+        if "relative_bias" in name:
+            table = value.detach().reshape(25, -1)
+            heads = table.shape[1]
+            resized = F.interpolate(table.permute(1, 0).view(1, heads, 5, 5), size=(7, 7), mode="bicubic")
+            torch.testing.assert_close(ours[name], resized.view(heads, 49).permute(1, 0).view(7, 7, heads))
+        else:
+            assert torch.equal(ours[name], value), name
+
+
+def test_a_folder_says_what_it_is(tmp_path):
+    description = described({"name": "Swin-B", "window": 12, "width": 32, "num_heads": 1, "blocks": [2, 2, 2, 2]}, 384)
+    folder = write(valued(description), description, "hf", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert describe(open_weights(folder)).model["window"] == 12
+    for key, value in (("mlp_ratio", 2.0), ("hidden_act", "relu"), ("depths", [2, 2, 2, 4]), ("window_size", 7)):
+        (folder / "config.json").write_text(json.dumps(config | {key: value}))
+        with pytest.raises(CheckpointError, match=key):
+            describe(open_weights(folder))
+
+
+@pytest.mark.parametrize("name", ["swin_s3_tiny_224", "swinv2_tiny_window8_256"])
+def test_other_families_of_timm_are_not_taken_for_it(name, tmp_path):
+    peer = timm.create_model(name, num_classes=7)
+    save_file({key: value.contiguous() for key, value in peer.state_dict().items()}, tmp_path / "theirs.safetensors")
+    with pytest.raises(RecipeError, match="--model"):
+        describe(open_weights(tmp_path / "theirs.safetensors"))
+
+
+def test_formats_refuse_what_they_would_compute_otherwise(tmp_path):
+    clamped = described(SMALL, 64)
+    with pytest.raises(RecipeError, match="hf"):
+        write(valued(clamped), clamped, "hf", tmp_path)
+    assert described({**SMALL, "window": 3}, 100).build().foreign().timm() is None  # padded before it is shifted
+    with pytest.raises(RecipeError, match="npz"):
+        write(valued(clamped), clamped, "npz", tmp_path)

@@ -1,0 +1,5 @@
+"""The Swin Transformers: module and foreign weights; what is known without torch is in families/swin.py."""
+
+from vitscale.models.swin.model import Swin
+
+__all__ = ["Swin"]
