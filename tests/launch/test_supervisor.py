@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from small_ranks import is_alive, ranks, signal_when, started, wait_until
+from processes import children, is_alive, signal_when, started, wait_until
+from small_ranks import ranks
 
 from vitscale.launch import Supervisor
 from vitscale.launch.ends import cause
@@ -217,13 +218,9 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, number):
     files = [tmp_path / name for name in ("child", "ready-0", "ready-1")]
     with started(command) as process:
         wait_until(lambda: all(file.exists() for file in files))
-        guards = [pid for pid in _children(process.pid) if pid not in {int(file.read_text()) for file in files}]
+        guards = [pid for pid in children(process.pid) if pid not in {int(file.read_text()) for file in files}]
         process.send_signal(number)
         process.wait()
     assert len(guards) == 1
     for pid in [int(file.read_text()) for file in files] + guards:
         wait_until(lambda pid=pid: not is_alive(pid))
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
