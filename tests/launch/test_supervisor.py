@@ -117,10 +117,18 @@ def test_a_rank_that_stays_behind_after_a_good_end_is_no_reason_to_wait_forever(
     assert [(end.rank, end.returncode) for end in ends] == [(0, 0), (1, -signal.SIGKILL)]
 
 
+@pytest.fixture
+def not_under_nohup():
+    """Whoever runs the tests may have told them to ignore SIGHUP, which the supervisor would respect."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
     ("sent", "arrives"), [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGTERM"), ("SIGHUP", "SIGTERM"), ("SIGUSR1", "SIGUSR1")]
 )
-def test_a_signal_reaches_all_ranks_at_once(tmp_path, sent, arrives):
+def test_a_signal_reaches_all_ranks_at_once(tmp_path, not_under_nohup, sent, arrives):
     # None of them ends before all of them have got it: passed on one after another, it would never come to an end.
     body = (
         "def told(number, _):\n"
