@@ -1,6 +1,6 @@
 """What runs on real DeepSpeed ranks: many trainings, one after another, their outcome left in files.
 
-The ranks of a world are started once and serve all tests of a process that need so many.
+One or two ranks are started once and serve all tests of a process that need so many.
 """
 
 import contextlib
@@ -198,10 +198,16 @@ _WORLDS: dict[int, Ranks] = {}
 
 
 def on_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> None:
-    """Have the ranks of a world call `work(world, *arguments)`. An error on one of them is raised and ends them."""
+    """Have the ranks of a world call `work(world, *arguments)`. An error on one of them is raised and ends them.
+
+    Up to two stay for the next call; more are seldom needed and take memory.
+    """
     ranks = _WORLDS.pop(world_size, None) or Ranks(world_size, join, int(free_port()))
     ranks.do(work, *arguments)
-    _WORLDS[world_size] = ranks
+    if world_size <= 2:
+        _WORLDS[world_size] = ranks
+    else:
+        ranks.close()
 
 
 def start(entry: Callable[..., None], root: Path, work: Any, world_size: int) -> None:
