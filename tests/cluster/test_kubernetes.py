@@ -13,8 +13,8 @@ import kubernetes_validate
 import psutil
 import pytest
 import yaml
-from launch.small_ranks import started, wait_until
 from messages import refusal
+from processes import started, wait_until
 from typer.testing import CliRunner
 
 from vitscale.cli.main import app

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import two_hosts
 import yaml
-from launch.small_ranks import started, wait_until
+from processes import started, wait_until
 from training.ranks import make_data, make_recipe
 from two_hosts import TwoHosts
 

@@ -30,8 +30,10 @@ from typing import Any, NoReturn
 
 # The ranks share this machine whatever it has: no rank gets a device.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+sys.path.append(str(Path(__file__).parents[1]))  # as pytest has it
 
-from watched_runs import Process, Run, differences, impatient_launch, is_alive, launch, write_recipe
+from processes import is_alive
+from watched_runs import Process, Run, differences, impatient_launch, launch, write_recipe
 
 from vitscale.data.shards import ShardFile
 from vitscale.data.shards.generated import write_generated_dataset

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import yaml
+from processes import children, is_alive
 
 import vitscale
 from vitscale.data.shards.generated import write_generated_dataset
@@ -293,28 +294,8 @@ def bare(
     ]
 
 
-def is_alive(pid: int) -> bool:
-    """Whether the process still runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def _descendants(pid: int) -> list[int]:
-    found = []
-    for task in _children_files(pid):
-        try:
-            children = [int(child) for child in task.read_text().split()]
-        except OSError:
-            continue
-        for child in children:
-            found += [child, *_descendants(child)]
-    return found
-
-
-def _children_files(pid: int) -> list[Path]:
-    return list(Path(f"/proc/{pid}/task").glob("*/children"))
+    return [each for child in children(pid) for each in (child, *_descendants(child))]
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:

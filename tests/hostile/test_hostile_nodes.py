@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hostile.speaker import Speaker, come
 from launch.small_cluster import DONE, FOREVER, Cluster, ends
-from launch.small_ranks import wait_until
+from processes import wait_until
 
 from vitscale.ground.errors import PeerLostError, RecipeError
 from vitscale.ground.machine import free_port

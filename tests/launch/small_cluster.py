@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from launch.small_ranks import started
+from processes import started
 
 from vitscale.ground.machine import hold_port
 

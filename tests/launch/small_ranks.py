@@ -1,13 +1,7 @@
 """Ranks of a few lines, which start in milliseconds."""
 
-import contextlib
-import os
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from vitscale.launch import RankCommand
 
@@ -39,37 +33,3 @@ def ranks(here: Path, *bodies: str) -> list[RankCommand]:
         RankCommand(rank, [sys.executable, "-I", "-S", "-c", _PRELUDE + body], {"RANK": str(rank), "HERE": str(here)})
         for rank, body in enumerate(bodies)
     ]
-
-
-@contextlib.contextmanager
-def started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process that does not outlive the test, whatever fails."""
-    process = subprocess.Popen(command, text=True, **options)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def wait_until(is_so: Callable[[], object], seconds: float = 20.0) -> None:
-    """Fails when it never becomes so."""
-    until = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process still runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def signal_when(files: list[Path], *numbers: int) -> None:
-    """From a thread: send this process the signals once all files are there."""
-    wait_until(lambda: all(file.exists() for file in files))
-    for number in numbers:
-        os.kill(os.getpid(), number)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from messages import refusal
-from small_ranks import is_alive, started, wait_until
+from processes import is_alive, started, wait_until
 
 import vitscale
 from vitscale.ground.errors import RecipeError

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 from launch.small_cluster import DONE, FOREVER, Cluster, ends
-from launch.small_ranks import is_alive, wait_until
+from processes import is_alive, wait_until
 
 from vitscale.ground.errors import PeerLostError
 from vitscale.launch import FirstNode, Supervisor, ThisNode, fitting

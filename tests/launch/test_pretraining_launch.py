@@ -13,9 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_ranks import is_alive, started, wait_until
+from processes import is_alive, started, wait_until
+from typer.testing import CliRunner
 
 import vitscale
+from vitscale.cli.main import app
 from vitscale.ground.errors import PeerLostError, PreemptedError, RecipeError
 from vitscale.ground.machine import hold_port
 from vitscale.launch import Pretraining, PretrainingRanks, count_devices
@@ -46,17 +48,8 @@ def test_as_many_ranks_as_devices_that_divide_the_batch(capfd):
 
 def test_what_is_refused_leaves_no_directory_and_its_cause_is_told_once(tmp_path):
     run_dir = tmp_path / "runs" / "refused"
-    command = [
-        *VITSCALE,
-        "launch",
-        "h14_jft",
-        "--ranks",
-        "1",
-        "--run-dir",
-        str(run_dir),
-        "--set",
-        f"data.root={tmp_path}",
-    ]
+    command = [*VITSCALE, "launch", "h14_jft", "--ranks", "1", "--run-dir", str(run_dir)]
+    command += ["--set", f"data.root={tmp_path}"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
     assert done.returncode in (2, 3), done.stderr
     assert not run_dir.parent.exists()
@@ -128,10 +121,10 @@ def test_the_default_run_directory(tmp_path):
         default_run_dir(str(above), smoke=False)
 
 
-def test_mistakes_in_the_recipe_are_told_before_anything_starts(tmp_path):
-    command = [*VITSCALE, "launch", "h14_jft", "--set", "optimizer.lrr=1"]
-    outcome = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=ENVIRONMENT)
-    assert outcome.returncode == 2 and "'optimizer.lr'" in outcome.stderr
+def test_mistakes_in_the_recipe_are_told_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcome = CliRunner().invoke(app, ["launch", "h14_jft", "--set", "optimizer.lrr=1"])
+    assert isinstance(outcome.exception, RecipeError) and "'optimizer.lr'" in str(outcome.exception)
     assert list(tmp_path.iterdir()) == []
 
 

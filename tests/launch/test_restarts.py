@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from small_ranks import ranks, signal_when
+from processes import signal_when
+from small_ranks import ranks
 
 from vitscale.ground.errors import PreemptedError
 from vitscale.launch import Launch, Supervisor

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from small_ranks import is_alive, ranks, signal_when, started, wait_until
+from processes import children, is_alive, signal_when, started, wait_until
+from small_ranks import ranks
 
 from vitscale.launch import Supervisor
 from vitscale.launch.ends import cause
@@ -116,10 +117,18 @@ def test_a_rank_that_stays_behind_after_a_good_end_is_no_reason_to_wait_forever(
     assert [(end.rank, end.returncode) for end in ends] == [(0, 0), (1, -signal.SIGKILL)]
 
 
+@pytest.fixture
+def not_under_nohup():
+    """Whoever runs the tests may have told them to ignore SIGHUP, which the supervisor would respect."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
     ("sent", "arrives"), [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGTERM"), ("SIGHUP", "SIGTERM"), ("SIGUSR1", "SIGUSR1")]
 )
-def test_a_signal_reaches_all_ranks_at_once(tmp_path, sent, arrives):
+def test_a_signal_reaches_all_ranks_at_once(tmp_path, not_under_nohup, sent, arrives):
     # None of them ends before all of them have got it: passed on one after another, it would never come to an end.
     body = (
         "def told(number, _):\n"
@@ -217,13 +226,9 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path, number):
     files = [tmp_path / name for name in ("child", "ready-0", "ready-1")]
     with started(command) as process:
         wait_until(lambda: all(file.exists() for file in files))
-        guards = [pid for pid in _children(process.pid) if pid not in {int(file.read_text()) for file in files}]
+        guards = [pid for pid in children(process.pid) if pid not in {int(file.read_text()) for file in files}]
         process.send_signal(number)
         process.wait()
     assert len(guards) == 1
     for pid in [int(file.read_text()) for file in files] + guards:
         wait_until(lambda pid=pid: not is_alive(pid))
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

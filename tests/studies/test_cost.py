@@ -1,23 +1,28 @@
 """What a study is planned to cost, against its recipes one by one."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from click.testing import Result
 from studies.tiny import SPLITS, write_study
+from typer.testing import CliRunner
 
+from vitscale.cli.main import app
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.flops.estimate import estimate
+from vitscale.ground.errors import RecipeError
 from vitscale.recipe import load_recipe
 
 AXIAL = ("axial_b32_jft", "axial_b16_jft", "axial_r50_jft", "b32_jft", "b16_jft", "r50x1_jft")
 
 
+def plan(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["study", "plan", *arguments, "--hardware", "h100", "--json"])
+
+
 def planned(*arguments: str) -> dict:
-    command = [sys.executable, "-m", "vitscale", "study", "plan", *arguments, "--hardware", "h100", "--json"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    result = plan(*arguments)
+    assert result.exception is None
     return json.loads(result.stdout)
 
 
@@ -60,6 +65,5 @@ def test_a_study_of_which_nothing_is_known_has_no_cost(tmp_path):
     datasets = {"not": {**SPLITS, "train": "away/train"}}
     settings = {"data.root": str(tmp_path), "schedule.duration": {"epochs": 2}, "precision": "bf16"}
     study = write_study(tmp_path, {"a": {"settings": settings, "datasets": datasets}})
-    command = [sys.executable, "-m", "vitscale", "study", "plan", str(study), "--hardware", "h100", "--devices", "1"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 2 and "away/train" in result.stderr and not result.stdout
+    result = plan(str(study), "--devices", "1")
+    assert isinstance(result.exception, RecipeError) and "away/train" in str(result.exception) and not result.stdout

@@ -8,11 +8,11 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from processes import wait_until
 from studies.tiny import SPLITS, write_study
 
 from vitscale.data.shards.generated import write_generated_dataset
@@ -81,11 +81,10 @@ def files(run_dir: Path) -> dict[str, tuple[int, str]]:
     return {str(path): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest()) for path in found}
 
 
-def wait_until(is_so, process: subprocess.Popen) -> None:
-    until = time.monotonic() + 300
-    while not is_so():
-        assert process.poll() is None and time.monotonic() < until
-        time.sleep(0.05)
+def wait_for(path: Path, process: subprocess.Popen) -> None:
+    """Until the process has made the file, or has ended."""
+    wait_until(lambda: path.exists() or process.poll() is not None, 300)
+    assert process.poll() is None
 
 
 def last_evaluation(run_dir: Path) -> dict:
@@ -103,7 +102,7 @@ def test_a_study_that_is_killed_and_repeated_ends_as_one_that_is_left_in_peace(d
 
     with subprocess.Popen(command(killed), env=ENVIRONMENT, cwd=killed, stderr=subprocess.DEVNULL) as process:
         second = killed / "out" / CANDIDATES[1]
-        wait_until(lambda: (second / "recipe.yaml").exists(), process)  # its rank has begun
+        wait_for(second / "recipe.yaml", process)  # its rank has begun
         children = psutil.Process(process.pid).children(recursive=True)
         process.kill()
     assert children
@@ -226,7 +225,7 @@ def test_a_study_that_is_told_to_end_saves_and_goes_on(data, tmp_path):
     with subprocess.Popen(
         command(tmp_path), env=ENVIRONMENT, cwd=tmp_path, stderr=subprocess.PIPE, text=True
     ) as process:
-        wait_until(lambda: (run_dir / "metrics.jsonl").exists(), process)
+        wait_for(run_dir / "metrics.jsonl", process)
         process.send_signal(signal.SIGTERM)
         said = process.stderr.read()
     assert process.returncode == 85 and "repeat the command" in said

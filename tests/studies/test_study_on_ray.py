@@ -5,10 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from processes import wait_until
 from studies.tiny import write_study
 
 from vitscale.data.shards.generated import write_generated_dataset
@@ -32,10 +32,9 @@ def test_entries_run_side_by_side_are_told_to_end_and_go_on(tmp_path):
     write_study(tmp_path, {"a": {"settings": settings, "seeds": [0, 1]}})
     runs = [tmp_path / "out" / f"a-seed{seed}" for seed in (0, 1)]
     with study(tmp_path, "--slots", "2") as process:
-        until = time.monotonic() + 300
-        while not all((run / "metrics.jsonl").exists() for run in runs):
-            assert process.poll() is None and time.monotonic() < until
-            time.sleep(0.05)
+        begun = [run / "metrics.jsonl" for run in runs]
+        wait_until(lambda: all(path.exists() for path in begun) or process.poll() is not None, 300)
+        assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         said = process.stderr.read()
     assert process.returncode == 85, said
@@ -50,6 +49,7 @@ def test_entries_run_side_by_side_are_told_to_end_and_go_on(tmp_path):
     assert all("resumed from" in (run / "launch.log").read_text() for run in runs)
 
 
+@pytest.mark.slow  # a cluster has to begin for it
 def test_what_no_cluster_can_give_is_refused(tmp_path):
     write_study(tmp_path, {"a": {}})
     with study(tmp_path, "--no-check", "--engine-option", "gpus=1000000") as process:

@@ -1,15 +1,13 @@
 """Many small steps in which ranks send while they compute, and are late by chance."""
 
 import json
-import os
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from rank_engines import build, join
+from rank_engines import build
 
 from vitscale.recipe import validate_recipe
 from vitscale.training.watching.replicas import checksum
@@ -47,23 +45,20 @@ def make_late(engine: Any, chance: random.Random) -> None:
         parameter.register_hook(wait)
 
 
-def run_late(rank: int, world_size: int, port: int, folder: Path, work: tuple[list[int], int]) -> None:
-    """Entry point of a rank: for every stage, so many steps, punctually and with delays; ZeRO 3 also without overlap.
+def run_late(world: Any, folder: Path, stages: list[int], steps: int) -> None:
+    """For every stage, so many steps, punctually and with delays; ZeRO 3 also without overlap.
 
     Rank 0 leaves stage -> checksums of every rank's weights and masters after each of these.
     """
-    stages, steps = work
-    join(rank, world_size, port)
-    torch.set_num_threads(1)
     results: dict[int, list[Any]] = {}
     for stage in stages:
         without = [(None, False)] if stage == 3 else []
         for delays, overlap in [(None, True), (1, True), (2, True), *without]:
-            ours = build(make_recipe(stage, world_size, overlap=overlap), CLASSES, world_size)
+            ours = build(make_recipe(stage, world.size, overlap=overlap), CLASSES, world.size)
             engine = ours.deepspeed
             if delays is not None:
-                make_late(engine, random.Random(100 * delays + rank))
-            generator = torch.Generator().manual_seed(rank)
+                make_late(engine, random.Random(100 * delays + world.rank))
+            generator = torch.Generator().manual_seed(world.rank)
             for group in engine.optimizer.param_groups:
                 group["lr"] = 1e-3
             for _ in range(steps * ACCUMULATION):
@@ -76,12 +71,9 @@ def run_late(rank: int, world_size: int, port: int, folder: Path, work: tuple[li
                 "weights": [checksum(weight) for weight in engine.module.parameters()],
                 "masters": [checksum(master) for master in ours.masters],
             }
-            by_rank: list[Any] = [None] * world_size
+            by_rank: list[Any] = [None] * world.size
             torch.distributed.all_gather_object(by_rank, own)
             results.setdefault(stage, []).append(by_rank)
             engine.destroy()
-    if rank == 0:
+    if world.is_main:
         (folder / "late.json").write_text(json.dumps(results))
-    torch.distributed.barrier()
-    sys.stdout.flush()
-    os._exit(0)

@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from ranks import STEPS
 
+from vitscale.about.checks.seen import History
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.opening import open_shard
 from vitscale.runs.checkpoint import CheckpointReader, CheckpointStore
 from vitscale.runs.checkpoint.format import parse_key
 
@@ -71,6 +74,22 @@ def error_of(root: Path, name: str) -> dict[str, Any]:
 def printed(root: Path, name: str) -> str:
     """What rank 0 has said during a run."""
     return (root / "runs" / f"{name}.out").read_text()
+
+
+def uids_of(manifest: Manifest) -> list[int]:
+    """Of all samples of a dataset, in the order of its shards."""
+    found = []
+    for index in range(len(manifest.shards)):
+        with open_shard(manifest, index) as shard:
+            found += shard.file.uid[shard.slots].tolist()
+    return found
+
+
+def stored_bytes(history: History, uid: int) -> bytes:
+    """The file of a sample that a run has trained on, as it was converted."""
+    (place,) = history.find([uid])
+    with open_shard(history.manifest, place.at[0][0]) as shard:
+        return bytes(shard.file.read(int(np.flatnonzero(shard.file.uid == uid)[0])))
 
 
 def put_together(files: Iterable[Path]) -> dict[tuple[str, str], np.ndarray]:

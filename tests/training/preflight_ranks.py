@@ -1,4 +1,4 @@
-"""What a rank of the preflight's tests does. No vitscale is imported before a rank has chosen its copy of it."""
+"""What a rank of the preflight's tests does, with a copy of vitscale that it chooses itself."""
 
 import json
 import os
@@ -21,6 +21,8 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
     is_other = rank == OTHER_RANK
     code = root / ("other-code" if is_other else "code")
     sys.path.insert(0, str(code))
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("vitscale", "ranks")]:
+        del sys.modules[name]  # of the process that this one is a copy of
     import torch
     from ranks import join, make_recipe
 

@@ -2,16 +2,13 @@
 
 import contextlib
 import json
-import os
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from rank_faults import Wrapped, replaced
-from ranks import join
+from ranks import groups_ended
 from torch import Tensor
 
 from vitscale.data.shards.generated import write_generated_dataset
@@ -22,28 +19,21 @@ Fault = Callable[[Any], contextlib.AbstractContextManager[None]]
 """Breaks something while the prover that it is given takes its updates."""
 
 
-def prove_all(rank: int, world_size: int, port: int, root: Path, cases: dict[str, Any]) -> None:
-    """Entry point of a rank. A case is (recipe, settings, updates, fault or None), and leaves `<case>-<world>.json`."""
+def prove_all(world: Any, root: Path, cases: dict[str, Any]) -> None:
+    """A case is (recipe, settings, updates, fault or None), and leaves `<case>-<world>.json`."""
     from vitscale.about.checks.proving import small_form
     from vitscale.about.checks.rank import Prover
 
-    world = join(rank, world_size, port)
     write_generated_dataset(root / TRAIN, [96])
     for case, (stem, settings, updates, fault) in cases.items():
-        try:
-            prover = Prover(small_form(load_recipe(stem, settings), root, world_size), world, root)
+        with groups_ended():
+            prover = Prover(small_form(load_recipe(stem, settings), root, world.size), world, root)
             with contextlib.nullcontext() if fault is None else fault(prover):
                 found = prover.run(updates)
             prover.learner.engine.deepspeed.destroy()
-            assert (found is not None) == (rank == 0), "an oracle on each rank costs memory, and says the same"
-        except Exception:
-            (root / f"{case}-{world_size}.crash-{rank}").write_text(traceback.format_exc())
-            raise
-        if rank == 0:
-            (root / f"{case}-{world_size}.json").write_text(json.dumps(found))
-    torch.distributed.barrier()
-    sys.stdout.flush()
-    os._exit(0)
+        assert (found is not None) == world.is_main, "an oracle on each rank costs memory, and says the same"
+        if world.is_main:
+            (root / f"{case}-{world.size}.json").write_text(json.dumps(found))
 
 
 # ---- Faults ----------------------------------------------------------------------------------------------------------

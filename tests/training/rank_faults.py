@@ -230,6 +230,21 @@ def take_the_file_away(run_dir: Path) -> None:
 
 
 @contextmanager
+def note_set_up(trainer: Any) -> Iterator[None]:
+    """What only the process can tell is left beside the run: its groups' time-outs, what would be compiled."""
+    import deepspeed
+    from torch.distributed import distributed_c10d
+
+    yield
+    backends = [group._get_backend(torch.device("cpu")) for group in distributed_c10d._world.pg_map]
+    found = {
+        "timeouts": [backend.options._timeout.total_seconds() for backend in backends],
+        "shm_op": deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"],
+    }
+    (trainer.run_dir.parent / f"set-up-{trainer.world.rank}.json").write_text(json.dumps(found))
+
+
+@contextmanager
 def save_at_once(trainer: Any) -> Iterator[None]:
     """What was loaded is saved again before anything else, over the same step."""
     trainer.save()

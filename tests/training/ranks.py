@@ -1,30 +1,32 @@
-"""What runs on two real DeepSpeed ranks: many trainings in one launch, their outcome left in files.
+"""What runs on real DeepSpeed ranks: many trainings, one after another, their outcome left in files.
 
-What all ranks import is imported once: the processes are forked from one that has. A launch costs a second or two, one
-more training in it a fraction of a second.
+One or two ranks are started once and serve all tests of a process that need so many.
 """
 
 import contextlib
 import json
-import multiprocessing
+import os
 import shutil
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rank_processes import Ranks
 from torch.multiprocessing import start_processes
 
+from vitscale.data.augmentation import TrainTransform
+from vitscale.data.loader import Loader
+from vitscale.data.order import TrainOrder
+from vitscale.data.shards import Manifest
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.ground.errors import VitscaleError
 from vitscale.ground.machine import free_port
+from vitscale.models import initial_value
+from vitscale.objectives import Objective, build_objective
 from vitscale.recipe import Recipe, load_recipe, smoke_form, validate_recipe
 from vitscale.runs.checkpoint import CheckpointStore
-
-# The second is what the first expected memory of a process imports, with the fake tensors that it is counted by.
-_IMPORTED_ONCE = ["vitscale.training.loop.trainer", "torch._dynamo"]
 
 STEPS = 6
 SHARDS = [24, 24, 24, 24, 9]
@@ -59,6 +61,26 @@ def make_data(root: Path) -> None:
     write_generated_dataset(root / "test", [13, 10], seed=2)
 
 
+def begun(recipe: Recipe, num_classes: int = 7) -> Objective:
+    """The objective with the weights that a run of the recipe begins with."""
+    objective = build_objective(recipe, num_classes)
+    with torch.no_grad():
+        for name, parameter in objective.named_weights():
+            parameter.copy_(initial_value(objective, name, parameter.shape, recipe.seed))
+    return objective
+
+
+def initial_weights(recipe: Recipe, num_classes: int = 7) -> dict[str, torch.Tensor]:
+    """Those weights by name."""
+    return {name: parameter.detach() for name, parameter in begun(recipe, num_classes).named_weights()}
+
+
+def train_loader(root: Path, steps: int, image_size: int = 32) -> Loader:
+    """The first batches of a run on one rank."""
+    order, transform = TrainOrder(SHARDS, BASE["batch"]["global"], 0), TrainTransform()
+    return Loader(Manifest.load(root / "train"), order, image_size=image_size, transform=transform, stop_step=steps)
+
+
 Fault = Callable[[Any], contextlib.AbstractContextManager[None]]
 """Makes something go wrong in the trainer that it is given; see faults.py."""
 
@@ -70,21 +92,48 @@ def train(
     from vitscale.training.beginning.run_plan import plan_run
     from vitscale.training.loop.trainer import Trainer
 
-    trainer = Trainer(plan_run(recipe, world.rank, world.size), run_dir, world)
+    with groups_ended():
+        trainer = Trainer(plan_run(recipe, world.rank, world.size), run_dir, world)
+        try:
+            with contextlib.ExitStack() as stack:
+                for fault in faults:
+                    stack.enter_context(fault(trainer))
+                trainer.run(stop_at)
+        finally:
+            trainer.learner.engine.deepspeed.destroy()
+            trainer.claim.close()  # as the end of the process would
+
+
+@contextlib.contextmanager
+def groups_ended() -> Iterator[None]:
+    """The process groups that vitscale makes in here end with it, as with the process.
+
+    Each has threads that look around a hundred times a second: those of some dozen runs are busier than a small run.
+    """
+    made: list[Any] = []
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        group = new_group(*arguments, **named)
+        made.extend([group] if "backend" in named else [])  # DeepSpeed's, which it keeps, do not name theirs
+        return group
+
+    new_group, error = torch.distributed.new_group, None
+    torch.distributed.new_group = noted
     try:
-        with contextlib.ExitStack() as stack:
-            for fault in faults:
-                stack.enter_context(fault(trainer))
-            trainer.run(stop_at)
+        yield
+    except VitscaleError as raised:  # on all ranks; after any other error they are ended
+        error = raised
     finally:
-        trainer.learner.engine.deepspeed.destroy()
-        trainer.claim.close()  # as the end of the process would
+        torch.distributed.new_group = new_group
+    torch.distributed.barrier()
+    for group in made:
+        torch.distributed.destroy_process_group(group)
+    if error is not None:
+        raise error
 
 
 def join(rank: int, world_size: int, port: int) -> Any:
     """The process group, as a launcher would have it."""
-    import os
-
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -97,7 +146,24 @@ def join(rank: int, world_size: int, port: int) -> Any:
 
     world = distributed.start(rank, world_size, rank)
     torch.set_num_threads(1)  # several for tensors this small only wait for each other
+    _count_tensors_once()
     return world
+
+
+def _count_tensors_once() -> None:
+    """Have the pre-flight count the tensors of a step once for each model, which takes a quarter of a small run."""
+    from vitscale.training.beginning import memory
+
+    count, known = memory.step_tensors, {}
+
+    def counted(recipe: Recipe, *others: Any) -> Any:
+        of_tensors = recipe.model, recipe.objective, recipe.data.image_size, recipe.precision
+        key = (*map(str, of_tensors), recipe.parallelism.activation_checkpointing, *others)
+        if key not in known:
+            known[key] = count(recipe, *others)
+        return known[key]
+
+    memory.step_tensors = counted
 
 
 def asked(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
@@ -106,33 +172,61 @@ def asked(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return [item.callspec.params for item in items if hasattr(item, "callspec")]
 
 
+def quick_of(cases: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """All cases as parameters, those that are not quick marked as slow."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+def job(name: str, blocks: dict[str, Any] | list[dict[str, Any]], *stops: int | None, **others: Any) -> dict[str, Any]:
+    """What `run_jobs` takes: a run whose parts end at these steps, by default one part to the end of the run.
+
+    Its parts have the same recipe, or one each.
+    """
+    stops = stops or (None,)
+    parts = blocks if isinstance(blocks, list) else [blocks] * len(stops)
+    return {"name": name, "stops": stops, "blocks": parts, **others}
+
+
 def launch(root: Path, jobs: list[dict[str, Any]], world_size: int) -> None:
     """`run_jobs` on so many ranks."""
-    (root / "runs").mkdir(exist_ok=True)
-    start(run_jobs, root, jobs, world_size)
+    if jobs:
+        (root / "runs").mkdir(exist_ok=True)
+        on_ranks(world_size, run_jobs, root, jobs)
+
+
+_WORLDS: dict[int, Ranks] = {}
+
+
+def on_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> None:
+    """Have the ranks of a world call `work(world, *arguments)`. An error on one of them is raised and ends them.
+
+    Up to two stay for the next call; more are seldom needed and take memory.
+    """
+    ranks = _WORLDS.pop(world_size, None) or Ranks(world_size, join, int(free_port()))
+    ranks.do(work, *arguments)
+    if world_size <= 2:
+        _WORLDS[world_size] = ranks
+    else:
+        ranks.close()
 
 
 def start(entry: Callable[..., None], root: Path, work: Any, world_size: int) -> None:
-    """An entry point (rank, world_size, port, root, work) on so many ranks."""
-    multiprocessing.set_forkserver_preload(_IMPORTED_ONCE)
+    """An entry point (rank, world_size, port, root, work) in processes of their own, for what changes or ends these."""
     start_processes(entry, (world_size, int(free_port()), root, work), nprocs=world_size, start_method="forkserver")
 
 
-def run_smoke_forms(rank: int, world_size: int, port: int, root: Path, stems: list[str]) -> None:
-    """Entry point of a rank: two steps of the smoke form of each recipe."""
+def run_smoke_forms(world: Any, root: Path, stems: list[str]) -> None:
+    """Two steps of the smoke form of each recipe."""
     from vitscale.training.beginning.automatic import settle
 
-    world = join(rank, world_size, port)
     for stem in stems:
         run_dir = root / "runs" / stem
-        recipe, _ = settle(smoke_form(load_recipe(stem), root, world_size), run_dir, rank, world_size)
+        recipe, _ = settle(smoke_form(load_recipe(stem), root, world.size), run_dir, world.rank, world.size)
         train(recipe, run_dir, world, stop_at=2)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
-def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[str, Any]]) -> None:
-    """Entry point of a rank. Each job is a run, by these keys:
+def run_jobs(world: Any, root: Path, jobs: list[dict[str, Any]]) -> None:
+    """Each job is a run, by these keys:
 
         name: of what it leaves in `runs`, and of its directory there, unless `directory` says another run's
         begins_as: the run whose directory is copied first
@@ -143,28 +237,20 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
     An error of ours ends a job and is written to `<name>.error`, with the steps that are saved at that moment. What is
     printed goes to `<name>.out`.
     """
-    world = join(rank, world_size, port)
     for job in jobs:
         name, run_dir = job["name"], root / "runs" / job.get("directory", job["name"])
-        if rank == 0 and "begins_as" in job:
+        if world.is_main and "begins_as" in job:
             shutil.copytree(root / "runs" / job["begins_as"], run_dir)
         torch.distributed.barrier()
-        with _printed_to(root / "runs" / f"{name}.out" if rank == 0 else None):
+        with _printed_to(root / "runs" / f"{name}.out" if world.is_main else None):
             try:
                 for stop_at, blocks in zip(job["stops"], job["blocks"], strict=True):
                     train(make_recipe(root, **blocks), run_dir, world, stop_at, job.get("faults", []))
             except VitscaleError as error:
-                if rank == 0:
+                if world.is_main:
                     saved = CheckpointStore(run_dir / "checkpoints").steps()
                     message = {"kind": type(error).__name__, "code": error.exit_code, "message": str(error)}
                     (root / "runs" / f"{name}.error").write_text(json.dumps({**message, "saved": saved}))
-            except Exception:
-                (root / "runs" / f"{name}.crash-{rank}").write_text(traceback.format_exc())
-                raise
-    if rank == 0:
-        (root / "runs" / f"world-{world_size}.json").write_text(json.dumps(_set_up_of_the_process()))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -174,15 +260,3 @@ def _printed_to(path: Path | None) -> Iterator[None]:
         return
     with path.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         yield
-
-
-def _set_up_of_the_process() -> dict[str, Any]:
-    """What only the process itself can tell: the time-out of each of its groups, operators that would be compiled."""
-    import deepspeed
-    from torch.distributed import distributed_c10d
-
-    backends = [group._get_backend(torch.device("cpu")) for group in distributed_c10d._world.pg_map]
-    return {
-        "timeouts": [backend.options._timeout.total_seconds() for backend in backends],
-        "shm_op": deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"],
-    }

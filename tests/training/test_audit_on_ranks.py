@@ -10,7 +10,7 @@ import pytest
 from engine_faults import FROM
 from outcomes import column, error_of, metrics, printed
 from rank_faults import poison
-from ranks import asked, launch, make_data
+from ranks import asked, job, launch, make_data, quick_of
 
 STEPS = 4
 EVERY = 2
@@ -87,30 +87,25 @@ RIGHT: dict[str, dict[str, Any]] = {
 }
 
 
-def job(name: str, blocks: dict[str, Any], fault: Any = None) -> dict[str, Any]:
-    return {"name": name, "stops": [None], "blocks": [blocks], "faults": [fault] if fault is not None else []}
-
-
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def root(root: Path, request: pytest.FixtureRequest) -> Path:
     """Every training on two ranks that the tests below look at."""
-    root = tmp_path_factory.mktemp("audit")
-    make_data(root)
-    wanted = [(params["fault"], params["stage"]) for params in asked(request) if "fault" in params]
-    jobs = []
-    for fault, stage in wanted:
+    jobs, parameters = [], asked(request)
+    for fault, stage in ((params["fault"], params["stage"]) for params in parameters if "fault" in params):
         whole = {"batch": {"global": 16, "micro_max": 8}} if stage == 1 and fault not in OF_SEVERAL else {}
-        jobs.append(job(f"{fault}-{stage}", content(stage, **whole), getattr(faults, fault)))
+        jobs.append(job(f"{fault}-{stage}", content(stage, **whole), faults=[getattr(faults, fault)]))
     jobs += [job(f"right-{name}", blocks) for name, blocks in RIGHT.items()]
-    jobs.append(job("right-used-twice", content(2), faults.used_twice))
-    jobs += [job(f"right-unused-{p}", content(0, precision=p), faults.unused) for p in ("fp32", "bf16")]
+    jobs.append(job("right-used-twice", content(2), faults=[faults.used_twice]))
     overlap = content(1, parallelism={"zero_stage": 1, "overlap": True})
-    jobs.append(job("right-unused-overlap", overlap, faults.unused))
+    unused = {"fp32": content(0, precision="fp32"), "bf16": content(0), "overlap": overlap}
+    jobs += [job(f"right-unused-{name}", blocks, faults=[faults.unused]) for name, blocks in unused.items()]
     skipping = content(2, check={"audit_every": 1}, anomalies={"non_finite": "skip"})
-    jobs.append(job("right-with-a-batch-left-out", skipping, partial(poison, positions={1: "nan"})))
-    jobs.append(job("warned", content(2, check={"audit_every": EVERY, "audit": "warn"}), faults.skipped_bucket))
-    jobs += [job(f"audited-{stage}", content(stage)) for stage in STAGES]
-    jobs += [job(f"unaudited-{stage}", content(stage, check={"audit_every": None})) for stage in STAGES]
+    jobs.append(job("right-with-a-batch-left-out", skipping, faults=[partial(poison, positions={1: "nan"})]))
+    warned = content(2, check={"audit_every": EVERY, "audit": "warn"})
+    jobs.append(job("warned", warned, faults=[faults.skipped_bucket]))
+    for stage in (params["audited"] for params in parameters if "audited" in params):
+        jobs.append(job(f"audited-{stage}", content(stage)))
+        jobs.append(job(f"unaudited-{stage}", content(stage, check={"audit_every": None})))
     launch(root, jobs, 2)
     return root
 
@@ -140,11 +135,11 @@ def test_a_recipe_may_want_it_said_only(root):
     assert len(said) == 1 and all("WARNING" in line for line in said)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_audit_changes_no_bit(root, stage):
+@pytest.mark.parametrize("audited", quick_of(STAGES, (0, 1, 3)))  # 1 and 2 are one optimizer of DeepSpeed's
+def test_an_audit_changes_no_bit(root, audited):
     for key in ("loss", "grad_norm", "batch_digest"):
-        assert column(root, f"audited-{stage}", key) == column(root, f"unaudited-{stage}", key)
-    assert files(root, f"audited-{stage}") == files(root, f"unaudited-{stage}")
+        assert column(root, f"audited-{audited}", key) == column(root, f"unaudited-{audited}", key)
+    assert files(root, f"audited-{audited}") == files(root, f"unaudited-{audited}")
 
 
 def files(root: Path, name: str) -> dict[str, str]:

@@ -11,14 +11,14 @@ import torch
 from messages import refusal
 from outcomes import checkpoint, column, everything, metrics, printed
 from rank_faults import poison
-from ranks import STEPS, asked, launch, make_data, make_recipe
+from ranks import STEPS, asked, job, launch, make_data, make_recipe, quick_of
 
 from vitscale.ground.errors import CheckpointError, RecipeError, VitscaleError
 from vitscale.runs.run import Run
 from vitscale.training.beginning.run_plan import plan_run
 from vitscale.training.loop.resuming import check_branch
 
-STAGES = [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 2, 3))]
+STAGES = quick_of(range(4), [1])
 AT = 3
 LONG = {"duration": {"steps": 9}, "warmup": {"steps": 2}, "decay": "wsd", "cooldown": {"steps": 3}}
 OF_THE_MACHINE = ("WARNING: the machine of ", "WARNING: precision bf16: the processor of ")  # by the preflight
@@ -45,15 +45,9 @@ def branch(trunk: str | Path, schedule: dict[str, Any] = SHORT, stage: int = 1, 
     return content(schedule, stage, init={"from": str(trunk), "step": AT, "continue": True}, **others)
 
 
-def job(name: str, blocks: dict[str, Any], *stops: int | None, **others: Any) -> dict[str, Any]:
-    return {"name": name, "stops": stops or (None,), "blocks": [blocks] * len(stops or (None,)), **others}
-
-
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def root(root: Path, request: pytest.FixtureRequest) -> Path:
     """Every training that the tests below look at."""
-    root = tmp_path_factory.mktemp("branches")
-    make_data(root)
     bad = {"faults": [partial(poison, positions={1: "gradient"})]}
     jobs = []
     for stage in sorted({1, *(params["stage"] for params in asked(request) if "stage" in params)}):

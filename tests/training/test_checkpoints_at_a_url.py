@@ -1,6 +1,7 @@
 """A run whose checkpoints lie in an object store goes on where its machine, and all that was on it, is gone."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from ranks import make_data, make_recipe, run_jobs
+from ranks import job, join, make_data, make_recipe, run_jobs, start
 from s3_server import BUCKET, S3Server, serving
 
 from vitscale.data.shards.generated import CLASS_NAMES
-from vitscale.ground.machine import free_port
 from vitscale.runs.checkpoint import CheckpointStore, RemoteDirectory
 from vitscale.training.beginning.initial_weights import check_initial_weights
 
@@ -29,11 +28,14 @@ def s3(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 
 
 def launch(root: Path, *jobs: dict[str, Any]) -> None:
-    mp.spawn(run_jobs, (1, int(free_port()), root, list(jobs)), nprocs=1)
+    """In a process of its own, which knows nothing of the server but what is there, and how to find it."""
+    start(run_with_environment, root, (dict(os.environ), jobs), 1)
 
 
-def job(name: str, stop: int | None, **blocks: Any) -> dict[str, Any]:
-    return {"name": name, "stops": [stop], "blocks": [blocks]}
+def run_with_environment(rank: int, world_size: int, port: int, root: Path, work: tuple[dict[str, str], Any]) -> None:
+    environment, jobs = work
+    os.environ.update(environment)
+    run_jobs(join(rank, world_size, port), root, jobs)
 
 
 def rows(root: Path, name: str) -> list[list[Any]]:
@@ -46,10 +48,10 @@ def test_a_run_goes_on_without_its_directory(tmp_path: Path, s3: S3Server):
     (tmp_path / "runs").mkdir()
     blocks = {"ema": {"decay": 0.9}, "model": {"dropout": 0.1}}
     remote = {"every": {"steps": 1}, "dir": f"s3://{BUCKET}/checkpoints"}
-    launch(tmp_path, job("here", None, **blocks), job("there", 4, **blocks, checkpoint=remote))
+    launch(tmp_path, job("here", blocks), job("there", blocks | {"checkpoint": remote}, 4))
     shutil.rmtree(tmp_path / "runs" / "there")
     other = {**blocks, "optimizer": {"name": "sgd", "lr": 0.1}}
-    launch(tmp_path, job("there", None, **blocks, checkpoint=remote), job("there", None, **other, checkpoint=remote))
+    launch(tmp_path, *(job("there", each | {"checkpoint": remote}) for each in (blocks, other)))
     assert rows(tmp_path, "there") == rows(tmp_path, "here")[4:]
     assert not (tmp_path / "runs" / "there" / "checkpoints").exists()
     here = CheckpointStore(tmp_path / "runs" / "here" / "checkpoints").open(6)
@@ -67,7 +69,8 @@ def test_a_run_begins_with_the_weights_of_one_whose_checkpoints_are_there(tmp_pa
     (tmp_path / "runs").mkdir()
     remote = {"every": {"steps": 1}, "dir": f"s3://{BUCKET}/checkpoints"}
     init = {"from": str(tmp_path / "runs" / "there"), "head": "keep"}
-    launch(tmp_path, job("there", 3, ema={"decay": 0.9}, checkpoint=remote), job("here", 1, init=init))
+    there = {"ema": {"decay": 0.9}, "checkpoint": remote}
+    launch(tmp_path, job("there", there, 3), job("here", {"init": init}, 1))
     check_initial_weights(make_recipe(tmp_path, init=init), list(CLASS_NAMES), tmp_path / "runs" / "none")
     # The first update has learning rate 0.
     here = CheckpointStore(tmp_path / "runs" / "here" / "checkpoints").open(1)

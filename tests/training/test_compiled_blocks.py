@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from outcomes import assert_same_run, column, evaluations
-from ranks import launch, make_data
+from ranks import job, launch
 
 pytestmark = pytest.mark.slow  # compiling takes a minute or two
 
@@ -27,15 +27,11 @@ def blocks(name: str, is_compiled: bool) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("compiled")
-    make_data(root)
-    jobs = [{"name": f"{name}-eager", "stops": [None], "blocks": [blocks(name, False)]} for name in RUNS]
-    jobs += [{"name": name, "stops": [None], "blocks": [blocks(name, True)]} for name in RUNS]
+def root(root: Path) -> Path:
+    jobs = [job(f"{name}-eager", blocks(name, False)) for name in RUNS]
+    jobs += [job(name, blocks(name, True)) for name in RUNS]
     dropout = {**blocks("zero1", True), "model": {"dropout": 0.2}}
-    jobs.append({"name": "dropout", "stops": [None], "blocks": [dropout]})
-    jobs.append({"name": "dropout-resumed", "stops": [3, None], "blocks": [dropout] * 2})
-    launch(root, jobs, 2)
+    launch(root, [*jobs, job("dropout", dropout), job("dropout-resumed", dropout, 3, None)], 2)
     return root
 
 

@@ -1,18 +1,15 @@
 """Training on data with damaged samples, on one rank and on two real DeepSpeed ranks."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from damaged_dataset import write_damaged
-from ranks import STEPS, launch, make_data, make_recipe
+from outcomes import checkpoint, column, metrics
+from ranks import STEPS, initial_weights, job, launch, make_recipe
 
 from vitscale.data.order import TrainOrder
-from vitscale.models import initial_value
-from vitscale.objectives import build_objective
-from vitscale.runs.checkpoint import CheckpointStore
 
 # ---- One step that is the gradient: all samples of a small dataset in one batch, one of them damaged.
 SAMPLES, BAD = [13, 11], {1: [4]}
@@ -45,44 +42,28 @@ def run(policy: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every training that the tests below look at: one launch of two ranks, then one of one rank."""
-    root = tmp_path_factory.mktemp("damaged")
-    make_data(root)
+def root(root: Path) -> Path:
+    """Every training that the tests below look at: of two ranks, then of one."""
     write_damaged(root / "one", SAMPLES, BAD)
     write_damaged(root / "run", RUN_SHARDS, RUN_BAD)
-    jobs = [
-        {"name": f"masked-zero{stage}", "stops": [None], "blocks": [one_step("damaged", "mask", COUNT, 4, stage)]}
-        for stage in STAGES
-    ]
+    jobs = [job(f"masked-zero{stage}", one_step("damaged", "mask", COUNT, 4, stage)) for stage in STAGES]
     for policy in POLICIES:
-        jobs.append({"name": policy, "stops": [None], "blocks": [run(policy)]})
-        jobs.append({"name": f"{policy}-begun", "stops": [3], "blocks": [run(policy)]})
+        jobs += [job(policy, run(policy)), job(f"{policy}-begun", run(policy), 3)]
     launch(root, jobs, 2)
     jobs = [
-        {"name": "masked-alone", "stops": [None], "blocks": [one_step("damaged", "mask", COUNT, 4, 0)]},
-        {"name": "without", "stops": [None], "blocks": [one_step("without", "error", COUNT - 1, COUNT, 0)]},
-        {"name": "sound", "stops": [None], "blocks": [one_step("sound", "error", COUNT, 4, 0)]},
+        job("masked-alone", one_step("damaged", "mask", COUNT, 4, 0)),
+        job("without", one_step("without", "error", COUNT - 1, COUNT, 0)),
+        job("sound", one_step("sound", "error", COUNT, 4, 0)),
     ]
-    for policy in POLICIES:
-        jobs.append({"name": f"{policy}-on", "directory": f"{policy}-begun", "stops": [None], "blocks": [run(policy)]})
-    launch(root, jobs, 1)
+    launch(root, jobs + [job(f"{policy}-on", run(policy), directory=f"{policy}-begun") for policy in POLICIES], 1)
     return root
-
-
-def metrics(root: Path, name: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (root / "runs" / name / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if "loss" in line]
 
 
 def gradient(root: Path, name: str) -> dict[str, torch.Tensor]:
     """By which the one step has changed the initial weights, at a learning rate of one."""
     recipe = make_recipe(root, **one_step("sound", "error", COUNT, 4, 0))
-    after, objective = CheckpointStore(root / "runs" / name / "checkpoints").open(1), build_objective(recipe, 7)
-    return {
-        key: initial_value(objective, key, parameter.shape, recipe.seed) - after.parameter(key)
-        for key, parameter in objective.named_weights()
-    }
+    after = checkpoint(root, name, 1)
+    return {key: value - after.parameter(key) for key, value in initial_weights(recipe).items()}
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -109,23 +90,23 @@ def test_what_is_masked_has_no_part_in_the_gradient(root, name):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_resume_on_another_world_leaves_out_or_replaces_the_same(root, policy):
-    whole, resumed = metrics(root, policy), metrics(root, f"{policy}-begun")
-    assert [line["step"] for line in resumed] == list(range(1, STEPS + 1))
-    assert [line["world_size"] for line in resumed] == [2, 2, 2, 1, 1, 1]
+    resumed = f"{policy}-begun"
+    assert column(root, resumed, "step") == list(range(1, STEPS + 1))
+    assert column(root, resumed, "world_size") == [2, 2, 2, 1, 1, 1]
     for key in ("batch_digest", "bad_samples", "lr"):
-        assert [line[key] for line in resumed] == [line[key] for line in whole]
+        assert column(root, resumed, key) == column(root, policy, key)
     # bf16 products, summed in another order.
-    assert [line["loss"] for line in resumed] == pytest.approx([line["loss"] for line in whole], rel=3e-3)
+    assert column(root, resumed, "loss") == pytest.approx(column(root, policy, "loss"), rel=3e-3)
     order = TrainOrder(RUN_SHARDS, 16, 0)
     places = [order.batch(step, 0, 16) for step in range(STEPS)]
     in_the_order = [
         sum(slot in RUN_BAD.get(shard, []) for shard, slot in zip(at.shard.tolist(), at.position.tolist(), strict=True))
         for at in places
     ]
-    assert [line["bad_samples"] for line in whole] == in_the_order
+    assert column(root, policy, "bad_samples") == in_the_order
     assert min(sum(in_the_order[:3]), sum(in_the_order[3:])) > 0
 
 
 def test_the_two_policies_differ(root):
-    digests = [[line["batch_digest"] for line in metrics(root, policy)] for policy in POLICIES]
-    assert digests[0] != digests[1]
+    one, other = (column(root, policy, "batch_digest") for policy in POLICIES)
+    assert one != other

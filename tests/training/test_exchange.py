@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from exchange_ranks import run_late
-from ranks import start
+from ranks import on_ranks
 
 from vitscale.ground.errors import RecipeError
 from vitscale.recipe import load_recipe
@@ -14,7 +14,7 @@ from vitscale.training.deepspeed.exchange import in_buckets
 
 
 def check(folder, world_size: int, stages: list[int], steps: int) -> None:
-    start(run_late, folder, (stages, steps), world_size)
+    on_ranks(world_size, run_late, folder, stages, steps)
     found = json.loads((folder / "late.json").read_text())
     assert sorted(found) == [str(stage) for stage in stages]
     for stage, (punctual, *late) in found.items():

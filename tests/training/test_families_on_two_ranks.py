@@ -1,6 +1,5 @@
 """Every family of models through the same trainer, on two real DeepSpeed ranks under every ZeRO stage."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +7,13 @@ import pytest
 import torch
 from finished_runs import evaluate_run, load_model
 from models.weights.exported import described, valued, write
-from ranks import STEPS, launch, make_data, make_recipe
+from outcomes import assert_same_run, checkpoint, column
+from ranks import STEPS, asked, initial_weights, job, launch, make_recipe, quick_of
 
 from vitscale.cli.export import export
 from vitscale.data.shards.generated import CLASS_NAMES
-from vitscale.models import build_model, initial_value
+from vitscale.models import build_model
 from vitscale.models.weights import describe, load_weights, open_weights
-from vitscale.objectives import build_objective
-from vitscale.runs.checkpoint import CheckpointStore
 from vitscale.runs.checkpoint.opening import open_run
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -46,10 +44,9 @@ DISTILLATION = {
     "teacher": {"from": "teacher.safetensors", "model": TEACHER},
 }
 # The stage that divides the parameters, beside an uninterrupted run of one that does not; `make test-all` runs all.
-STAGES = [pytest.param(stage, marks=[] if stage == 3 else pytest.mark.slow) for stage in range(4)]
+STAGES = quick_of(range(4), [3])
 # The others differ from one of these in a detail: `make test-all` runs them too.
-IN_EVERY_RUN = {"resnet-v2", "swin", "modern", "distilled"}
-OF_FAMILIES = [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in FAMILIES]
+OF_FAMILIES = quick_of(FAMILIES, ["resnet-v2", "swin", "modern", "distilled"])
 RECOMPUTED = {"activation_checkpointing": 1}
 
 
@@ -65,54 +62,39 @@ def blocks_of(root: Path, family: str, stage: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Every training that the tests below look at, in one launch of two ranks."""
-    root = tmp_path_factory.mktemp("families")
-    make_data(root)
+def root(root: Path, request: pytest.FixtureRequest) -> Path:
+    """Every training that the tests below look at."""
     teacher = described(TEACHER, 32, class_names=list(CLASS_NAMES))
     write(valued(teacher), teacher, "safetensors", root).rename(root / "teacher.safetensors")
-    asked = [item.callspec.params for item in request.session.items if item.path == Path(__file__)]
-    stages = {params["stage"] for params in asked}
-    jobs = []
-    for family in [name for name in FAMILIES if any(params["family"] == name for params in asked)]:
-        for stage in sorted(stages | {1, 3}):
-            blocks = blocks_of(root, family, stage)
-            jobs.append({"name": f"{family}-zero{stage}", "blocks": [blocks], "stops": [None]})
-            if stage in stages:
-                jobs.append({"name": f"{family}-zero{stage}-resumed", "blocks": [blocks] * 2, "stops": [3, None]})
-        in_bf16 = {**blocks_of(root, family, 3), "precision": "bf16"}
-        jobs.append({"name": f"{family}-bf16", "blocks": [in_bf16], "stops": [None]})
-    launch(root, jobs, 2)
+    jobs = {}
+    for params in asked(request):
+        family, stage = params["family"], params["stage"]
+        whole = [stage] if "form" in params else [stage, 1, 3]
+        jobs |= {f"{family}-zero{each}": job(f"{family}-zero{each}", blocks_of(root, family, each)) for each in whole}
+        if "form" not in params:
+            name, blocks = f"{family}-zero{stage}-resumed", blocks_of(root, family, stage)
+            jobs[name] = job(name, blocks, 3, None)
+            in_bf16 = {**blocks_of(root, family, 3), "precision": "bf16"}
+            jobs[f"{family}-bf16"] = job(f"{family}-bf16", in_bf16)
+    launch(root, list(jobs.values()), 2)
     return root
-
-
-def column(root: Path, name: str, key: str) -> list[Any]:
-    lines = map(json.loads, (root / "runs" / name / "metrics.jsonl").read_text().splitlines())
-    return [line[key] for line in lines if "loss" in line]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("family", OF_FAMILIES)
 def test_a_run_of_any_family_is_the_same_at_every_stage_and_resumes_exactly(root, family, stage):
     name = f"{family}-zero{stage}"
-    assert column(root, name, "step") == list(range(1, STEPS + 1))
     # Sums are taken in another order at each stage; that grows from step to step (seen: 1.6e-5 after five).
     assert column(root, name, "loss") == pytest.approx(column(root, f"{family}-zero1", "loss"), rel=5e-5)
-    for key in ("loss", "grad_norm", "batch_digest"):
-        assert column(root, name, key) == column(root, f"{name}-resumed", key)
-    one, other = (CheckpointStore(root / "runs" / run / "checkpoints").open(STEPS) for run in (name, f"{name}-resumed"))
-    for parameter in one.index.shapes:
-        assert torch.equal(one.parameter(parameter), other.parameter(parameter)), parameter
+    assert_same_run(root, f"{name}-resumed", name)
 
 
 @pytest.mark.parametrize("stage", [3])
 @pytest.mark.parametrize("family", OF_FAMILIES)
 def test_every_parameter_is_trained_and_evaluated(root, family, stage):
     recipe = make_recipe(root, **blocks_of(root, family, stage))
-    objective = build_objective(recipe, 7)
-    trained = CheckpointStore(root / "runs" / f"{family}-zero{stage}" / "checkpoints").open(STEPS)
-    for name, parameter in objective.named_weights():
-        before = initial_value(objective, name, parameter.shape, recipe.seed)
+    trained = checkpoint(root, f"{family}-zero{stage}")
+    for name, before in initial_weights(recipe).items():
         assert not torch.equal(trained.parameter(name), before), name
     step, metrics = evaluate_run(root / "runs" / f"{family}-bf16")
     assert step == STEPS and 0 <= metrics["validation/top1"] <= 1

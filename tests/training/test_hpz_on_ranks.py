@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from outcomes import checkpoint, column, equal, evaluations
-from ranks import STEPS, asked, launch, make_data
+from ranks import STEPS, asked, job, launch, quick_of
 
 from vitscale.ground.errors import RecipeError
 from vitscale.recipe import load_recipe
@@ -43,25 +43,22 @@ def blocks(name: str, hpz_size: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    root = tmp_path_factory.mktemp("hpz")
-    make_data(root)
+def root(root: Path, request: pytest.FixtureRequest) -> Path:
     jobs: list[dict[str, Any]] = []
     for name in dict.fromkeys(params["name"] for params in asked(request) if "name" in params):
         jobs += [
-            {"name": name, "blocks": [blocks(name, 2)], "stops": [None]},
-            {"name": f"{name}-resumed", "blocks": [blocks(name, 2)] * 2, "stops": [3, None]},
-            {"name": f"{name}-without", "blocks": [blocks(name, 1)], "stops": [None]},
-            {"name": f"{name}-begun-without", "blocks": [blocks(name, 1), blocks(name, 2)], "stops": [3, None]},
+            job(name, blocks(name, 2)),
+            job(f"{name}-resumed", blocks(name, 2), 3, None),
+            job(f"{name}-without", blocks(name, 1)),
+            job(f"{name}-begun-without", [blocks(name, 1), blocks(name, 2)], 3, None),
+            job(f"{name}-elastic", blocks(name, 2), 3),
         ]
-        jobs.append({"name": f"{name}-elastic", "blocks": [blocks(name, 2)], "stops": [3]})
     launch(root, jobs, 4)
-    elastic = [job for job in jobs if job["name"].endswith("-elastic")]
-    launch(root, [{**job, "stops": [None]} for job in elastic], 2)
+    launch(root, [{**each, "stops": [None]} for each in jobs if each["name"].endswith("-elastic")], 2)
     return root
 
 
-NAMES = [name if name == FAST else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+NAMES = quick_of(RUNS, [FAST])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -16,14 +16,14 @@ import torch
 import yaml
 from models.weights.exported import described, finished_run, valued, write
 from outcomes import checkpoint, equal, printed
-from ranks import BASE, launch, make_data, make_recipe
+from ranks import BASE, asked, initial_weights, job, launch, make_recipe, quick_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import vitscale
 from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
 from vitscale.ground.errors import CheckpointError, RecipeError
-from vitscale.models import Model, build_model, initial_value
+from vitscale.models import Model, build_model
 from vitscale.models.vit.positions import resample_positions
 from vitscale.models.weights import load_weights, open_weights
 from vitscale.recipe import Normalise, load_recipe, override, smoke_form
@@ -57,10 +57,6 @@ def trains(stage: int) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key != "init"}
 
 
-def job(name: str, content: dict[str, Any], stop: int | None = 1, **others: Any) -> dict[str, Any]:
-    return {"name": name, "blocks": [content], "stops": [stop], **others}
-
-
 def held(folder: Path, kind: str = "master") -> dict[str, Tensor]:
     """Whole flat parameters of a checkpoint, by safetensors and the documented names alone."""
     pieces: dict[str, dict[int, Tensor]] = {}
@@ -72,7 +68,7 @@ def held(folder: Path, kind: str = "master") -> dict[str, Tensor]:
     return {name: torch.cat([found[start] for start in sorted(found)]) for name, found in pieces.items()}
 
 
-def began(root: Path, name: str) -> dict[str, Tensor]:
+def began_with(root: Path, name: str) -> dict[str, Tensor]:
     """The weights that a run has begun with."""
     return held(root / "runs" / name / "checkpoints" / step_folder(1))
 
@@ -113,45 +109,45 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Model, P
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, models: dict[str, tuple[Model, Path]]) -> Path:
-    root = tmp_path_factory.mktemp("init")
-    make_data(root)
-    runs = root / "runs"
+def root(root: Path, request: pytest.FixtureRequest, models: dict[str, tuple[Model, Path]]) -> Path:
+    runs, wanted = root / "runs", {params["began"] for params in asked(request) if "began" in params}
     launch(root, [job(f"source-{stage}", trains(stage), 3) for stage in STAGES], 3)
     first = runs / "source-1" / "checkpoints" / step_folder(2)
     launch(root, [job("early", trains(1), 2)], 1)
     shutil.copytree(runs / "early" / "checkpoints" / step_folder(2), first)
     gone = root / "gone.safetensors"
     shutil.copy(models["safetensors"][1], gone)
-    matrix = [
-        job(f"{one}-to-{other}", begins(runs / f"source-{one}", stage=other, head="keep"))
-        for one, other in itertools.product(STAGES, STAGES)
-    ]
-    foreign = [
-        job(f"{form}-zero{stage}", begins(models[form][1], stage=stage, model={"head": head}, head="keep"))
-        for form, head in FORMATS.items()
-        for stage in (1, 3)
-    ]
     five = models["five"][1]
-    heads = [
-        job("of-step-2", begins(first, stage=3, head="keep")),
-        job("fine-tuned", begins(five, stage=3, model=LINEAR)),
-        job("zero", begins(five, stage=2)),
-        job("initial", begins(five, stage=3, head="initial")),
-        job("whole-head-initial", begins(models["timm"][1], stage=0, head="initial")),
-        job("average", begins(five, stage=3) | {"ema": {"decay": 0.38}}),
-    ]
-    sizes = [
-        job(f"smaller-{kind}-{stage}", begins(run, stage=stage, model=every_layer(kind), head="keep"))
-        for kind, (_, run) in models.items()
-        if kind in ("1d", "2d")
-        for stage in (1, 3)
-    ]
+    of_two_ranks = {
+        **{
+            f"{one}-to-{other}": begins(runs / f"source-{one}", stage=other, head="keep")
+            for one, other in itertools.product(STAGES, STAGES)
+        },
+        **{
+            f"{form}-zero{stage}": begins(models[form][1], stage=stage, model={"head": head}, head="keep")
+            for form, head in FORMATS.items()
+            for stage in (1, 3)
+        },
+        **{
+            f"{kind}-resampled-zero{stage}": begins(models[kind][1], stage=stage, model=every_layer(kind), head="keep")
+            for kind in ("1d", "2d")
+            for stage in (1, 3)
+        },
+    }
+    heads = {
+        "of-step-2": begins(first, stage=3, head="keep"),
+        "fine-tuned": begins(five, stage=3, model=LINEAR),
+        "zero": begins(five, stage=2),
+        "initial": begins(five, stage=3, head="initial"),
+        "whole-head-initial": begins(models["timm"][1], stage=0, head="initial"),
+        "average": begins(five, stage=3) | {"ema": {"decay": 0.38}},
+    }
+    jobs = [job(name, content, 1) for name, content in (of_two_ranks | heads).items() if name in wanted | heads.keys()]
     resumed = begins(gone, stage=3, head="keep")
-    launch(root, [*matrix, *foreign, *heads, *sizes, job("whole", resumed, None), job("cut", resumed, 3)], 2)
-    launch(root, [job(f"{one}-to-one-rank", begins(runs / f"source-{one}", head="keep")) for one in ON_ONE_RANK], 1)
+    launch(root, [*jobs, job("whole", resumed), job("cut", resumed, 3)], 2)
+    launch(root, [job(f"{one}-to-one-rank", begins(runs / f"source-{one}", head="keep"), 1) for one in ON_ONE_RANK], 1)
     gone.unlink()
-    launch(root, [job("resumed", resumed, None, directory="cut")], 2)
+    launch(root, [job("resumed", resumed, directory="cut")], 2)
     return root
 
 
@@ -159,13 +155,19 @@ def every_layer(kind: str) -> dict[str, Any]:
     return {"position": {"kind": kind, "at": "every_layer"}}
 
 
+# Each stage as that of the source and as that of the run; the checkpoint is read in the same way whatever the pair is.
+FROM_RUNS = [f"{one}-to-{other}" for one, other in itertools.product(STAGES, STAGES)]
+QUICK_FROM_RUNS = ("0-to-3", "1-to-0", "1-to-3", "2-to-1", "3-to-2", "3-to-3")
+
+
 @pytest.mark.parametrize(
-    ("one", "other"), [*itertools.product(STAGES, STAGES), *((stage, "one-rank") for stage in ON_ONE_RANK)]
+    "began", [*quick_of(FROM_RUNS, QUICK_FROM_RUNS), *(f"{stage}-to-one-rank" for stage in ON_ONE_RANK)]
 )
-def test_the_weights_of_a_run_of_any_stage_and_world_at_any_other(root, one, other):
+def test_the_weights_of_a_run_of_any_stage_and_world_at_any_other(root, began):
+    one = int(began[0])
     source = root / "runs" / f"source-{one}" / "checkpoints" / step_folder(3)
     kind = "ema" if one in WITH_AVERAGE else "master"
-    found = began(root, f"{one}-to-{other}")
+    found = began_with(root, began)
     assert differing(found, held(source, kind)) == []
     if one in WITH_AVERAGE:
         assert len(differing(found, held(source))) > 10, "masters and averages are nearly all different"
@@ -173,17 +175,21 @@ def test_the_weights_of_a_run_of_any_stage_and_world_at_any_other(root, one, oth
 
 def test_the_checkpoint_of_a_step(root):
     early = held(root / "runs" / "early" / "checkpoints" / step_folder(2), "ema")
-    assert differing(began(root, "of-step-2"), early) == []
+    assert differing(began_with(root, "of-step-2"), early) == []
     assert re.search(
         r"weights from \S+step-00000002 step 2 \(average\): \d+ tensors taken\n", printed(root, "of-step-2")
     )
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("form", FORMATS)
-def test_any_format_begins_a_run_as_import_reads_it(root, models, form, stage):
+# Each format, whole parameters on a rank and parts of them; their readers know nothing of the stage.
+OF_FORMATS = [f"{form}-zero{stage}" for form in FORMATS for stage in (1, 3)]
+
+
+@pytest.mark.parametrize("began", quick_of(OF_FORMATS, ("npz-zero1", "timm-zero3", "hf-zero1", "safetensors-zero3")))
+def test_any_format_begins_a_run_as_import_reads_it(root, models, began):
+    form = began.partition("-")[0]
     model, path = models[form]
-    found = began(root, f"{form}-zero{stage}")
+    found = began_with(root, began)
     assert differing(found, values(model)) == []
     imported = build_model(make_recipe(root, model={"head": FORMATS[form]}), 7)
     load_weights(imported, open_weights(path), report=lambda note: None)
@@ -197,14 +203,13 @@ def test_heads(root, models):
     layer = {name: source[name] for name in ("pre_logits.weight", "pre_logits.bias")}
     zero = {"head.weight": torch.zeros(7, 32), "head.bias": torch.zeros(7)}
     scratch = {"head.weight": torch.zeros(7, 32), "head.bias": torch.full((7,), -10.0)}
-    assert differing(began(root, "fine-tuned"), body | zero) == []
-    assert differing(began(root, "zero"), body | layer | zero) == []
-    assert differing(began(root, "initial"), body | layer | scratch) == []
-    recipe = make_recipe(root)
-    fresh = build_model(recipe, 7)
-    layer = {name: initial_value(fresh, name, value.shape, recipe.seed) for name, value in layer.items()}
+    assert differing(began_with(root, "fine-tuned"), body | zero) == []
+    assert differing(began_with(root, "zero"), body | layer | zero) == []
+    assert differing(began_with(root, "initial"), body | layer | scratch) == []
+    fresh = initial_weights(make_recipe(root))
+    layer = {name: fresh[name] for name in layer}
     body = {name: value for name, value in values(models["timm"][0]).items() if not name.startswith("head")}
-    assert differing(began(root, "whole-head-initial"), body | layer | scratch) == []
+    assert differing(began_with(root, "whole-head-initial"), body | layer | scratch) == []
 
 
 def test_one_line_tells_what_became_of_every_tensor(root, models):
@@ -214,7 +219,7 @@ def test_one_line_tells_what_became_of_every_tensor(root, models):
     lines = {
         "fine-tuned": f"{body}, head zero, left out: head, pre_logits",
         "initial": f"weights from {path} (safetensors): {all_of_file - 2} tensors taken, head initial, left out: head",
-        "smaller-1d-3": f"weights from {models['1d'][1]} step 3: {all_of_run - 3} tensors taken, 3 resampled",
+        "1d-resampled-zero3": f"weights from {models['1d'][1]} step 3: {all_of_run - 3} tensors taken, 3 resampled",
     }
     for name, line in lines.items():
         assert [said for said in printed(root, name).splitlines() if "weights from" in said] == [line]
@@ -228,16 +233,19 @@ def test_an_average_begins_with_the_weights_that_the_run_begins_with(root, model
     assert torch.equal(held(folder, "ema")["norm.weight"], models["five"][0].norm.weight)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("kind", ["1d", "2d"])
-def test_positions_of_another_image_size_are_resampled(root, models, kind, stage):
+RESAMPLED = [f"{kind}-resampled-zero{stage}" for kind in ("1d", "2d") for stage in (1, 3)]
+
+
+@pytest.mark.parametrize("began", quick_of(RESAMPLED, ("1d-resampled-zero3", "2d-resampled-zero1")))
+def test_positions_of_another_image_size_are_resampled(root, models, began):
+    kind = began.partition("-")[0]
     expected = values(models[kind][0])
     for name in [name for name in expected if "pos_embedding" in name and not name.endswith(".cls")]:
         if kind == "1d":
             expected[name] = resample_positions(expected[name], (6, 6), (4, 4), class_token=True)
         else:
             expected[name] = resample_positions(expected[name][None], (6, 1), (4, 1), class_token=False)[0]
-    assert differing(began(root, f"smaller-{kind}-{stage}"), expected) == []
+    assert differing(began_with(root, began), expected) == []
 
 
 def test_a_run_goes_on_without_the_weights_that_it_began_with(root, models):

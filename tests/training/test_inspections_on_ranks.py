@@ -10,7 +10,7 @@ import pytest
 import torch
 from outcomes import assert_same_run
 from PIL import Image
-from ranks import launch, make_data, make_recipe
+from ranks import job, launch, make_recipe
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from vitscale.evaluation.finished import FinishedModel
@@ -34,12 +34,9 @@ def blocks(name: str, inspect: dict | None) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("inspections")
-    make_data(root)
-    jobs = [{"name": f"{name}-plain", "stops": [None], "blocks": [blocks(name, None)]} for name in RUNS]
-    jobs += [{"name": name, "stops": [None], "blocks": [blocks(name, INSPECT)]} for name in RUNS]
-    launch(root, jobs, 2)
+def root(root: Path) -> Path:
+    jobs = [job(f"{name}-plain", blocks(name, None)) for name in RUNS]
+    launch(root, [*jobs, *(job(name, blocks(name, INSPECT)) for name in RUNS)], 2)
     return root
 
 

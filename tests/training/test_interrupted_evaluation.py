@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from outcomes import assert_same_run, checkpoint, error_of, evaluations
 from rank_faults import end_in_evaluation, signal_in_evaluation
-from ranks import STEPS, launch, make_data
+from ranks import STEPS, job, launch
 
 pytestmark = pytest.mark.slow
 
@@ -47,19 +47,15 @@ HOW = {"error": end_in_evaluation, "signal": signal_in_evaluation}
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(root: Path) -> Path:
     """Every training that the tests below look at."""
-    root = tmp_path_factory.mktemp("evaluation")
-    make_data(root)
-    jobs = [{"name": name, "stops": [None], "blocks": [content]} for name, content in RUNS.items()]
+    jobs = [job(name, content) for name, content in RUNS.items()]
     for run, step, how in CUT:
-        name, content = f"{run}-{how}-at-{step}", [RUNS[run]]
-        jobs.append({"name": name, "stops": [None], "blocks": content, "faults": [partial(HOW[how], step=step)]})
-        jobs.append({"name": f"{name}-on", "stops": [None], "blocks": content, "directory": name})
-    again = {"blocks": [RUNS["zero3"]], "begins_as": "zero3"}
-    jobs.append({"name": "done-is-lost", "stops": [None], "faults": [], **again})
-    launch(root, jobs[:4], 2)
-    launch(root, jobs[4:], 2)
+        name = f"{run}-{how}-at-{step}"
+        jobs.append(job(name, RUNS[run], faults=[partial(HOW[how], step=step)]))
+        jobs.append(job(f"{name}-on", RUNS[run], directory=name))
+    jobs.append(job("done-is-lost", RUNS["zero3"], begins_as="zero3"))
+    launch(root, jobs, 2)
     return root
 
 

@@ -8,20 +8,16 @@ import pytest
 import torch
 from finished_runs import evaluate_run
 from outcomes import assert_same_run, checkpoint, column
-from ranks import SHARDS, STEPS, launch, make_data, make_recipe
+from ranks import STEPS, asked, begun, initial_weights, job, launch, make_recipe, quick_of, train_loader
 
 from vitscale.cli.export import export
-from vitscale.data.augmentation import TrainTransform
 from vitscale.data.image_operations import to_model_input
-from vitscale.data.loader import Loader
-from vitscale.data.order import TrainOrder
-from vitscale.data.shards import Manifest
-from vitscale.models import initial_value
 from vitscale.models.weights import describe, open_weights
-from vitscale.objectives import build_objective
 from vitscale.runs.checkpoint.opening import open_run
 
-STAGES = range(4)
+# The objective has no state of its own: whole parameters and parts of them stand for all stages in `make test`.
+STAGES = quick_of(range(4), (0, 3))
+OTHERS = quick_of(("zero0", "zero2", "zero3", "moved", "alone"), ("zero3", "moved", "alone"))
 FEWSHOT = {"tasks": [{"name": "toy", "train": "train", "test": "test"}], "shots": [2]}
 FIRST_STEP = {"duration": {"steps": STEPS}, "warmup": {"steps": 2}}  # of a learning rate of 0
 
@@ -42,23 +38,24 @@ def blocks(stage: int, precision: str = "bf16", target: str = "mean_colour", **o
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("masked")
-    make_data(root)
-    jobs = []
-    for stage in STAGES:
-        name, of_stage = f"zero{stage}", blocks(stage)
-        jobs.append({"name": name, "blocks": [of_stage], "stops": [None]})
-        jobs.append({"name": f"{name}-resumed", "blocks": [of_stage] * 2, "stops": [3, None]})
-        jobs.append({"name": f"{name}-fp32", "blocks": [blocks(stage, "fp32")], "stops": [None]})
-    jobs.append({"name": "moved", "blocks": [blocks(3, "fp32"), blocks(0, "fp32")], "stops": [3, None]})
-    jobs += [{"name": each, "blocks": [blocks(2, target=each)], "stops": [None]} for each in ("cell_colours", "pixels")]
+def root(root: Path, request: pytest.FixtureRequest) -> Path:
+    jobs, parameters = [], asked(request)
+    for stage in sorted({3, *(params["stage"] for params in parameters if "stage" in params)}):
+        jobs.append(job(f"zero{stage}", blocks(stage)))
+        jobs.append(job(f"zero{stage}-resumed", blocks(stage), 3, None))
+    for name in {"zero1", *(params["other"] for params in parameters if "other" in params)} - {"moved", "alone"}:
+        jobs.append(job(f"{name}-fp32", fp32(int(name[-1]))))
+    jobs.append(job("moved-fp32", [fp32(3), fp32(0)], 3, None))
+    jobs += [job(each, blocks(2, target=each)) for each in ("cell_colours", "pixels")]
     begins = {"init": {"from": str(root / "runs" / "zero3"), "head": "zero"}}
-    fine_tuned = {**begins, "model": {"head": "linear"}, "schedule": FIRST_STEP}
-    jobs.append({"name": "classes", "blocks": [fine_tuned], "stops": [1]})
+    jobs.append(job("classes", {**begins, "model": {"head": "linear"}, "schedule": FIRST_STEP}, 1))
     launch(root, jobs, 2)
-    launch(root, [{"name": "alone", "blocks": [blocks(1, "fp32")], "stops": [None]}], 1)
+    launch(root, [job("alone-fp32", fp32(1))], 1)
     return root
+
+
+def fp32(stage: int) -> dict[str, Any]:
+    return blocks(stage, "fp32", evaluation={"validation": None})
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -69,26 +66,18 @@ def test_an_interrupted_run_equals_the_uninterrupted_one_to_the_last_bit(root, s
     assert all(0 <= value <= 1 for value in accuracies)
 
 
-@pytest.mark.parametrize("other", ["zero0-fp32", "zero2-fp32", "zero3-fp32", "moved", "alone"])
+@pytest.mark.parametrize("other", OTHERS)
 def test_every_stage_and_world_computes_the_same(root, other):
     """Sums are rounded in another order, nothing else: a mask that depended on the rank would change every digit."""
-    for key in ("loss", "colour_accuracy"):
-        assert column(root, other, key) == pytest.approx(column(root, "zero1-fp32", key), rel=2e-5)
-    assert column(root, other, "grad_norm") == pytest.approx(column(root, "zero1-fp32", "grad_norm"), rel=1e-3)
+    for key, within in (("loss", 2e-5), ("colour_accuracy", 2e-5), ("grad_norm", 1e-3)):
+        assert column(root, f"{other}-fp32", key) == pytest.approx(column(root, "zero1-fp32", key), rel=within)
 
 
 def test_the_first_losses_equal_those_of_one_process(root):
     """The weights are the initial ones up to the second update, whose learning rate is not 0."""
     recipe = make_recipe(root, **blocks(0, "fp32"))
-    objective = build_objective(recipe, 0)
-    with torch.no_grad():
-        for name, parameter in objective.named_weights():
-            parameter.copy_(initial_value(objective, name, parameter.shape, recipe.seed))
-    losses = []
-    loader = Loader(
-        Manifest.load(root / "train"), TrainOrder(SHARDS, 16, 0), image_size=32, transform=TrainTransform(), stop_step=2
-    )
-    with loader, torch.no_grad():
+    objective, losses = begun(recipe, 0), []
+    with train_loader(root, 2) as loader, torch.no_grad():
         for batch in loader:
             images = to_model_input(batch.images, torch.device("cpu"), torch.float32)
             plan = objective.plan(batch.keys.numpy(), batch.position)
@@ -102,12 +91,11 @@ def test_something_is_learned(root, name):
     losses = column(root, name, "loss")
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.01
     trained = checkpoint(root, name)
-    objective = build_objective(make_recipe(root, **blocks(0)), 0)
     own = {"mask", "prediction.weight", "prediction.bias"}
     assert own <= trained.index.shapes.keys() and "head.weight" not in trained.index.shapes
     if name == "zero3":
-        for each, parameter in objective.named_weights():
-            assert not torch.equal(trained.parameter(each), initial_value(objective, each, parameter.shape, 0)), each
+        for each, before in initial_weights(make_recipe(root, **blocks(0)), 0).items():
+            assert not torch.equal(trained.parameter(each), before), each
 
 
 def test_what_it_has_learned_is_evaluated_exported_and_begun_with(root, tmp_path):

@@ -8,16 +8,10 @@ from typing import Any
 import pytest
 import torch
 from outcomes import assert_same_run, column, error_of
-from ranks import SHARDS, launch, make_data, make_recipe
+from ranks import begun, job, launch, make_recipe, train_loader
 from torch.nn import functional as F
 
-from vitscale.data.augmentation import TrainTransform
 from vitscale.data.image_operations import to_model_input
-from vitscale.data.loader import Loader
-from vitscale.data.order import TrainOrder
-from vitscale.data.shards import Manifest
-from vitscale.models import initial_value
-from vitscale.objectives import build_objective
 from vitscale.objectives.mixing import partners_of
 
 pytestmark = pytest.mark.slow
@@ -45,20 +39,18 @@ def blocks(per: str, stage: int = 1, precision: str = "fp32", **others: Any) -> 
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("mixing")
-    make_data(root)
+def root(root: Path) -> Path:
     for world in (1, 2, 4):
-        jobs = [{"name": f"{per}-{world}", "blocks": [blocks(per)], "stops": [None]} for per in DRAWN_FOR]
-        jobs.append({"name": f"all-{world}", "blocks": [everything()], "stops": [None]})
+        jobs = [job(f"{per}-{world}", blocks(per)) for per in DRAWN_FOR]
+        jobs.append(job(f"all-{world}", everything()))
         if world == 2:
             of_stage = [everything(stage, "bf16", model={"drop_path": 0.3}) for stage in (0, 2, 3)]
             for each in of_stage:
                 name = f"zero{each['parallelism']['zero_stage']}"
-                jobs.append({"name": name, "blocks": [each], "stops": [None]})
-                jobs.append({"name": f"{name}-resumed", "blocks": [each] * 2, "stops": [3, None]})
-            jobs.append({"name": "parted", "blocks": [blocks("pair", batch={"micro_max": 1})], "stops": [None]})
-            jobs.append({"name": "moved", "blocks": [everything(3), everything(0)], "stops": [3, None]})
+                jobs.append(job(name, each))
+                jobs.append(job(f"{name}-resumed", each, 3, None))
+            jobs.append(job("parted", blocks("pair", batch={"micro_max": 1})))
+            jobs.append(job("moved", [everything(3), everything(0)], 3, None))
         launch(root, jobs, world)
     return root
 
@@ -90,15 +82,8 @@ def test_micro_batches_that_part_pairs_end_the_run_at_its_start(root):
 def test_the_first_losses_are_those_of_dense_targets(root, per):
     """The weights are the initial ones up to the second update, whose learning rate is not 0."""
     recipe = make_recipe(root, **blocks(per))
-    objective = build_objective(recipe, 7)
-    with torch.no_grad():
-        for name, parameter in objective.named_weights():
-            parameter.copy_(initial_value(objective, name, parameter.shape, recipe.seed))
-    losses = []
-    loader = Loader(
-        Manifest.load(root / "train"), TrainOrder(SHARDS, 16, 0), image_size=32, transform=TrainTransform(), stop_step=2
-    )
-    with loader, torch.no_grad():
+    objective, losses = begun(recipe), []
+    with train_loader(root, 2) as loader, torch.no_grad():
         for batch in loader:
             own, blend, boxes = objective.plan(batch.keys.numpy(), batch.position)
             images = to_model_input(batch.images, torch.device("cpu"), torch.float32)

@@ -6,15 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from known_gradients import GROUP_UPDATES, SIZES, VECTORS, LinearLoss, rate, update_groups
 from outcomes import put_together
-from parameter_group_ranks import PARAMETERS, RANKS, SIZES, UPDATES, LinearLoss, initial, numbers, rate, update_all
-from ranks import make_recipe, start
+from ranks import make_recipe, on_ranks
 
 from vitscale.ground.errors import RecipeError
 from vitscale.recipe import validate_recipe
 from vitscale.runs.directory import check_recipe
 from vitscale.training.deepspeed.engine import build_optimizer
 
+RANKS = 2
 ADAMW = {"name": "adamw", "lr": 1.0, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.1}
 SGD = {"name": "sgd", "lr": 1.0, "momentum": 0.9, "weight_decay": 0.1}
 SGD_BF16 = {**SGD, "momentum_dtype": "bf16"}
@@ -69,7 +70,7 @@ def content(settings: dict[str, Any], precision: str, stage: int, *, changes: bo
 
 
 def gradient(step: int, name: str) -> np.ndarray:
-    return sum(numbers(step, rank, name).astype(np.float64) for rank in range(RANKS)) / RANKS
+    return sum(VECTORS.numbers(name, step, rank).astype(np.float64) for rank in range(RANKS)) / RANKS
 
 
 def changed(first: float, step: int, *, changes: bool) -> tuple[float, float]:
@@ -80,9 +81,9 @@ def changed(first: float, step: int, *, changes: bool) -> tuple[float, float]:
 def adamw_by_hand(name: str, *, changes: bool = False) -> dict[str, np.ndarray]:
     """Algorithm 2 of Loshchilov and Hutter (2019), in double precision."""
     (factor, base), (first, beta2) = HOW[name], ADAMW["betas"]
-    weights = initial(name).astype(np.float64)
+    weights = VECTORS.initial(name).astype(np.float64)
     mean = square = np.zeros_like(weights)
-    for step in range(UPDATES):
+    for step in range(GROUP_UPDATES):
         more, beta1 = changed(first, step, changes=changes)
         decay = base * more
         g = gradient(step, name)
@@ -96,9 +97,9 @@ def adamw_by_hand(name: str, *, changes: bool = False) -> dict[str, np.ndarray]:
 
 def sgd_by_hand(name: str, *, changes: bool = False) -> dict[str, np.ndarray]:
     factor, base = HOW[name]
-    weights = initial(name).astype(np.float64)
+    weights = VECTORS.initial(name).astype(np.float64)
     velocity = np.zeros_like(weights)
-    for step in range(UPDATES):
+    for step in range(GROUP_UPDATES):
         more, momentum = changed(SGD["momentum"], step, changes=changes)
         decay = base * more
         velocity = momentum * velocity + gradient(step, name) + decay * weights
@@ -109,9 +110,9 @@ def sgd_by_hand(name: str, *, changes: bool = False) -> dict[str, np.ndarray]:
 def sgd_in_bf16_by_hand(name: str) -> dict[str, np.ndarray]:
     """In fp32, for bf16 rounds what is near to a border between two numbers as its last digits are."""
     factor, decay = (np.float32(value) for value in HOW[name])
-    weights = initial(name)
+    weights = VECTORS.initial(name)
     kept = np.zeros_like(weights)
-    for step in range(UPDATES):
+    for step in range(GROUP_UPDATES):
         velocity = kept * np.float32(0.9) + gradient(step, name).astype(np.float32) + decay * weights
         weights = weights - np.float32(rate(step)) * factor * velocity
         kept = nearest_bf16(velocity)
@@ -131,7 +132,7 @@ def updated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases |= {
         name: content(settings, precision, stage, changes=True) for name, settings, precision, stage in CHANGING_CASES
     }
-    start(update_all, root, cases, RANKS)
+    on_ranks(RANKS, update_groups, root, cases)
     return root
 
 
@@ -153,9 +154,9 @@ def test_every_stage_updates_groups_as_the_optimizer_written_by_hand(updated, ca
     weights = np.load(updated / f"{case}.frozen.npz")
     assert sorted(weights.files) == sorted(FROZEN)
     for name in FROZEN:
-        assert np.array_equal(found["master", name], initial(name)), "also the digits that bf16 does not have"
+        assert np.array_equal(found["master", name], VECTORS.initial(name)), "also the digits that bf16 does not have"
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        assert np.array_equal(weights[name], torch.from_numpy(initial(name)).to(dtype).float().numpy())
+        assert np.array_equal(weights[name], torch.from_numpy(VECTORS.initial(name)).to(dtype).float().numpy())
 
 
 @pytest.mark.parametrize(("case", "settings", "precision", "stage"), CHANGING_CASES, ids=[c[0] for c in CHANGING_CASES])
@@ -169,7 +170,7 @@ def test_weight_decay_and_momentum_change_as_the_schedule_says(updated, case, se
 
 def groups(tmp_path: Path, **settings: Any) -> dict[str, tuple[float, float]]:
     """Parameter -> (factor of the learning rate, weight decay), in the order in which the optimizer has them."""
-    model = LinearLoss()
+    model = LinearLoss(VECTORS)
     optimizer = build_optimizer(make_recipe(tmp_path, model={"depth": 2}, optimizer={**ADAMW, **settings}), model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
@@ -187,7 +188,7 @@ def test_without_groups_the_order_is_that_of_checkpoints_before_there_were_group
     weights, biases = ([f"{layer}.{kind}" for layer in SIZES] for kind in ("weight", "bias"))
     assert list(groups(tmp_path, decay_exclude="bias")) == weights + biases
     assert list(groups(tmp_path, decay_exclude="bias", weight_decay=0.0)) == weights + biases
-    assert list(groups(tmp_path)) == PARAMETERS
+    assert list(groups(tmp_path)) == list(VECTORS.shapes)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from outcomes import column
-from ranks import launch, make_data, make_recipe
+from ranks import initial_weights, job, launch, make_data, make_recipe
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitscale.models import initial_value
 from vitscale.objectives import build_objective
 from vitscale.recipe import load_recipe
 from vitscale.training.beginning.run_plan import open_loader, plan_run
@@ -78,9 +77,7 @@ def plain_losses(root: Path) -> list[float]:
     recipe = make_recipe(root, **blocks())
     plan = plan_run(recipe, 0, 1)
     objective = build_objective(recipe, K)
-    model = plain_model(
-        {name: initial_value(objective, name, each.shape, recipe.seed) for name, each in objective.named_weights()}
-    )
+    model = plain_model(initial_weights(recipe, K))
     matrices = [each for each in model.parameters() if each.requires_grad and each.ndim > 1]
     others = [each for each in model.parameters() if each.requires_grad and each.ndim == 1]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
@@ -106,7 +103,7 @@ def plain_losses(root: Path) -> list[float]:
 
 def test_the_first_20_losses_equal_those_of_a_plain_loop(tmp_path):
     make_data(tmp_path)
-    launch(tmp_path, [{"name": "s16", "blocks": [blocks()], "stops": [None]}], 1)
+    launch(tmp_path, [job("s16", blocks())], 1)
     found, expected = column(tmp_path, "s16", "loss"), plain_losses(tmp_path)
     assert len(found) == STEPS and max(found) - min(found) > 0.1  # something happens
     assert found == pytest.approx(expected, rel=1e-4)

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.multiprocessing as mp
 from preflight_ranks import run_jobs
-from ranks import make_data
+from ranks import make_data, start
 
 import vitscale
 from vitscale.data.shards.generated import write_generated_dataset
-from vitscale.ground.machine import free_port
 from vitscale.training.watching.preflight import code_fingerprint
 
 HOST = socket.gethostname()
@@ -56,7 +54,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[st
 
 
 def preflight_on(ranks: int, root: Path, jobs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    mp.spawn(run_jobs, (ranks, int(free_port()), root, jobs), nprocs=ranks)
+    start(run_jobs, root, jobs, ranks)
     names = [job["name"] for job in jobs]
     return {name: [json.loads((root / f"{name}-{rank}.json").read_text()) for rank in range(ranks)] for name in names}
 

@@ -6,12 +6,12 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import children, is_alive, wait_until
 from proof_ranks import (
     bucket,
     decay_of_all,
@@ -24,9 +24,11 @@ from proof_ranks import (
     stuck,
     wrong_norm,
 )
-from ranks import asked, start
+from ranks import asked, on_ranks, quick_of
+from typer.testing import CliRunner
 
 from vitscale.about.checks.proving import MOST_ACCUMULATED, STEPS, small_form
+from vitscale.cli.main import app
 from vitscale.ground.errors import ProofError, RecipeError
 from vitscale.recipe import load_recipe
 
@@ -175,7 +177,7 @@ def broken(name: str) -> Any:
     return *case("classes", precision, stage, "adamw", *settings)[:2], updates, fault
 
 
-WORLDS = [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+WORLDS = quick_of((1, 2, 4), [2])
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +190,7 @@ def proofs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
             world = world_of(params["fault"])
             by_world.setdefault(world, {})[params["fault"]] = broken(params["fault"])
     for world, cases in by_world.items():
-        start(prove_all, root, cases, world)
+        on_ranks(world, prove_all, root, cases)
     return root
 
 
@@ -198,7 +200,7 @@ def result(root: Path, name: str, world: int = 2) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize("name", quick_of(CASES, FAST))
 def test_the_engine_does_what_plain_torch_does(proofs, name, world):
     found = result(proofs, name, world)
     assert found["is_proven"], found["findings"]
@@ -214,9 +216,7 @@ def test_the_engine_does_what_plain_torch_does(proofs, name, world):
         assert len(trained) == len(found["groups"]) - 1
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(fault, marks=[pytest.mark.slow] if world_of(fault) > 2 else []) for fault in FAULTS]
-)
+@pytest.mark.parametrize("fault", quick_of(FAULTS, [fault for fault in FAULTS if world_of(fault) == 2]))
 def test_what_is_broken_is_found_and_named(proofs, fault):
     *_, aspect, parameter = FAULTS[fault]
     found = result(proofs, fault, world_of(fault))
@@ -272,39 +272,28 @@ def test_a_recipe_whose_drop_path_has_a_rule_has_a_small_form_without_it(tmp_pat
 
 
 @pytest.mark.parametrize("arguments", [["nowhere"], ["demo", "--world", "3"], ["demo", "--set", "precision=fp8"]])
-def test_mistakes_end_the_command_with_2(arguments):
-    command = [sys.executable, "-m", "vitscale", "prove", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (
-        done.returncode == RecipeError.exit_code and "Traceback" not in done.stderr and done.stderr.count("error") == 1
-    )
+def test_mistakes_are_recipe_errors(arguments):
+    assert isinstance(CliRunner().invoke(app, ["prove", *arguments]).exception, RecipeError)
 
 
 def test_ctrl_c_ends_with_130_as_in_other_commands():
     command = [sys.executable, "-m", "vitscale", "prove", "b16_i1k", "--world", "2"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        while process.poll() is None and b"vitscale.about.checks.rank" not in b"".join(
-            map(command_line, read(children))
-        ):
-            time.sleep(0.05)
-        ranks = read(children)
+        wait_until(lambda: ranks_of(process) or process.poll() is not None, 120)
+        ranks = ranks_of(process)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate()
     assert process.returncode == 130 and "Traceback" not in errors
-    assert not any(command_line(rank) for rank in ranks)
+    assert ranks and not any(is_alive(rank) for rank in ranks)
 
 
-def read(children: Path) -> list[str]:
-    with contextlib.suppress(OSError):
-        return children.read_text().split()
-    return []
-
-
-def command_line(pid: str) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    found = []
+    for child in children(process.pid):
+        with contextlib.suppress(OSError):
+            if b"vitscale.about.checks.rank" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+    return found
 
 
 @pytest.mark.slow

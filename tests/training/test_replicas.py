@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from outcomes import error_of
 from rank_faults import flip_bit, wrong_layer
-from ranks import launch, make_data
+from ranks import job, launch
 
 from vitscale.training.watching.replicas import checksum
 
@@ -81,13 +81,12 @@ def blocks(stage: int, precision: str = "bf16", **others: Any) -> dict[str, Any]
 
 
 def flipped(name: str, step: int, rank: int, content: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "stops": [None], "blocks": [content], "faults": [partial(flip_bit, step=step, rank=rank)]}
+    return job(name, content, faults=[partial(flip_bit, step=step, rank=rank)])
 
 
 def miscomputed(name: str, rank: int, layer: str, stage: int) -> dict[str, Any]:
     content = blocks(stage, check={"recompute_every": 2})
-    wrong = partial(wrong_layer, step=3, rank=rank, layer=layer)
-    return {"name": name, "stops": [None], "blocks": [content], "faults": [wrong]}
+    return job(name, content, faults=[partial(wrong_layer, step=3, rank=rank, layer=layer)])
 
 
 # Saved for being the best so far, at a step that has no save of its own.
@@ -112,10 +111,8 @@ THREE = {
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(root: Path) -> Path:
     """Every training that the tests below look at."""
-    root = tmp_path_factory.mktemp("replicas")
-    make_data(root)
     launch(root, list(TWO.values()), 2)
     launch(root, list(THREE.values()), 3)
     return root

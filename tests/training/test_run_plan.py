@@ -2,20 +2,13 @@
 
 import pytest
 import yaml
-from ranks import make_data, make_recipe
+from ranks import make_recipe
 
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.recipe import load_recipe
 from vitscale.training.beginning.automatic import compiling, overlapping, settle
 from vitscale.training.beginning.run_plan import plan_run
 from vitscale.training.deepspeed.attention import attention_order
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("plan")
-    make_data(root)
-    return root
 
 
 def test_epochs_and_examples_become_steps_of_the_global_batch(root):

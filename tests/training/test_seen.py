@@ -12,17 +12,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outcomes import metrics
+from outcomes import metrics, stored_bytes, uids_of
 from PIL import Image
 from rank_faults import poison
-from ranks import STEPS, launch, make_data
+from ranks import STEPS, job, launch, make_data
 from typer.testing import CliRunner
 
 from vitscale.about.checks.seen import Content, History, steps_of
 from vitscale.cli.main import app
 from vitscale.data.order import TrainOrder
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.opening import open_shard
 from vitscale.ground.errors import CheckpointError, DataError, RecipeError
 from vitscale.training.watching.anomalies import SkippedData
 
@@ -68,10 +67,8 @@ def test_steps_are_counted_without_batches_that_were_left_out():
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(root: Path) -> Path:
     """A run that has left a batch out, over more than an epoch of 6 batches."""
-    root = tmp_path_factory.mktemp("seen")
-    make_data(root)
     blocks = {
         "schedule": {"duration": {"steps": 2 * STEPS}},
         "checkpoint": {"every": {"steps": 2}, "keep": 20},
@@ -84,11 +81,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "objective": {"mixing": {"mixup": 0.8}},
         "evaluation": {"validation": None},
     }
-    jobs = [
-        {"name": "run", "stops": [None], "blocks": [blocks], "faults": [bad]},
-        {"name": "mixed", "stops": [None], "blocks": [mixed]},
-    ]
-    launch(root, jobs, 1)
+    launch(root, [job("run", blocks, faults=[bad]), job("mixed", mixed)], 1)
     return root
 
 
@@ -99,12 +92,7 @@ def history(root) -> History:
 
 @pytest.fixture(scope="module")
 def uids(root) -> list[int]:
-    manifest = Manifest.load(root / "train")
-    found = []
-    for index in range(len(manifest.shards)):
-        with open_shard(manifest, index) as shard:
-            found += shard.file.uid[shard.slots].tolist()
-    return found
+    return uids_of(Manifest.load(root / "train"))
 
 
 @pytest.mark.parametrize("name", ["run", "mixed"])
@@ -135,9 +123,7 @@ def run_seen(root, *arguments):
 
 def test_an_image_is_found_by_its_bytes_and_shown_as_it_was_seen(root, history, uids, tmp_path):
     (place,) = history.find([uids[30]])
-    with open_shard(history.manifest, place.at[0][0]) as shard:
-        slot = int(np.flatnonzero(shard.file.uid == place.uid)[0])
-        (tmp_path / "photo.jpg").write_bytes(shard.file.read(slot))
+    (tmp_path / "photo.jpg").write_bytes(stored_bytes(history, place.uid))
     Image.new("RGB", (40, 30), "red").save(tmp_path / "other.png")
     found, other, by_uid = run_seen(
         root, tmp_path / "photo.jpg", tmp_path / "other.png", place.uid, "--out", tmp_path / "pixels"
@@ -154,10 +140,8 @@ def test_an_image_is_found_by_its_bytes_and_shown_as_it_was_seen(root, history, 
 
 def test_what_a_shard_selects_is_read_once_however_many_of_its_images_are_asked_for(root, uids, tmp_path, monkeypatch):
     history = History(root / "runs" / "run")
-    for place in history.find(uids[:20]):
-        with open_shard(history.manifest, place.at[0][0]) as shard:
-            slot = int(np.flatnonzero(shard.file.uid == place.uid)[0])
-            (tmp_path / f"{place.uid}.jpg").write_bytes(shard.file.read(slot))
+    for uid in uids[:20]:
+        (tmp_path / f"{uid}.jpg").write_bytes(stored_bytes(history, uid))
     reads, read = Counter(), Manifest.slots
 
     def counted(manifest, index):
@@ -171,14 +155,11 @@ def test_what_a_shard_selects_is_read_once_however_many_of_its_images_are_asked_
 
 
 def test_a_copy_is_found_by_de_duplication(root, history, uids, tmp_path):
-    (place,) = history.find([uids[5]])
-    with open_shard(history.manifest, place.at[0][0]) as shard:
-        slot = int(np.flatnonzero(shard.file.uid == place.uid)[0])
-        (tmp_path / "original.jpg").write_bytes(shard.file.read(slot))
+    (tmp_path / "original.jpg").write_bytes(stored_bytes(history, uids[5]))
     with Image.open(tmp_path / "original.jpg") as image:
         image.save(tmp_path / "again.png")  # the same pixels, other bytes
     rows = run_seen(root, tmp_path / "again.png", "--near")
-    assert place.uid in [row["uid"] for row in rows]
+    assert uids[5] in [row["uid"] for row in rows]
 
 
 def test_what_cannot_be_told_is_said(root, tmp_path, uids):
@@ -207,7 +188,7 @@ def test_what_cannot_be_told_is_said(root, tmp_path, uids):
 def test_a_thousand_random_pairs_are_rendered_as_the_run_saw_them(tmp_path):
     make_data(tmp_path)
     blocks = {"schedule": {"duration": {"steps": 90}}, "evaluation": {"validation": None}}
-    launch(tmp_path, [{"name": "run", "stops": [None], "blocks": [blocks]}], 1)
+    launch(tmp_path, [job("run", blocks)], 1)
     rows = {line["step"]: line["batch_digest"] for line in metrics(tmp_path, "run")}
     chosen = set(np.random.default_rng(0).choice(sorted(rows), 63, replace=False).tolist())
     history = History(tmp_path / "runs" / "run")

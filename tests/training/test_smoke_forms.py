@@ -1,15 +1,14 @@
 """The smoke form of every recipe that comes with vitscale: two steps on two real DeepSpeed ranks."""
 
-import json
 from pathlib import Path
 
 import pytest
-from ranks import run_smoke_forms, start
+from outcomes import checkpoint, column, evaluations
+from ranks import asked, on_ranks, quick_of, run_smoke_forms
 
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.recipe import list_recipes, load_recipe, override, smoke_form
 from vitscale.recipe.families import ResNetShape
-from vitscale.runs.checkpoint import CheckpointStore
 
 RECIPES = sorted(list_recipes())
 # One of each code path in every run of the tests; all of them in `make test-all`.
@@ -22,25 +21,21 @@ IN_EVERY_RUN = {
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """All smoke forms that the tests below look at, in one launch."""
+    """All smoke forms that the tests below look at."""
     root = tmp_path_factory.mktemp("smoke")
     write_generated_dataset(root / "train", [96, 96, 64], seed=0)
     write_generated_dataset(root / "test", [40], seed=1)
-    stems = [item.callspec.params["stem"] for item in request.session.items if "two_steps" in item.name]
-    start(run_smoke_forms, root, stems, 2)
+    on_ranks(2, run_smoke_forms, root, [params["trained"] for params in asked(request) if "trained" in params])
     return root
 
 
-@pytest.mark.parametrize(
-    "stem", [pytest.param(stem, marks=[] if stem in IN_EVERY_RUN else pytest.mark.slow) for stem in RECIPES]
-)
-def test_two_steps_of_every_recipe(root, stem):
-    lines = [json.loads(line) for line in (root / "runs" / stem / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
-    recipe = load_recipe(stem)
-    index = CheckpointStore(root / "runs" / stem / "checkpoints").open(2).index
-    assert ("momentum_buffer" in index.kinds) == (recipe.optimizer.name == "sgd")
-    assert any("eval/fewshot/imagenet/5shot" in line for line in lines) == (recipe.evaluation.fewshot is not None)
+@pytest.mark.parametrize("trained", quick_of(RECIPES, IN_EVERY_RUN))
+def test_two_steps_of_every_recipe(root, trained):
+    recipe = load_recipe(trained)
+    assert column(root, trained, "step") == [1, 2]
+    assert ("momentum_buffer" in checkpoint(root, trained, 2).index.kinds) == (recipe.optimizer.name == "sgd")
+    has_fewshot = any("eval/fewshot/imagenet/5shot" in line for line in evaluations(root, trained))
+    assert has_fewshot == (recipe.evaluation.fewshot is not None)
 
 
 def test_a_smoke_form_fits_any_world_and_patch(tmp_path):

@@ -10,10 +10,7 @@ import torch
 from finished_runs import evaluate_run
 from outcomes import assert_same_run, checkpoint, column, evaluations, everything
 from rank_faults import save_at_once
-from ranks import STEPS, asked, launch, make_data, make_recipe
-
-from vitscale.models import initial_value
-from vitscale.objectives import build_objective
+from ranks import STEPS, asked, initial_weights, job, launch, make_recipe, quick_of
 
 STAGES = range(4)
 EVERY_STEP = {"every": {"steps": 1}, "keep": 20}
@@ -30,9 +27,7 @@ MOVES = {
     for stages in [(one, other) for one in STAGES for other in STAGES]
     for one, other in [((worlds[0], stages[0]), (worlds[1], stages[1]))]
 }
-QUICK_MOVES = {
-    *("bf16-2x1-to-1x3", "bf16-1x3-to-2x0", "bf16-3x0-to-2x2", "fp32-1x0-to-4x3"),
-}
+QUICK_MOVES = ("bf16-2x1-to-1x3", "bf16-1x3-to-2x0", "bf16-3x0-to-2x2", "fp32-1x0-to-4x3")
 # Sums are rounded in another order, nothing else. Seen are 1e-3 and 1e-6.
 NOISE = {"bf16": 3e-3, "fp32": 1e-5}
 
@@ -51,6 +46,10 @@ def exact(stage: int, **others: Any) -> dict[str, Any]:
         **others,
     }
 
+
+# The steps after which a run of each stage is interrupted: each step in two stages, all of them in the one that divides
+# everything. Every step of every stage is in `make test-all`.
+INTERRUPTED = {0: (1, 4), 1: (2, 5), 2: (3,), 3: (1, 2, 3, 4, 5)}
 
 # Evaluating exchanges weights and averages, comparing devices computes with the engine: both are to leave no trace.
 DISTURBED = {
@@ -72,41 +71,35 @@ def moved(precision: str, stage: int) -> dict[str, Any]:
     }
 
 
-def job(name: str, content: dict[str, Any], *stops: int | None, **others: Any) -> dict[str, Any]:
-    return {"name": name, "stops": stops, "blocks": [content] * len(stops), **others}
-
-
 def source(precision: str, at: tuple[int, int]) -> str:
     return f"{precision}-{at[0]}x{at[1]}"
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def root(root: Path, request: pytest.FixtureRequest) -> Path:
     """Every training that the tests below look at."""
-    root = tmp_path_factory.mktemp("state")
-    make_data(root)
     parameters = asked(request)
     moves = [MOVES[name] for name in {params["move"]: None for params in parameters if "move" in params}]
     jobs = [job(WITHOUT_WARMUP, exact(1, ema={"decay": DECAY, "warmup": False}), 4)]
     for stage in STAGES:
-        jobs.append(job(f"zero{stage}", exact(stage), None))
-        jobs.append(job(f"zero{stage}-disturbed", exact(stage, **DISTURBED), 1, 2, 3, 4, 5, None))
+        jobs.append(job(f"zero{stage}", exact(stage)))
+        jobs.append(job(f"zero{stage}-disturbed", exact(stage, **DISTURBED), *INTERRUPTED[stage], None))
     for stage, step in {(params["stage"], params["step"]) for params in parameters if "step" in params}:
         jobs.append(job(f"zero{stage}-at-{step}", exact(stage, checkpoint={}), step, None))
-    jobs += [job(f"whole-{precision}", moved(precision, 1), None) for precision in NOISE]
+    jobs += [job(f"whole-{precision}", moved(precision, 1)) for precision in NOISE]
     launch(root, jobs, 2)
     # First where runs begin, then where they go on.
     for world in range(1, 5):
         begun = {(precision, one) for precision, one, _ in moves if one[0] == world}
         jobs = [job(source(precision, one), moved(precision, one[1]), 3) for precision, one in sorted(begun)]
-        launch(root, jobs, world) if jobs else None
+        launch(root, jobs, world)
     for world in range(1, 5):
         jobs = [
             job(name, moved(precision, other[1]), None, begins_as=source(precision, one), faults=[save_at_once])
             for name, (precision, one, other) in MOVES.items()
             if (precision, one, other) in moves and other[0] == world
         ]
-        launch(root, jobs, world) if jobs else None
+        launch(root, jobs, world)
     return root
 
 
@@ -114,7 +107,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_interrupted_after_every_step_evaluated_and_checked_it_equals_the_undisturbed_run(root, stage):
+def test_interrupted_evaluated_and_checked_it_equals_the_undisturbed_run(root, stage):
     assert_same_run(root, f"zero{stage}-disturbed", f"zero{stage}")
     assert [line["step"] for line in evaluations(root, f"zero{stage}-disturbed")] == [2, 4, 6]
     for step in range(1, STEPS):  # and at every step of the way
@@ -134,11 +127,10 @@ def test_interrupted_at_any_step_it_equals_the_uninterrupted_run(root, stage, st
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_frozen_stays_as_it_began_and_has_no_moments(root, stage):
-    """Interrupted after every step, with the fp32 values that bf16 weights do not have."""
-    recipe = make_recipe(root, **exact(stage))
-    objective, reader = build_objective(recipe, 7), checkpoint(root, f"zero{stage}-disturbed")
-    for name, parameter in objective.named_weights():
-        is_unchanged = torch.equal(reader.parameter(name), initial_value(objective, name, parameter.shape, recipe.seed))
+    """Interrupted now and then, with the fp32 values that bf16 weights do not have."""
+    reader = checkpoint(root, f"zero{stage}-disturbed")
+    for name, before in initial_weights(make_recipe(root, **exact(stage))).items():
+        is_unchanged = torch.equal(reader.parameter(name), before)
         has_moments = reader.index.shape_of("exp_avg", name) is not None
         is_frozen = re.search(FROZEN, name) is not None
         assert (is_unchanged, has_moments) == (is_frozen, not is_frozen), name
@@ -150,12 +142,7 @@ def test_what_is_frozen_stays_as_it_began_and_has_no_moments(root, stage):
 
 def averages_by_hand(root: Path, name: str, factors: list[float]) -> dict[str, np.ndarray]:
     """From the initial weights and the weights after each step, in float32; factors are those of the old average."""
-    recipe = make_recipe(root, **exact(0))
-    objective = build_objective(recipe, 7)
-    averages = {
-        name: initial_value(objective, name, parameter.shape, recipe.seed).numpy()
-        for name, parameter in objective.named_weights()
-    }
+    averages = {name: value.numpy() for name, value in initial_weights(make_recipe(root, **exact(0))).items()}
     for step, factor in enumerate(factors, 1):
         reader = checkpoint(root, name, step)
         for key in averages:
@@ -193,9 +180,7 @@ def test_evaluation_during_training_is_of_the_average(root, stage):
 # ---- Moved -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "move", [pytest.param(name, marks=[] if name in QUICK_MOVES else [pytest.mark.slow]) for name in MOVES]
-)
+@pytest.mark.parametrize("move", quick_of(MOVES, QUICK_MOVES))
 def test_another_world_and_stage_take_over_every_bit_and_go_on(root, move):
     precision, (world, _), (other_world, _) = MOVES[move]
     written, again = checkpoint(root, source(*MOVES[move][:2]), 3), checkpoint(root, move, 3)

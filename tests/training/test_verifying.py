@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ranks import STEPS, launch, make_data
+from ranks import STEPS, job, launch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -26,21 +26,15 @@ NOW = ("--steps", 0, "--no-shards")  # only evaluations
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(root: Path) -> Path:
     """A run and another of another seed, with checkpoints of all even steps."""
-    root = tmp_path_factory.mktemp("verified")
-    make_data(root)
     blocks = {
         "checkpoint": {"every": {"steps": 2}, "keep": 20},
         "evaluation": {"validation": "test", "every": {"steps": 2}},
         "selection": {"metric": "validation/loss", "mode": "min"},
         "ema": {"decay": 0.5},
     }
-    jobs = [
-        {"name": "run", "stops": [None], "blocks": [blocks]},
-        {"name": "other", "stops": [None], "blocks": [{**blocks, "seed": 7}]},
-    ]
-    launch(root, jobs, 1)
+    launch(root, [job("run", blocks), job("other", {**blocks, "seed": 7})], 1)
     return root
 
 
@@ -73,27 +67,41 @@ def verified(folder, run="run", *options):
     return rows, bad
 
 
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_lines(folder, lines):
+    (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def edit_line(folder, step, **values):
-    path = folder / "run" / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = lines_of(folder)
     for line in lines:
         if line["step"] == step and "loss" in line:
             line.update({key: change(line[key]) for key, change in values.items()})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder, lines)
+
+
+def done_of(folder):
+    return json.loads((folder / "run" / "DONE").read_text())
+
+
+def write_done(folder, content):
+    (folder / "run" / "DONE").write_text(json.dumps(content))
 
 
 def edit_evaluation(folder, step, top1):
     """In every file that has it."""
-    path = folder / "run" / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:
-        if line["step"] == step and "eval/validation/top1" in line:
-            line["eval/validation/top1"] = top1
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = json.loads((folder / "run" / "DONE").read_text())
+    is_it = "eval/validation/top1"
+    write_lines(
+        folder,
+        [line | {is_it: top1} if line["step"] == step and is_it in line else line for line in lines_of(folder)],
+    )
+    done = done_of(folder)
     if done["step"] == step:
         done["evaluation"]["validation/top1"] = top1
-        (folder / "run" / "DONE").write_text(json.dumps(done))
+        write_done(folder, done)
 
 
 def write_again(checkpoint, path):
@@ -145,17 +153,17 @@ def test_one_byte_of_a_shard(copied):
     assert any(path.name in what for what in verified(copied, "run", "--steps", 0, "--no-evaluations")[1])
 
 
-def test_one_line_of_metrics(copied):
-    edit_line(copied, 3, loss=lambda loss: loss * 0.999)
-    assert verified(copied, "run", "--steps", STEPS, "--no-shards", "--no-evaluations")[1] == ["steps 3 to 4"]
+@pytest.mark.parametrize(
+    ("step", "again", "bad"), [(5, 2, "steps 5 to 6"), pytest.param(3, STEPS, "steps 3 to 4", marks=pytest.mark.slow)]
+)
+def test_one_line_of_metrics(copied, step, again, bad):
+    edit_line(copied, step, loss=lambda loss: loss * 0.999)
+    assert verified(copied, "run", "--steps", again, "--no-shards", "--no-evaluations")[1] == [bad]
 
 
 def test_a_line_that_is_gone_and_one_with_another_rate(copied):
-    path = copied / "run" / "metrics.jsonl"
-    lines = [line for line in path.read_text().splitlines() if json.loads(line)["step"] != 2]
-    path.write_text("\n".join(lines) + "\n")
+    write_lines(copied, [line for line in lines_of(copied) if line["step"] != 2])
     assert verified(copied, "run", *NOTHING)[1] == ["metrics.jsonl"]
-    shutil.copy(copied / "run" / "metrics.jsonl", copied / "kept")
     edit_line(copied, 4, lr=lambda rate: rate * 2)
     assert verified(copied, "run", *NOTHING)[1] == ["metrics.jsonl"]
 
@@ -181,15 +189,9 @@ def test_a_checkpoint_of_another_run(root, copied):
     assert verified(copied, "run", *NOTHING)[1] == [f"checkpoint {SAVED}"]
 
 
-def edit_lines(folder, change):
-    path = folder / "run" / "metrics.jsonl"
-    lines = [change(json.loads(line)) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 @pytest.mark.parametrize("key", ["exaflops", "images_per_s", "world_size"])
 def test_what_a_run_has_cost(copied, key):
-    edit_lines(copied, lambda line: line | ({key: line[key] * 0.5} if key in line else {}))
+    write_lines(copied, [line | ({key: line[key] * 0.5} if key in line else {}) for line in lines_of(copied)])
     assert verified(copied, "run", *NOTHING)[1] == ["metrics.jsonl"]
 
 
@@ -197,32 +199,28 @@ def test_what_a_run_has_cost(copied, key):
     ("key", "value"), [("exaflops", 1e-9), ("stopped_early", True), ("total_steps", 4), ("best_step", None)]
 )
 def test_an_end_with_another_figure(copied, key, value):
-    done = json.loads((copied / "run" / "DONE").read_text())
-    (copied / "run" / "DONE").write_text(json.dumps(done | {key: value}))
+    write_done(copied, done_of(copied) | {key: value})
     assert verified(copied, "run", *NOTHING)[1] == ["DONE"]
 
 
 @pytest.mark.parametrize("stopped_early", [False, True])
 def test_an_end_of_an_unfinished_run(copied, stopped_early):
     shutil.rmtree(copied / "run" / "checkpoints" / f"step-{STEPS:08d}")
-    path = copied / "run" / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines if line["step"] < STEPS - 1))
+    write_lines(copied, [line for line in lines_of(copied) if line["step"] < STEPS - 1])
     state = read_index(copied / "run" / "checkpoints" / f"step-{STEPS - 2:08d}").selection
-    done = json.loads((copied / "run" / "DONE").read_text())
+    done = done_of(copied)
     done |= {"step": STEPS - 2, "best_step": state["best_step"], "stopped_early": stopped_early, "evaluation": {}}
     done["exaflops"] *= (STEPS - 2) / STEPS
-    (copied / "run" / "DONE").write_text(json.dumps(done))
+    write_done(copied, done)
     assert verified(copied, "run", *NOTHING)[1] == ["DONE"]
 
 
 @pytest.mark.parametrize("line", ["loss", "eval/validation/top1"])
 def test_a_line_after_the_end(copied, line):
-    path = copied / "run" / "metrics.jsonl"
-    last = next(row for row in map(json.loads, reversed(path.read_text().splitlines())) if line in row)
-    more = {"lr", "images_seen", "exaflops"} & last.keys()
-    with path.open("a") as file:
-        file.write(json.dumps({key: last[key] for key in last if key not in more} | {"step": STEPS + 1}) + "\n")
+    lines = lines_of(copied)
+    last = next(each for each in reversed(lines) if line in each)
+    more = {"lr", "images_seen", "exaflops"}
+    write_lines(copied, [*lines, {key: last[key] for key in last if key not in more} | {"step": STEPS + 1}])
     assert "metrics.jsonl" in verified(copied, "run", *NOTHING)[1]
 
 
@@ -242,7 +240,7 @@ def test_lines_that_became_more_frequent(root, copied):
     """Each process logged as its own recipe said."""
     blocks = {"checkpoint": {"every": {"steps": 2}, "keep": 20}, "evaluation": {"validation": None}}
     every = [{**blocks, "logging": {"every": steps}} for steps in (2, 1)]
-    launch(root, [{"name": "more", "stops": [4, None], "blocks": every}], 1)
+    launch(root, [job("more", every, 4, None)], 1)
     shutil.copytree(root / "runs" / "more", copied / "more")
     assert verified(copied, "more", *NOTHING)[1] == []
 
@@ -250,9 +248,9 @@ def test_lines_that_became_more_frequent(root, copied):
 def test_another_recipe_and_another_end(copied):
     path = copied / "run" / "recipe.yaml"
     path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"seed": 9}))
-    done = json.loads((copied / "run" / "DONE").read_text())
+    done = done_of(copied)
     done["evaluation"]["validation/top1"] = 1.0
-    (copied / "run" / "DONE").write_text(json.dumps(done))
+    write_done(copied, done)
     assert verified(copied, "run", *NOTHING)[1] == ["recipe.yaml", "DONE"]
 
 
@@ -308,7 +306,7 @@ def test_weights_that_the_run_did_not_begin_with(root, copied):
     """The recipe names another run's weights, in every file."""
     blocks = {"checkpoint": {"every": {"steps": 2}}, "evaluation": {"validation": None}}
     begin = {**blocks, "init": {"from": str(root / "runs" / "other")}}
-    launch(root, [{"name": "begun", "stops": [4], "blocks": [begin]}], 1)
+    launch(root, [job("begun", begin, 4)], 1)
     shutil.copytree(root / "runs" / "begun", copied / "begun")
     assert verified(copied, "begun", *NOTHING)[1] == []
     paths = [copied / "begun" / "recipe.yaml", *(copied / "begun" / "checkpoints").glob("step-*/index.json")]
@@ -328,7 +326,7 @@ def test_weights_that_the_run_did_not_begin_with(root, copied):
 def test_a_run_of_two_ranks_on_one(root, copied):
     """Some states are equal to the last bit there, others in all numbers but five, and sums are not."""
     blocks = {"precision": "fp32", "checkpoint": {"every": {"steps": 2}, "keep": 20}, "ema": {"decay": 0.5}}
-    launch(root, [{"name": "two", "stops": [None], "blocks": [blocks]}], 2)
+    launch(root, [job("two", blocks)], 2)
     shutil.copytree(root / "runs" / "two", copied / "two")
     rows, bad = verified(copied, "two", "--world", 1, "--steps", STEPS)
     assert not bad, rows
@@ -354,23 +352,23 @@ def test_a_checkpoint_of_another_run_that_says_it_is_of_this_one(root, copied):
 
 @pytest.mark.parametrize("change", ["gone", "more"])
 def test_lines_of_evaluations_that_are_gone_or_too_many(copied, change):
-    path = copied / "run" / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = lines_of(copied)
     if change == "gone":
         lines = [line for line in lines if line["step"] != 2 or "loss" in line]
     else:
         lines.append({**next(line for line in lines if "eval/validation/top1" in line), "step": 3})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(copied, lines)
     assert "metrics.jsonl" in verified(copied, "run", *NOTHING)[1]
 
 
 def test_another_best_step(copied):
-    done, run = json.loads((copied / "run" / "DONE").read_text()), copied / "run"
-    (run / "DONE").write_text(json.dumps(done | {"best_step": 2 if done["best_step"] != 2 else 4}))
+    done = done_of(copied)
+    another = {"best_step": 2 if done["best_step"] != 2 else 4}
+    write_done(copied, done | another)
     assert verified(copied, "run", *NOTHING)[1] == ["DONE"]
-    checkpoint = run / "checkpoints" / f"step-{STEPS:08d}"
+    checkpoint = copied / "run" / "checkpoints" / f"step-{STEPS:08d}"
     index = read_index(checkpoint)
-    changed = replace(index, selection=index.selection | {"best_step": 2 if done["best_step"] != 2 else 4})
+    changed = replace(index, selection=index.selection | another)
     (checkpoint / "index.json").write_text(index_text(changed))
     assert verified(copied, "run", *NOTHING)[1] == [f"checkpoint {STEPS}"]
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from known_gradients import TENSOR_RATE, TENSOR_UPDATES, TENSORS, LinearLoss, update_tensors
 from outcomes import assert_same_run, checkpoint, column, everything, put_together
 from rank_faults import save_at_once
-from ranks import STEPS, asked, launch, make_data, make_recipe, start
-from whole_tensor_ranks import RATE, UPDATES, LinearLoss, gradient, initial, update_tensors
+from ranks import STEPS, asked, job, launch, make_recipe, on_ranks, quick_of
 
 from vitscale.ground.errors import RecipeError
 from vitscale.models import build_model
@@ -54,7 +54,7 @@ FROZEN = "blocks.1.norm.bias"
 MATRICES = {
     *("blocks.0.attention.qkv.weight", "blocks.0.attention.out.weight", "blocks.1.fc.weight", "blocks.1.conv.weight"),
 }
-WORLDS = [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+WORLDS = quick_of((1, 2, 4), [2])
 # Other wrappers of DeepSpeed's, and one of several calls of the optimizer for a group's parameters.
 VARIANTS = {("bf16", 1): ["", "-accumulated"], ("bf16", 3): ["", "-sub-groups"]}
 CASES = {
@@ -109,9 +109,12 @@ def timms(name: str, big_visions: bool) -> dict[tuple[str, str], np.ndarray]:
     With `big_visions` it is given the tensors that a Vision Transformer of big_vision has.
     """
     optimizers = pytest.importorskip("timm.optim")
-    weights = {each: [torch.nn.Parameter(part) for part in theirs(each, initial(each), big_visions)] for each in HOW}
+    weights = {
+        each: [torch.nn.Parameter(part) for part in theirs(each, TENSORS.initial(each), big_visions)] for each in HOW
+    }
     groups: list[dict[str, Any]] = [
-        {"params": weights[each], "lr": RATE * factor, "weight_decay": decay} for each, (factor, decay) in HOW.items()
+        {"params": weights[each], "lr": TENSOR_RATE * factor, "weight_decay": decay}
+        for each, (factor, decay) in HOW.items()
     ]
     if name == "lamb":
         optimizer = optimizers.Lamb(groups, betas=(0.9, 0.98), eps=1e-6, max_grad_norm=None)
@@ -121,9 +124,9 @@ def timms(name: str, big_visions: bool) -> dict[tuple[str, str], np.ndarray]:
         for group, each in zip(groups, HOW, strict=True):
             group["use_fallback"] = each not in MATRICES
         optimizer = optimizers.Muon(groups)
-    for step in range(UPDATES):
+    for step in range(TENSOR_UPDATES):
         for each, parameters in weights.items():
-            for parameter, part in zip(parameters, theirs(each, gradient(step, each), big_visions), strict=True):
+            for parameter, part in zip(parameters, theirs(each, TENSORS.numbers(each, step), big_visions), strict=True):
                 parameter.grad = part
         optimizer.step()
     found = {("master", each): ours(each, parameters, big_visions) for each, parameters in weights.items()}
@@ -139,7 +142,7 @@ def timms(name: str, big_visions: bool) -> dict[tuple[str, str], np.ndarray]:
 def updated(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     root = tmp_path_factory.mktemp("whole")
     for world in sorted({params["world"] for params in asked(request) if "world" in params}):
-        start(update_tensors, root, {case: content(case, world) for case in CASES}, world)
+        on_ranks(world, update_tensors, root, {case: content(case, world) for case in CASES})
     return root
 
 
@@ -152,7 +155,9 @@ def whole(root: Path, case: str, world: int) -> dict[tuple[str, str], np.ndarray
 @pytest.mark.parametrize("case", CASES)
 def test_ten_updates_are_timms(updated, case, world):
     name, *_, variant = CASES[case]
-    expected = timms(name, name == "adafactor" and variant != "-as-stored") | {("master", FROZEN): initial(FROZEN)}
+    expected = timms(name, name == "adafactor" and variant != "-as-stored") | {
+        ("master", FROZEN): TENSORS.initial(FROZEN)
+    }
     found = whole(updated, case, world)
     assert found.keys() == expected.keys()
     for key, value in expected.items():
@@ -188,19 +193,13 @@ def training(name: str, stage: int, precision: str = "bf16", **others: Any) -> d
     }
 
 
-def job(name: str, blocks: dict[str, Any], *stops: int | None, **others: Any) -> dict[str, Any]:
-    return {"name": name, "stops": stops, "blocks": [blocks] * len(stops), **others}
-
-
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    root = tmp_path_factory.mktemp("training")
-    make_data(root)
+def root(root: Path, request: pytest.FixtureRequest) -> Path:
     parameters = asked(request)
     jobs = [job(f"{name}-fp32", training(name, 1, "fp32"), None) for name in OPTIMIZERS]
     for name, stage in dict.fromkeys((params["name"], params["stage"]) for params in parameters if "stage" in params):
         jobs.append(job(f"{name}-zero{stage}", training(name, stage, model={"dropout": 0.2}), None))
-        jobs.append(job(f"{name}-zero{stage}-stopped", training(name, stage, model={"dropout": 0.2}), 1, 4, None))
+        jobs.append(job(f"{name}-zero{stage}-stopped", training(name, stage, model={"dropout": 0.2}), 4, None))
     moves = {params["move"]: MOVES[params["move"]] for params in parameters if "move" in params}
     for name, one, _ in dict.fromkeys(moves.values()):
         if not any(each["name"] == f"{name}-from-{one[1]}" for each in jobs):
@@ -212,7 +211,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
             for move, (name, one, other) in moves.items()
             if other[0] == world
         ]
-        launch(root, jobs, world) if jobs else None
+        launch(root, jobs, world)
     return root
 
 
@@ -224,9 +223,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_last_bit(root, name, stage):
     assert_same_run(root, f"{name}-zero{stage}-stopped", f"{name}-zero{stage}")
 
 
-@pytest.mark.parametrize(
-    "move", [pytest.param(move, marks=[] if move in QUICK_MOVES else pytest.mark.slow) for move in MOVES]
-)
+@pytest.mark.parametrize("move", quick_of(MOVES, QUICK_MOVES))
 def test_on_another_world_and_stage_it_goes_on_as_it_was(root, move):
     name, one, _ = MOVES[move]
     before, after = checkpoint(root, f"{name}-from-{one[1]}", 3), checkpoint(root, move, 3)
@@ -257,7 +254,7 @@ def test_a_checkpoint_of_factors_tells_their_shapes(root):
 
 def test_groups_of_muon_are_of_matrices_or_of_none(tmp_path):
     recipe = make_recipe(tmp_path, model={"depth": 2}, optimizer={**OPTIMIZERS["muon"], **GROUPED})
-    model = LinearLoss()
+    model = LinearLoss(TENSORS)
     names = {parameter: name for name, parameter in model.named_weights()}
     for group in parameter_groups(recipe, model):
         found = {names[parameter] for parameter in group["params"]}

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from outcomes import checkpoint as checkpoint_of
-from outcomes import column, equal, metrics
+from outcomes import column, equal, metrics, stored_bytes, uids_of
 from rank_faults import log_samples, poison
-from ranks import launch, make_data, make_recipe
+from ranks import job, launch, make_recipe
 from stock_beton import write_stock
 from typer.testing import CliRunner
 
@@ -23,7 +23,6 @@ from vitscale.about.checks.verifying import Asked, verify_run
 from vitscale.cli.main import app
 from vitscale.data.shards import Manifest, SelectFirst
 from vitscale.data.shards.adopt import adopt
-from vitscale.data.shards.opening import open_shard
 from vitscale.data.shards.overlap import why_no_view
 from vitscale.ground.errors import CheckpointError, DataError, RecipeError
 from vitscale.recipe import read_recipe
@@ -50,10 +49,9 @@ def blocks(**others):
     }
 
 
-def job(root, name, content, *stops, faults=()):
-    stops = stops or (None,)
+def logging(root, name, content, *stops, faults=()):
     log = partial(log_samples, file=str(root / "runs" / f"{name}.log"))
-    return {"name": name, "stops": stops, "blocks": [content] * len(stops), "faults": [*faults, log]}
+    return job(name, content, *stops, faults=[*faults, log])
 
 
 def logged(root, name):
@@ -66,17 +64,9 @@ def logged(root, name):
 def told(root, name):
     """The same, as the run's files tell it."""
     history = History(root / "runs" / name)
-    uids = all_uids(history.manifest)
+    uids = uids_of(history.manifest)
     found = zip(uids, history.sightings(history.find(uids)), strict=True)
     return Counter((seen.step, uid) for uid, sightings in found for seen in sightings if seen.step is not None)
-
-
-def all_uids(manifest):
-    found = []
-    for index in range(len(manifest.shards)):
-        with open_shard(manifest, index) as shard:
-            found += shard.file.uid[shard.slots].tolist()
-    return found
 
 
 def without(*arguments, run, stdin=None):
@@ -106,17 +96,15 @@ def adopt_stock_file(root):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(root: Path) -> Path:
     """A run on one rank that has left a batch out, one on its way, and one of adopted data; branches on two ranks."""
-    root = tmp_path_factory.mktemp("without")
-    make_data(root)
     adopt_stock_file(root)
     bad = partial(poison, positions={SKIPPED: "gradient"}, rank=0, row=1)
     of_adopted = blocks(data={"train": "adopted"}, schedule={"duration": {"steps": 8}, "warmup": {"steps": 1}})
     jobs = [
-        job(root, "run", blocks(), faults=[bad]),
-        job(root, "on-its-way", blocks(), 4, faults=[bad]),
-        job(root, "adopted", of_adopted),
+        logging(root, "run", blocks(), faults=[bad]),
+        logging(root, "on-its-way", blocks(), 4, faults=[bad]),
+        logging(root, "adopted", of_adopted),
     ]
     launch(root, jobs, world_size=1)
     for name in ("run", "adopted"):
@@ -128,9 +116,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / f"{name}.json").write_text(json.dumps(found))
     branch, of_adopted = (read_recipe(root / f"{name}-view" / "branch.yaml").dump() for name in ("run", "adopted"))
     jobs = [
-        job(root, "branch", branch),
-        job(root, "resumed", branch, 5, 9, None),
-        job(root, "of-adopted", of_adopted),
+        logging(root, "branch", branch),
+        logging(root, "resumed", branch, 5, 9, None),
+        logging(root, "of-adopted", of_adopted),
     ]
     launch(root, jobs, world_size=2)
     return root
@@ -165,7 +153,7 @@ def test_it_names_the_first_step_the_checkpoint_and_the_cost(root, found, gone):
 
 def test_the_view_has_all_but_them_and_is_no_copy(root, found, gone):
     whole, view = Manifest.load(root / "train"), Manifest.load(root / "run-view")
-    assert sorted(all_uids(view)) == sorted(set(all_uids(whole)) - set(gone))
+    assert sorted(uids_of(view)) == sorted(set(uids_of(whole)) - set(gone))
     assert found["view"]["samples"] == view.num_samples == whole.num_samples - len(gone)
     assert not list((root / "run-view").glob("*.beton"))
     assert [int(line) for line in (root / "run-view" / "left_out_uids.txt").read_text().split()] == sorted(gone)
@@ -201,7 +189,7 @@ def test_its_first_epoch_is_a_whole_one_and_none_of_the_trunks(root):
     log = logged(root, "branch")
     first_epoch = [uid for (step, uid) in log.elements() if step <= SAVED + per_epoch]
     assert len(set(first_epoch)) == len(first_epoch) == 16 * per_epoch
-    uids = all_uids(history.manifest)
+    uids = uids_of(history.manifest)
     epochs = [[seen.epoch for seen in each] for each in history.sightings(history.find(uids))]
     assert all(len(set(each)) == len(each) for each in epochs)
     assert (np.diff(column(root, "branch", "epoch")) > 0).all()
@@ -210,7 +198,7 @@ def test_its_first_epoch_is_a_whole_one_and_none_of_the_trunks(root):
 @pytest.mark.parametrize("name", ["run", "branch"])
 def test_rendered_again_digests_are_those_of_the_run(root, name):
     history, digests = History(root / "runs" / name), Counter()
-    uids = all_uids(history.manifest)
+    uids = uids_of(history.manifest)
     for uid, sightings in zip(uids, history.sightings(history.find(uids)), strict=True):
         for seen in sightings:
             batch = history.pixels(seen)
@@ -279,7 +267,7 @@ def test_a_run_on_its_way_goes_on_from_where_it_is(root):
 
 
 def test_what_was_never_seen_needs_no_branch(root, tmp_path):
-    unseen = sorted(set(all_uids(Manifest.load(root / "train"))) - {uid for _, uid in logged(root, "run")})
+    unseen = sorted(set(uids_of(Manifest.load(root / "train"))) - {uid for _, uid in logged(root, "run")})
     assert unseen, "an image of the left-out batch that the second epoch leaves out"
     found = without(unseen[0], "--out", tmp_path / "view", run=root / "runs" / "run")
     assert found["first_step"] is found["start"] is found["command"] is None
@@ -290,12 +278,10 @@ def test_what_was_never_seen_needs_no_branch(root, tmp_path):
 
 def test_images_are_taken_by_their_bytes(root, tmp_path):
     history = History(root / "runs" / "run")
-    (place,) = history.find([all_uids(history.manifest)[40]])
+    uid = uids_of(history.manifest)[40]
     (tmp_path / "images").mkdir()
-    with open_shard(history.manifest, place.at[0][0]) as shard:
-        slot = int(np.flatnonzero(shard.file.uid == place.uid)[0])
-        (tmp_path / "images" / "one.jpg").write_bytes(shard.file.read(slot))
-    assert without(tmp_path / "images", run=root / "runs" / "run")["uids"] == [place.uid]
+    (tmp_path / "images" / "one.jpg").write_bytes(stored_bytes(history, uid))
+    assert without(tmp_path / "images", run=root / "runs" / "run")["uids"] == [uid]
 
 
 def test_mistakes_are_told(root, tmp_path):
@@ -315,7 +301,7 @@ def test_mistakes_are_told(root, tmp_path):
         without(0, run=tmp_path)
     with pytest.raises(RecipeError):
         without(0, "--out", root / "train", run=run)
-    (tmp_path / "all.txt").write_text("\n".join(map(str, all_uids(Manifest.load(root / "train")))))
+    (tmp_path / "all.txt").write_text("\n".join(map(str, uids_of(Manifest.load(root / "train")))))
     with pytest.raises(RecipeError):
         without(tmp_path / "all.txt", "--out", tmp_path / "view", run=run)
     assert not (tmp_path / "view").exists() or not list((tmp_path / "view").iterdir())

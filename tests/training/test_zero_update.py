@@ -5,9 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from parameter_group_ranks import PARAMETERS, initial, rate
-from ranks import start
-from zero_update_ranks import INFINITE, STEPS, coefficients, update_all
+from known_gradients import ALONE_UPDATES, INFINITE, VECTORS, coefficients, rate, update_alone
+from ranks import on_ranks
 
 CLIP_NORM = 2.0
 CASES = {
@@ -31,20 +30,20 @@ CASES = {
 @pytest.fixture(scope="module")
 def updated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("updates")
-    start(update_all, folder, CASES, 1)
+    on_ranks(1, update_alone, folder, CASES)
     return folder
 
 
 def by_torch(accumulation: int) -> tuple[list[float], list[dict[str, np.ndarray]]]:
     """The norms and, after each step, the weights."""
-    weights = {name: torch.nn.Parameter(torch.from_numpy(initial(name))) for name in PARAMETERS}
+    weights = {name: torch.nn.Parameter(torch.from_numpy(VECTORS.initial(name))) for name in VECTORS.shapes}
     groups = [
-        {"params": [weights[name] for name in PARAMETERS if name.endswith("weight")], "weight_decay": 0.1},
-        {"params": [weights[name] for name in PARAMETERS if name.endswith("bias")], "weight_decay": 0.0},
+        {"params": [weights[name] for name in VECTORS.shapes if name.endswith("weight")], "weight_decay": 0.1},
+        {"params": [weights[name] for name in VECTORS.shapes if name.endswith("bias")], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.8, 0.95), eps=1e-6)
     norms, after = [], []
-    for step in range(STEPS):
+    for step in range(ALONE_UPDATES):
         for weight in weights.values():
             weight.grad = torch.zeros_like(weight)
         for micro_step in range(accumulation):
@@ -64,8 +63,8 @@ def test_updates_are_torch_s_and_one_with_an_infinite_gradient_is_not_made(updat
     found, (norms, after) = np.load(updated / f"{case}.npz"), by_torch(4 if "-4" in case else 1)
     assert found["skipped"] == 1 and math.isinf(found["norms"][INFINITE])
     assert all(norm > CLIP_NORM for norm in norms)
-    for step in range(STEPS):
+    for step in range(ALONE_UPDATES):
         if step != INFINITE:
             assert found["norms"][step] == pytest.approx(norms[step], rel=1e-6)
-        for name in PARAMETERS:
+        for name in VECTORS.shapes:
             np.testing.assert_allclose(found[f"{step}.{name}"], after[step][name], rtol=2e-6, atol=1e-6)
