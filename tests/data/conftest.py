@@ -3,8 +3,8 @@
 import gc
 
 import pytest
-from endless_loader import SHARDS
 from leaks import loader_threads, open_files, wait_until
+from loaders import SHARDS
 from picture_shards import write_pictures
 
 

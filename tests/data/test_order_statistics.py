@@ -273,16 +273,6 @@ def test_windows_take_samples_of_any_shard():
 # ---- Classes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["one shard", "157 shards with a short last one", "two batches an epoch"])
-def test_batches_of_shuffled_shards_mix_classes_as_chance_does(shape):
-    """What the conversion's shuffle gives, the order does not take away: as for any order that repeats no sample."""
-    shard_samples, batch = SHAPES[shape]
-    labels = np.random.default_rng(0).permutation(np.arange(sum(shard_samples)) % 5)
-    order = TrainOrder(shard_samples, batch, 0)
-    found = [min(mixing(epoch_of(order, shard_samples, epoch), labels)) for epoch in range(40)]
-    assert min(found) > ALARM / 80
-
-
 @pytest.mark.parametrize("shard_samples", [[150_000], [70_000, 30_000, 50_000]], ids=["one shard", "three"])
 def test_batches_of_a_shard_sorted_by_class_mix_classes_as_chance_does(shard_samples):
     labels = np.arange(150_000) // 1500  # 100 classes

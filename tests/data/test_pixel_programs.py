@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from pictures import make_picture
-from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+from PIL import Image, ImageEnhance
 from timm.data import auto_augment
 from timm.data.random_erasing import RandomErasing as TimmsErasing
 
@@ -245,18 +245,6 @@ def test_shares_are_those_of_the_recipe():
         assert_about(int((found == code).any(axis=1).sum()), block.probability)
         untouched = (found == Code.NOTHING).all(axis=1)
         assert_about(int(untouched.sum()), 1 - block.probability)
-
-
-def test_gray_solarized_and_blurred_are_pillows():
-    pixels, keys = images(6), KEYS[:6]
-    gray = changed(recipe.Gray(kind="gray", probability=1.0), keys=keys, pixels=pixels)
-    solarized = changed(recipe.Solarize(kind="solarize", probability=1.0, threshold=90), keys=keys, pixels=pixels)
-    blur = recipe.GaussianBlur(kind="gaussian_blur", probability=1.0, radius=[1.3, 1.3])
-    blurred = changed(blur, keys=keys, pixels=pixels)
-    for number, image in enumerate(map(Image.fromarray, pixels)):
-        assert np.array_equal(gray[number], np.asarray(image.convert("L").convert("RGB")))
-        assert np.array_equal(solarized[number], np.asarray(ImageOps.solarize(image, 90)))
-        assert np.array_equal(blurred[number], np.asarray(image.filter(ImageFilter.GaussianBlur(1.3))))
 
 
 def test_jitter_takes_every_order_and_is_torchvisions():

@@ -43,6 +43,12 @@ def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[st
     return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, **options)
 
 
+def start(*arguments: object, **options: object) -> subprocess.Popen[str]:
+    """A conversion in a process, and a process group, of its own."""
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    return subprocess.Popen(command(*arguments), **piped, **options)
+
+
 def convert_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have conversions to a folder run in this process, by the engine for `memory://`: another takes seconds to start.
 

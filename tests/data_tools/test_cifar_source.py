@@ -1,15 +1,14 @@
 import io
 import os
 import pickle
-import tarfile
 from collections import Counter
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 from messages import refusal
 from PIL import Image
+from small_files import pack, upload
 
 from data_tools.sources.cifar import is_cifar, open_cifar
 from data_tools.sources.source import Item, SourceOptions
@@ -47,12 +46,6 @@ def write_binary(folder: Path, classes: int) -> Path:
         name = "batches.meta.txt" if classes == 10 else f"{field.replace('labels', 'label_names')}.txt"
         (folder / name).write_text("\n".join(NAMES[field]) + "\n\n")
     return folder
-
-
-def pack(folder: Path, path: Path) -> Path:
-    with tarfile.open(path, "w:gz") as archive:
-        archive.add(folder, folder.name)
-    return path
 
 
 def open_all(*files: Path | str, label=None, mixed_ok=True):
@@ -100,10 +93,7 @@ def test_both_data_sets(tmp_path, classes, packed):
 
 def test_remote(tmp_path):
     folder = write_binary(tmp_path / "cifar", 10)
-    for path in folder.iterdir():
-        with fsspec.open(f"memory://cifar/{path.name}", "wb") as file:
-            file.write(path.read_bytes())
-    source = open_all("memory://cifar/test_batch.bin")
+    source = open_all(f"{upload(folder, 'memory://cifar')}/test_batch.bin")
     assert source.parts == ("memory://cifar/test_batch.bin",)
     check(listed(source), expected(10, "labels", ["test_batch"]))
 

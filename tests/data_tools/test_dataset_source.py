@@ -1,17 +1,14 @@
-import json
 import pickle
 import shutil
 from collections import Counter
-from hashlib import sha256
 
-import fsspec
-import numpy as np
 import pytest
+from small_files import edit_manifest, excluding, flip, upload
 from stored_dataset import Photo, write_dataset
 
 from data_tools.sources.dataset import open_dataset
 from data_tools.sources.source import SourceOptions
-from vitscale.data.shards import MANIFEST_NAME
+from vitscale.data.shards import MANIFEST_NAME, SelectFirst
 from vitscale.ground.errors import DataError, RecipeError
 
 PHOTOS = [Photo(f"k/{i}.jpg", labels=(i % 2,), seed=i) for i in range(7)]
@@ -25,20 +22,6 @@ def open_copy(*files):
 def listed(source) -> dict:
     items = [(part, item) for part in range(len(source.parts)) for item in source.items(part, Counter())]
     return {item.key: (item.labels, source.read(part, item.content)) for part, item in items}
-
-
-def upload(folder, url: str) -> str:
-    for path in folder.iterdir():
-        with fsspec.open(f"{url}/{path.name}", "wb") as file:
-            file.write(path.read_bytes())
-    return url
-
-
-def edit(folder, **changes) -> None:
-    path = folder / MANIFEST_NAME
-    content = json.loads(path.read_text()) | changes
-    del content["checksum"]
-    path.write_text(json.dumps(content))
 
 
 def expected(photos, names=("cat", "dog")) -> dict:
@@ -69,12 +52,9 @@ def test_several_labels_and_none(tmp_path):
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_only_selected_samples(tmp_path, is_remote):
     manifest = write_dataset(tmp_path, PHOTOS, 4)
-    np.save(tmp_path / "out.npy", np.array([0, 2], np.uint32))
-    digest = sha256((tmp_path / "out.npy").read_bytes()).hexdigest()
-    shards = [shard.model_dump(mode="json") for shard in manifest.shards]
-    shards[0]["select"] = {"exclude": {"path": "out.npy", "sha256": digest, "count": 2}}
-    shards[1]["select"] = {"first": 1}
-    edit(tmp_path, shards=shards, num_samples=3)
+    first = manifest.shards[0].model_copy(update={"select": excluding(tmp_path, "out.npy", [0, 2])})
+    second = manifest.shards[1].model_copy(update={"select": SelectFirst(first=1)})
+    manifest.model_copy(update={"shards": (first, second), "num_samples": 3}).save(tmp_path)
     root = upload(tmp_path, f"memory://{tmp_path.name}") if is_remote else tmp_path
     assert listed(open_copy(root)) == expected([PHOTOS[1], PHOTOS[3], PHOTOS[4]])
 
@@ -86,12 +66,6 @@ def test_without_tables_of_provenance(tmp_path, is_remote):
         path.unlink()
     root = upload(tmp_path, f"memory://{tmp_path.name}") if is_remote else tmp_path
     assert list(listed(open_copy(root))) == [f"uid-{uid}" for uid in range(7)]
-
-
-def flip(path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
 
 
 def test_damaged_samples(tmp_path):
@@ -118,7 +92,7 @@ def test_what_cannot_be_read(tmp_path):
     with pytest.raises(RecipeError, match="--label-field x"):
         open_dataset("SOURCE", [str(data)], SourceOptions(label_field="x"))
     source = open_copy(data)
-    edit(data, class_names=["cat"])
+    edit_manifest(data, lambda content: content.update(class_names=["cat"]))
     with pytest.raises(DataError, match=str(data)):
         listed(source)
     with pytest.raises(DataError, match=r"shard-00000\.beton.*'k/1\.jpg'.*\b1\b"):

@@ -2,11 +2,11 @@ import json
 import pickle
 from collections import Counter
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from small_files import upload
 
 from data_tools.sources.parquet import open_parquet
 from data_tools.sources.source import Item, SourceOptions
@@ -211,6 +211,4 @@ def test_damage(tmp_path):
 
 def test_remote(tmp_path):
     local = write(tmp_path / "x.parquet", {"image": IMAGES, "label": range(4)}, row_group_size=1)
-    with fsspec.open("memory://bucket/data/x.parquet", "wb") as file:
-        file.write((tmp_path / "x.parquet").read_bytes())
-    assert listed("memory://bucket/data/x.parquet") == listed(local)
+    assert listed(upload(tmp_path / "x.parquet", "memory://bucket/data/x.parquet")) == listed(local)

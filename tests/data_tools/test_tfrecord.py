@@ -5,10 +5,10 @@ import pickle
 import struct
 from collections import Counter
 
-import fsspec
 import google_crc32c
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from small_files import upload
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from data_tools.sources.source import Item, SourceOptions
@@ -116,9 +116,7 @@ def test_what_streams(tmp_path, kind):
     path.write_bytes(gzip.compress(content) if "gzip" in kind or kind == "one of two" else content)
     files = [str(path)]
     if "remote" in kind:
-        files = ["memory://records/train-0"]
-        with fsspec.open(files[0], "wb") as file:
-            file.write(path.read_bytes())
+        files = [upload(path, "memory://records/train-0")]
     if kind == "one of two":
         files.append(write(tmp_path / "train-1", *RECORDS))
     assert open_files(*files).streams

@@ -1,11 +1,11 @@
 import json
-import tarfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from messages import refusal
-from test_tar_sources import listed, write_tar
+from small_files import write_tar
+from test_tar_sources import listed
 
 from data_tools.sources.source import SourceOptions
 from data_tools.sources.tar import open_tars
@@ -65,13 +65,7 @@ def shard(path: Path, **files: bytes | str | dict | list | int) -> Path:
     """A shard of one sample, its files by extension (__ for a dot)."""
 
     def encoded(value: object) -> bytes:
-        return (
-            value
-            if isinstance(value, bytes)
-            else value.encode()
-            if isinstance(value, str)
-            else json.dumps(value).encode()
-        )
+        return value if isinstance(value, bytes) else (value if isinstance(value, str) else json.dumps(value)).encode()
 
     return write_tar(path, *((f"x/7.{name.replace('__', '.')}", encoded(value)) for name, value in files.items()))
 
@@ -205,12 +199,6 @@ def test_the_first_look_is_bounded(tmp_path):
 
 
 def test_labels_of_endless_size(tmp_path):
-    path = tmp_path / "a.tar"
-    with tarfile.open(path, "w") as archive:
-        for name, size in (("1.jpg", 10), ("1.cls", 17 << 20)):
-            info = tarfile.TarInfo(name)
-            info.size = size
-            with Path("/dev/zero").open("rb") as zeros:
-                archive.addfile(info, zeros)
+    path = write_tar(tmp_path / "a.tar", ("1.jpg", bytes(10)), ("1.cls", bytes(17 << 20)))
     with pytest.raises(DataError, match=r"'1\.cls'.*17,825,792.*16,777,216"):
         listed(path)
