@@ -2,6 +2,20 @@
 
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Found = TypeVar("Found")
+
+
+def wait_until(found: Callable[[], Found], seconds: float = 60.0) -> Found:
+    """What `found` returns as soon as that is true; fails if it never is."""
+    end = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < end, f"waited {seconds:g} s in vain"
+        time.sleep(0.01)
+    return value
 
 
 def start_python(script: str, *arguments: object, **options: object) -> subprocess.Popen[str]:

@@ -6,8 +6,9 @@ import time
 import weakref
 
 import pytest
-from leaks import loader_threads, open_files, resident_bytes, wait_until
+from leaks import loader_threads, open_files, resident_bytes
 from loaders import SHARDS, loader_of
+from python_processes import wait_until
 
 from vitscale.data import batch_reader as batch_reader_module
 from vitscale.data.augmentation import EvalTransform

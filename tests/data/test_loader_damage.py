@@ -7,10 +7,10 @@ import shutil
 import numpy as np
 import pytest
 from damage import flip_byte
-from leaks import wait_until
 from loaders import SHARDS, loader_of, read
 from picture_shards import picture, view, write_pictures
 from pictures import make_picture
+from python_processes import wait_until
 from small_files import edit_manifest, flip
 from stored_dataset import write_one_shard
 

@@ -7,9 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from leaks import wait_until
 from picture_shards import write_pictures
-from python_processes import start_python
+from python_processes import start_python, wait_until
 
 FAN_CLASS_CONTENT, FAN_MARK_ADD, FAN_OPEN_PERM, AT_FDCWD = 0x4, 0x1, 0x10000, -100
 

@@ -14,10 +14,11 @@ import torch
 from damage import flip_byte
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
-from leaks import loader_threads, wait_until
+from leaks import loader_threads
 from loaders import loader_of, read
 from picture_shards import write_pictures
 from pictures import make_picture
+from python_processes import wait_until
 from stock_beton import write_stock
 from views import area_mean, whole_picture
 
