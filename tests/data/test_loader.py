@@ -2,15 +2,14 @@
 
 import io
 
-import cv2
 import numpy as np
 import pytest
 import torch
 import xxhash
 from loaders import SEED, loader_of, read
-from picture_shards import picture, view, write_pictures
+from picture_shards import view, write_pictures
 from PIL import Image
-from views import expected_view, whole_picture
+from views import expected_view
 
 from vitscale.data.augmentation import EvalTransform, ResizeTransform, TrainTransform
 from vitscale.data.order import EvalOrder, TrainOrder
@@ -38,16 +37,6 @@ def same(a, b):
 @pytest.fixture(scope="module")
 def reference(manifest):
     return train(manifest, threads=1)
-
-
-def test_shrinking_is_what_opencv_does(manifest):
-    """And so what stock FFCV does."""
-    for batch in train(manifest, stop=4, transform=EvalTransform("square", 1.0)):
-        for image, uid in zip(batch.images.numpy().astype(int), batch.uids.tolist(), strict=True):
-            content, height, width = picture(uid)
-            if min(height, width) >= SIDE:
-                theirs = cv2.resize(whole_picture(content, height, width), (SIDE, SIDE), interpolation=cv2.INTER_AREA)
-                assert np.abs(image - theirs).max() <= 1  # where OpenCV's builds round differently
 
 
 def by_pillow(content, height, width):

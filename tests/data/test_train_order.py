@@ -97,35 +97,6 @@ def test_more_ranks_than_segments_share_them():
 
 # ---- Shards ahead ---------------------------------------------------------------------------------------------------
 
-# Shards, global batch, ranks, first and last step: over the end of a window, of an epoch, of both.
-AHEAD = [
-    pytest.param(TWO_WINDOWS, 24_576, 2, 0, 36, id="two-windows"),
-    pytest.param(TWO_WINDOWS, 24_576, 8, 4, 20, id="more-ranks-than-segments"),
-    pytest.param(ODD_BATCH, 9_999, 3, 0, 70, id="one-segment-of-six-windows"),
-    pytest.param(ODD_BATCH, 299_999, 1, 0, 4, id="a-batch-of-many-windows"),
-    pytest.param([30] * 20 + [0, 0, 7], 32, 4, 0, 60, id="empty-shards"),
-    pytest.param([30] * 20 + [0, 0, 7], 24, 6, 0, 60, id="ranks-do-not-divide-segments"),
-    pytest.param([300], 32, 2, 0, 30, id="one-shard"),
-    pytest.param([64], 64, 1, 0, 3, id="one-batch-an-epoch"),
-]
-
-
-@pytest.mark.parametrize("shard_samples, batch, world, first, last", AHEAD)
-def test_upcoming_shards_hold_what_is_drawn_next(shard_samples, batch, world, first, last):
-    """Against the batches themselves: nothing comes as a surprise, and what is drawn now stands in front."""
-    order = TrainOrder(shard_samples, batch, 1)
-    share = batch // world
-    for rank in {0, world // 2, world - 1}:
-        slots = rank * share, (rank + 1) * share
-        announced = order.upcoming(first, *slots)
-        for step in range(first, last):
-            needed = set(order.batch(step, *slots).shard.tolist())
-            upcoming = order.upcoming(step, *slots)
-            assert len(set(upcoming)) == len(upcoming)
-            assert all(shard_samples[shard] > 0 for shard in upcoming)
-            assert needed <= set(upcoming) and needed <= set(announced)  # known one step ahead
-            announced = upcoming
-
 
 def test_upcoming_shards_come_in_the_order_of_windows():
     """Four segments of two windows of five shards each; the windows change within the batch of step 19."""

@@ -1,11 +1,11 @@
 import json
-import pickle
 from collections import Counter
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets_on_disk import items_of
 from small_files import upload
 
 from data_tools.sources.parquet import open_parquet
@@ -34,9 +34,7 @@ def write(path, columns: dict, features: dict | None = None, **options) -> str:
 
 
 def listed(*files: str, image=None, label=None) -> list[Item]:
-    source = open_parquet("source", files, SourceOptions(image_field=image, label_field=label))
-    copy = pickle.loads(pickle.dumps(source))  # as it travels to a worker
-    return [item for part in range(len(copy.parts)) for item in copy.items(part, Counter())]
+    return items_of(open_parquet("source", files, SourceOptions(image_field=image, label_field=label)))
 
 
 def test_as_datasets_writes_it(tmp_path, photos, monkeypatch):

@@ -3,8 +3,8 @@
 import os
 import signal
 import subprocess
-import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,7 @@ from data_tools.conversion import convert
 from data_tools.machine import Machine
 from data_tools.request import Request
 
-HAS_RAY = subprocess.run([sys.executable, "-c", "import ray"], capture_output=True).returncode == 0
-needs_ray = pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed")
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 OPTIONS = ("--shard-samples", 4, "--workers", 2, "--engine", "ray")
 
 

@@ -63,7 +63,9 @@ except VitscaleError as error:
 """
 
 
-@pytest.mark.parametrize(("folder", "call"), [(".vitscale-convert/listing", 2), (".", 1), (".", 4)])
+@pytest.mark.parametrize(
+    ("folder", "call"), [(".vitscale-convert/listing", 2), (".", 4), pytest.param(".", 1, marks=pytest.mark.slow)]
+)
 def test_a_disk_that_fails_once_is_named_and_the_repeated_command_goes_on(pictures, in_peace, tmp_path, folder, call):
     """Not the source, whatever is being flushed: the list of it, a shard, a table."""
     out = tmp_path / "out"
@@ -91,7 +93,7 @@ def part_files(out: Path) -> list[Path]:
     return list(out.glob(".shard-*.part"))
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_random_and_started_again(pictures, whole, in_peace, tmp_path, kills):
     out, chance = tmp_path / "out", random.Random(kills)
     died = 0

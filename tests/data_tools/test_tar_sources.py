@@ -1,7 +1,6 @@
 import gzip
 import lzma
 import os
-import pickle
 import shutil
 import struct
 import subprocess
@@ -10,9 +9,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from datasets_on_disk import items_of
 from small_files import tar_bytes, upload, write_files, write_tar
 
-from data_tools.sources.source import SourceOptions
+from data_tools.sources.source import Item, SourceOptions
 from data_tools.sources.tar import is_tar, open_tars
 from vitscale.ground.errors import DataError, RecipeError
 
@@ -21,19 +21,9 @@ STREAMS = {kind: kind != "tar" for kind in MODES}
 NAMES = [f"c{i % 2}/{i}.jpg" for i in range(50)]
 
 
-def listed(*paths: Path | str, ignored: Counter | None = None, **options: str) -> list[tuple]:
-    """Key, labels and bytes of every image, read as the converter reads them: in another process."""
-    source = open_tars("SRC", [str(path) for path in paths], SourceOptions(**options))
-    source = pickle.loads(pickle.dumps(source))
-    found = []
-    ignored = Counter() if ignored is None else ignored
-    for part in range(len(source.parts)):
-        items = source.items(part, ignored)
-        if source.streams:
-            found += list(items)
-        else:
-            found += [(item.key, item.labels, source.read(part, item.content)) for item in items]
-    return [tuple(item) for item in found]
+def listed(*paths: Path | str, ignored: Counter | None = None, **options: str) -> list[Item]:
+    """Key, labels and bytes of every image."""
+    return items_of(open_tars("SRC", [str(path) for path in paths], SourceOptions(**options)), ignored)
 
 
 @pytest.mark.parametrize("kind", MODES)
