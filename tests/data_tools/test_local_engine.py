@@ -86,11 +86,11 @@ def test_a_task_whose_worker_dies_once_is_done_by_another(tmp_path):
 
 @pytest.mark.parametrize(
     "reasons",
-    [{"crash": "killed by SIGSEGV", "killed": "killed by SIGKILL (is the mem"}, {"stall": "without progress for 4 s"}],
+    [{"crash": "killed by SIGSEGV", "killed": "killed by SIGKILL (is the mem"}, {"stall": "without progress for 3 s"}],
 )
 def test_an_image_that_workers_die_on_is_rejected(reasons):
     jobs = [Job(i, fate) for i, fate in enumerate(reasons, 1)]
-    results, last = run(Job(0), *jobs, stall_seconds=4.0)  # a worker imports this file first
+    results, last = run(Job(0), *jobs, stall_seconds=3.0)  # a worker imports this file first
     assert results.pop(0) == {} and last == (5 * len(jobs) + 5, len(jobs))
     for rejects, reason in zip(map(results.get, range(1, 9)), reasons.values(), strict=False):
         assert list(rejects) == [2] and reason in rejects[2] and "2 workers died on it" in rejects[2]
