@@ -39,7 +39,7 @@ def paths(*keys: str) -> list[Item]:
 
 def ordered(folder, source, seed=0, known=None, **options):
     listing = folder / "listing"
-    listing.mkdir(exist_ok=True)
+    listing.mkdir(parents=True, exist_ok=True)
     for _ in run_inline([ListingTask(source, i, listing, seed, "") for i in range(len(source.parts))], lambda *_: None):
         pass
     return order_images(source, listing, seed, known, **options)
@@ -105,15 +105,12 @@ def test_many_buckets_are_dealt_evenly(tmp_path, monkeypatch):
 
 def test_more_images_leave_the_order_of_the_others(tmp_path):
     fewer = [key for key in KEYS if "class3" not in key]
-    (tmp_path / "all").mkdir()
-    (tmp_path / "fewer").mkdir()
     everything = [row["key"] for shard in rows_of(plan_of(tmp_path / "all", Listed(paths(*KEYS)))) for row in shard]
     some = [row["key"] for shard in rows_of(plan_of(tmp_path / "fewer", Listed(paths(*fewer)))) for row in shard]
     assert [key for key in everything if key in set(fewer)] == some
 
 
 def test_common_folders_are_no_part_of_keys(tmp_path):
-    (tmp_path / "deep").mkdir()
     deep = plan_of(tmp_path / "deep", Listed(paths(*(f"data/train/{key}" for key in KEYS))))
     shallow = plan_of(tmp_path, Listed(paths(*KEYS)))
     assert deep.sha256 == shallow.sha256
@@ -123,9 +120,7 @@ def test_common_folders_are_no_part_of_keys(tmp_path):
 def test_the_digest_tells_plans_apart(tmp_path):
     digests = set()
     for i, (keys, seed, size) in enumerate(((KEYS, 0, 10), (KEYS, 1, 10), (KEYS[1:], 0, 10), (KEYS, 0, 11))):
-        (tmp_path / str(i)).mkdir()
         digests.add(plan_of(tmp_path / str(i), Listed(paths(*keys)), seed=seed, shard_samples=size).sha256)
-    (tmp_path / "labels").mkdir()
     digests.add(plan_of(tmp_path / "labels", Listed(paths(*KEYS)), unlabelled=True).sha256)
     assert len(digests) == 5
 
