@@ -61,8 +61,11 @@ def pack(folder: Path, path: Path) -> Path:
 
 
 def upload(path: Path, url: str) -> str:
-    """Copy a file or a folder to a URL in memory, which is returned."""
-    fsspec.filesystem("memory").put(str(path), url, recursive=path.is_dir())
+    """Put a file or a folder in the place of what is at a URL in memory, which is returned."""
+    memory = fsspec.filesystem("memory")
+    if memory.exists(url):
+        memory.rm(url, recursive=True)
+    memory.put(str(path), url, recursive=path.is_dir())
     return url
 
 
