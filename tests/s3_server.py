@@ -38,6 +38,7 @@ class S3Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self._process: subprocess.Popen[bytes] | None = None
+        self._client: Any = None
         self.environment = {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_ACCESS_KEY_ID": "tester",
@@ -55,6 +56,7 @@ class S3Server:
         """Start it, also once more after `kill`, on the same port."""
         rclone = _rclone()
         assert rclone is not None and self._process is None
+        self._client = None
         options = ["--addr", f"127.0.0.1:{self.port}", "--auth-key", f"tester,{SECRET}"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -82,17 +84,19 @@ class S3Server:
         return f"s3://{BUCKET}/{name}"
 
     def filesystem(self) -> Any:
-        """A client of its own, without any cache."""
+        """The tests' own client, without any cache; making one takes half a second."""
         import s3fs
 
-        return s3fs.S3FileSystem(
-            key=self.environment["AWS_ACCESS_KEY_ID"],
-            secret=SECRET,
-            endpoint_url=self.environment["AWS_ENDPOINT_URL"],
-            client_kwargs={"region_name": self.environment["AWS_DEFAULT_REGION"]},
-            use_listings_cache=False,
-            skip_instance_cache=True,
-        )
+        if self._client is None:
+            self._client = s3fs.S3FileSystem(
+                key=self.environment["AWS_ACCESS_KEY_ID"],
+                secret=SECRET,
+                endpoint_url=self.environment["AWS_ENDPOINT_URL"],
+                client_kwargs={"region_name": self.environment["AWS_DEFAULT_REGION"]},
+                use_listings_cache=False,
+                skip_instance_cache=True,
+            )
+        return self._client
 
     def mark(self) -> int:
         """Where the access log ends now, for `accesses`."""

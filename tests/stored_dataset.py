@@ -31,6 +31,19 @@ class Photo:
         return encoded(make_picture(self.seed, self.height, self.width), quality=self.quality)
 
 
+def write_one_shard(
+    folder: Path, samples: Sequence[StoredSample], class_names: Sequence[str] = ("a", "b"), first_uid: int = 0
+) -> Manifest:
+    """A dataset of one shard, whatever its samples are, without a table of provenance."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_shard(folder / "shard-00000.beton", samples)
+    entry = ShardEntry.of_file(folder / "shard-00000.beton", samples=len(samples), first_uid=first_uid)
+    fields, names = field_names(with_labels=False), tuple(class_names)
+    return Manifest(fields=fields, num_samples=len(samples), class_names=names, shuffle_seed=0, shards=(entry,)).save(
+        folder
+    )
+
+
 def write_dataset(
     folder: Path,
     photos: Sequence[Photo],

@@ -1,4 +1,4 @@
-from vitscale.ground.wording import counted, quoted, ranges
+from vitscale.ground.wording import counted, listed, ranges
 
 
 def test_numbers_and_nouns():
@@ -18,6 +18,6 @@ def test_ranges():
 
 
 def test_the_first_few_of_many():
-    assert quoted([], 2) == "" and quoted(["a", "b"], 2) == "'a', 'b'"
-    assert quoted(iter("abc"), 2) == "'a', 'b' ..."
-    assert quoted(["a"], 2, total=1) == "'a'" and quoted(["a"], 2, total=3) == "'a' ..."
+    assert listed([], 2) == "" and listed(["a", "b"], 2) == "'a', 'b'"
+    assert listed(iter("abc"), 2) == "'a', 'b' ..."
+    assert listed(["a"], 2, total=1) == "'a'" and listed(["a"], 2, total=3) == "'a' ..."

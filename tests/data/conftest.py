@@ -3,9 +3,10 @@
 import gc
 
 import pytest
-from endless_loader import SHARDS
-from leaks import loader_threads, open_files, wait_until
+from leaks import loader_threads, open_files
+from loaders import SHARDS
 from picture_shards import write_pictures
+from python_processes import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -3,18 +3,13 @@
 import os
 
 import numpy as np
+from small_files import flip
 
 from vitscale.data.shards import Manifest, ShardFile, StoredSample, write_shard
 from vitscale.ground.files.digests import file_digests
 
 METADATA, ROW = 24 + 4 * 1041, 40  # bytes: header and four fields; one sample's record
 WIDTH, CRC = 1, 32  # where they stand in a record
-
-
-def flip(path, offset):
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 1
-    path.write_bytes(content)
 
 
 def flip_byte(manifest: Manifest, index: int, slots: list[int]) -> Manifest:

@@ -1,16 +1,7 @@
 """What loaders must not leave behind."""
 
 import threading
-import time
 from pathlib import Path
-
-
-def wait_until(holds, seconds=60.0):
-    """Whether something comes true before long."""
-    end = time.monotonic() + seconds
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.01)
-    return holds()
 
 
 def loader_threads():

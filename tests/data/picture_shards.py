@@ -1,21 +1,11 @@
 """A small dataset of awkward pictures: several sizes down to one pixel, gray ones, progressive ones."""
 
-import hashlib
 from pathlib import Path
 
-import numpy as np
 from pictures import encoded, make_picture
+from small_files import excluding
 
-from vitscale.data.shards import (
-    ExcludedSlots,
-    Manifest,
-    SelectExclude,
-    SelectFirst,
-    ShardEntry,
-    StoredSample,
-    field_names,
-    write_shard,
-)
+from vitscale.data.shards import Manifest, SelectFirst, ShardEntry, StoredSample, field_names, write_shard
 
 SIZES = [(48, 40), (40, 48), (1, 1), (33, 97), (3, 200), (130, 20), (64, 64), (17, 31)]
 
@@ -50,11 +40,7 @@ def write_pictures(folder: Path, shard_sizes: list[int], step: int = 3) -> Manif
 def view(manifest: Manifest, folder: Path, first: int, excluded: list[int]) -> Manifest:
     """A dataset of the first `first` samples of shard 0 and all but `excluded` of shard 1."""
     folder.mkdir()
-    list_file = folder / "excluded.npy"
-    np.save(list_file, np.array(excluded, np.uint32))
-    digest = hashlib.sha256(list_file.read_bytes()).hexdigest()
-    exclude = SelectExclude(exclude=ExcludedSlots(path=list_file.name, sha256=digest, count=len(excluded)))
-    selects = (SelectFirst(first=first), exclude)
+    selects = SelectFirst(first=first), excluding(folder, "excluded.npy", excluded)
     shards = tuple(
         entry.model_copy(update={"path": f"../{manifest.directory.name}/{entry.path}", "select": select})
         for entry, select in zip(manifest.shards, selects, strict=False)

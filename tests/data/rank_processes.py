@@ -7,13 +7,9 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from vitscale.data.augmentation import TrainTransform
-from vitscale.data.loader import Loader
-from vitscale.data.order import TrainOrder
-from vitscale.data.settings import Reading
-from vitscale.data.shards import Manifest
+from loaders import loader_of
 
-SEED = 9
+from vitscale.data.shards import Manifest
 
 
 class Run(NamedTuple):
@@ -39,21 +35,7 @@ class Part(NamedTuple):
 
 def read(folder: str, batch: int, side: int, run: Run) -> list[Part]:
     """One rank's part of one run."""
-    manifest = Manifest.load(folder)
-    reading = Reading(threads=run.threads, prefetch=run.prefetch, dct_scaling=run.dct_scaling)
-    with Loader(
-        manifest,
-        TrainOrder([shard.num_selected for shard in manifest.shards], batch, 4),
-        image_size=side,
-        transform=TrainTransform(),
-        rank=run.rank,
-        world=run.world,
-        seed=SEED,
-        reading=reading,
-        start_step=run.start,
-        stop_step=run.stop,
-        digest=True,
-    ) as loader:
+    with loader_of(Manifest.load(folder), batch=batch, side=side, **run._asdict()) as loader:
         return [_part(one) for one in loader]
 
 

@@ -2,22 +2,20 @@
 
 import io
 
-import cv2
 import numpy as np
 import pytest
 import torch
 import xxhash
-from picture_shards import picture, view, write_pictures
+from loaders import SEED, loader_of, read
+from picture_shards import view, write_pictures
 from PIL import Image
-from views import expected_view, whole_picture
+from views import expected_view
 
 from vitscale.data.augmentation import EvalTransform, ResizeTransform, TrainTransform
-from vitscale.data.loader import Loader
 from vitscale.data.order import EvalOrder, TrainOrder
-from vitscale.data.settings import Reading
 
 SHARDS = [40, 33, 40, 7, 25]
-SIDE, BATCH, SEED = 24, 16, 9
+SIDE, BATCH = 24, 16
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +23,8 @@ def manifest(tmp_path_factory):
     return write_pictures(tmp_path_factory.mktemp("loader") / "data", SHARDS)
 
 
-def sizes_of(manifest):
-    return [shard.num_selected for shard in manifest.shards]
-
-
-def train(manifest, stop=20, **options):
-    settings = {"image_size": SIDE, "transform": TrainTransform(), "seed": SEED, "digest": True, **options}
-    with Loader(manifest, TrainOrder(sizes_of(manifest), BATCH, 4), stop_step=stop, **settings) as loader:
-        return list(loader)
+def train(manifest, stop=20, side=SIDE, **options):
+    return read(manifest, stop=stop, side=side, **options)
 
 
 def same(a, b):
@@ -44,17 +36,7 @@ def same(a, b):
 
 @pytest.fixture(scope="module")
 def reference(manifest):
-    return train(manifest, reading=Reading(threads=1))
-
-
-def test_shrinking_is_what_opencv_does(manifest):
-    """And so what stock FFCV does."""
-    for batch in train(manifest, stop=4, transform=EvalTransform("square", 1.0)):
-        for image, uid in zip(batch.images.numpy().astype(int), batch.uids.tolist(), strict=True):
-            content, height, width = picture(uid)
-            if min(height, width) >= SIDE:
-                theirs = cv2.resize(whole_picture(content, height, width), (SIDE, SIDE), interpolation=cv2.INTER_AREA)
-                assert np.abs(image - theirs).max() <= 1  # where OpenCV's builds round differently
+    return train(manifest, threads=1)
 
 
 def by_pillow(content, height, width):
@@ -89,7 +71,7 @@ def test_pixels(manifest, transform):
 
 @pytest.mark.parametrize("side", [1, 7, 32, 224])
 def test_other_sizes(manifest, side):
-    (batch,) = train(manifest, stop=1, image_size=side)
+    (batch,) = train(manifest, stop=1, side=side)
     assert batch.images.shape == (BATCH, side, side, 3)
     for image, uid in zip(batch.images.numpy().astype(int), batch.uids.tolist(), strict=True):
         expected = expected_view(uid, TrainTransform(), 0, SEED, side)
@@ -98,7 +80,7 @@ def test_other_sizes(manifest, side):
 
 def test_labels_uids_and_steps(manifest, reference):
     assert [batch.position for batch in reference] == list(range(20))
-    per_epoch = TrainOrder(sizes_of(manifest), BATCH, 4).steps_per_epoch
+    per_epoch = sum(SHARDS) // BATCH
     assert [batch.epoch for batch in reference] == [step // per_epoch for step in range(20)]
     for batch in reference:
         assert batch.labels.dtype == batch.uids.dtype == torch.int64
@@ -110,12 +92,8 @@ def test_labels_uids_and_steps(manifest, reference):
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_repeated_samples_have_a_view_for_each_time_whatever_the_world(manifest, world):
-    repeats, order = 3, TrainOrder(sizes_of(manifest), 12, 4, repeats=3)
-    settings = {"image_size": SIDE, "transform": TrainTransform(), "seed": SEED, "start_step": 35, "stop_step": 38}
-    ranks = []
-    for rank in range(world):
-        with Loader(manifest, order, rank=rank, world=world, **settings) as loader:
-            ranks.append(list(loader))
+    repeats, order = 3, TrainOrder(SHARDS, 12, 4, repeats=3)
+    ranks = [read(manifest, order, side=SIDE, start=35, stop=38, rank=rank, world=world) for rank in range(world)]
     assert {batch.epoch for batch in ranks[0]} == {0, 1} and order.steps_per_epoch == sum(SHARDS) // 4
     for parts in zip(*ranks, strict=True):
         uids, images = (torch.cat([getattr(part, name) for part in parts]) for name in ("uids", "images"))
@@ -155,25 +133,9 @@ def test_no_digest_unless_asked(manifest, reference):
 @pytest.mark.parametrize("threads, prefetch", [(1, 1), (2, 2), (3, 5)])
 def test_threads_change_nothing(manifest, reference, monkeypatch, threads, prefetch):
     monkeypatch.setattr("vitscale.data.batch_reader._SLICE_SAMPLES", 3)
-    batches = train(manifest, reading=Reading(threads=threads, prefetch=prefetch))
+    batches = train(manifest, threads=threads, prefetch=prefetch)
     assert all(same(a, b) for a, b in zip(batches, reference, strict=True))
     assert [batch.digest for batch in batches] == [batch.digest for batch in reference]
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_worlds_share_the_global_batch(manifest, reference, world):
-    ranks = [train(manifest, rank=rank, world=world) for rank in range(world)]
-    for whole, *parts in zip(reference, *ranks, strict=True):
-        for name in ("images", "labels", "uids", "mask"):
-            assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
-        assert sum(part.digest for part in parts) % 2**64 == whole.digest
-
-
-@pytest.mark.parametrize("start", [1, 7, 9, 13, 19])
-def test_resuming_anywhere_on_another_world(manifest, reference, start):
-    assert all(same(a, b) for a, b in zip(train(manifest, start_step=start), reference[start:], strict=True))
-    second = train(manifest, start_step=start, rank=1, world=2)
-    assert all(torch.equal(a.images, b.images[BATCH // 2 :]) for a, b in zip(second, reference[start:], strict=True))
 
 
 def test_seeds_change_the_views_and_not_the_samples(manifest, reference):
@@ -183,16 +145,15 @@ def test_seeds_change_the_views_and_not_the_samples(manifest, reference):
 
 @pytest.mark.parametrize("start, stop", [(5, 5), (5, 2), (0, 0)])
 def test_nothing_left_to_do(manifest, start, stop):
-    assert train(manifest, start_step=start, stop=stop) == []
+    assert train(manifest, start=start, stop=stop) == []
 
 
 def test_selected_samples_only(manifest, tmp_path_factory):
     folder = manifest.directory.parent / "view"
     subset = view(manifest, folder, first=5, excluded=[0, 2, 3, 31, 32])
     wanted = [3 * k for k in range(5)] + [3 * (40 + slot) for slot in range(33) if slot not in (0, 2, 3, 31, 32)]
-    assert sizes_of(subset) == [5, 28]
-    with Loader(subset, EvalOrder([5, 28], 8), image_size=8, transform=EvalTransform()) as loader:
-        batches = list(loader)
+    assert [shard.num_selected for shard in subset.shards] == [5, 28]
+    batches = read(subset, EvalOrder([5, 28], 8))
     assert torch.cat([batch.uids[batch.mask] for batch in batches]).tolist() == wanted
     seen = {uid for batch in train(subset, stop=30) for uid in batch.uids.tolist()}
     assert seen == set(wanted)
@@ -200,12 +161,8 @@ def test_selected_samples_only(manifest, tmp_path_factory):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_evaluation_reads_every_sample_once(manifest, world):
-    order = EvalOrder(sizes_of(manifest), 12)
-    transform = EvalTransform("square", 1.0)
-    ranks = []
-    for rank in range(world):
-        with Loader(manifest, order, image_size=SIDE, transform=transform, rank=rank, world=world) as loader:
-            ranks.append(list(loader))
+    order, transform = EvalOrder(SHARDS, 12), EvalTransform("square", 1.0)
+    ranks = [read(manifest, order, side=SIDE, transform=transform, rank=rank, world=world) for rank in range(world)]
     assert {len(batches) for batches in ranks} == {order.steps}
     uids = []
     for parts in zip(*ranks, strict=True):
@@ -218,26 +175,17 @@ def test_evaluation_reads_every_sample_once(manifest, world):
 
 def test_an_order_is_not_read_beyond_its_end(manifest):
     order = EvalOrder([40, 33], 16)
-    with Loader(manifest, order, image_size=8, transform=EvalTransform(), stop_step=99) as loader:
-        assert len(list(loader)) == order.steps == 5
-
-
-def test_an_empty_set_has_no_batches(manifest):
-    for stop in (None, 3):
-        with Loader(manifest, EvalOrder([], 4), image_size=8, transform=EvalTransform(), stop_step=stop) as loader:
-            assert list(loader) == []
+    assert len(read(manifest, order, stop=99)) == order.steps == 5
+    assert read(manifest, EvalOrder([], 4)) == read(manifest, EvalOrder([], 4), stop=3) == []
 
 
 def test_as_many_samples_as_slots(manifest):
-    order = TrainOrder(SHARDS, sum(SHARDS), 0)
-    with Loader(manifest, order, image_size=8, transform=TrainTransform(), stop_step=3) as loader:
-        for batch in loader:
-            assert sorted(batch.uids.tolist()) == [3 * k for k in range(sum(SHARDS))]
+    for batch in read(manifest, batch=sum(SHARDS), stop=3):
+        assert sorted(batch.uids.tolist()) == [3 * k for k in range(sum(SHARDS))]
 
 
 def test_batches_are_never_overwritten(manifest):
-    order = TrainOrder(SHARDS, BATCH, 4)
-    with Loader(manifest, order, image_size=SIDE, transform=TrainTransform(), reading=Reading(prefetch=1)) as loader:
+    with loader_of(manifest, side=SIDE, prefetch=1) as loader:
         kept = [next(loader) for _ in range(10)]
         copies = [(batch.images.clone(), batch.labels.clone(), batch.uids.clone()) for batch in kept]
         for _ in range(20):
@@ -254,6 +202,5 @@ class NothingAhead(TrainOrder):
 
 
 def test_closing_and_opening_again_changes_nothing(manifest, reference):
-    settings = {"image_size": SIDE, "transform": TrainTransform(), "seed": SEED, "digest": True}
-    with Loader(manifest, NothingAhead(sizes_of(manifest), BATCH, 4), stop_step=20, **settings) as loader:
-        assert all(same(a, b) for a, b in zip(loader, reference, strict=True))
+    batches = read(manifest, NothingAhead(SHARDS, BATCH, 4), side=SIDE, stop=20)
+    assert all(same(a, b) for a, b in zip(batches, reference, strict=True))

@@ -6,25 +6,25 @@ import time
 import weakref
 
 import pytest
-from endless_loader import SHARDS, endless
-from leaks import loader_threads, open_files, resident_bytes, wait_until
+from leaks import loader_threads, open_files, resident_bytes
+from loaders import SHARDS, loader_of
+from python_processes import wait_until
 
 from vitscale.data import batch_reader as batch_reader_module
 from vitscale.data.augmentation import EvalTransform
-from vitscale.data.loader import Loader
 from vitscale.data.order import EvalOrder, TrainOrder
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
 
 
 def test_abandoned_loaders_leave_nothing(manifest):
-    """200 of them: no threads, no files, no memory. A batch that each of them left would make 480 MB."""
+    """100 of them: no threads, no files, no memory. A batch that each of them left would make 240 MB."""
 
     def abandon(count):
         for number in range(count):
             # Given up at once, or with a batch left, or none; in some the planner waits to get rid of one.
             stop_step = None if number % 9 == 0 else 2
-            loader = endless(manifest, threads=2, prefetch=3, side=224, stop_step=stop_step)
+            loader = loader_of(manifest, threads=2, prefetch=3, side=224, stop=stop_step)
             for _ in range((0, 1, 2, 1, 2, 1, 2, 1)[number % 8]):
                 next(loader)
             del loader
@@ -32,13 +32,13 @@ def test_abandoned_loaders_leave_nothing(manifest):
     files = open_files()
     abandon(20)
     before = resident_bytes()
-    abandon(200)
+    abandon(100)
     assert wait_until(lambda: not loader_threads() and open_files() <= files)
     assert resident_bytes() - before < 100e6
 
 
 def test_leaving_a_loop(manifest):
-    for batch in endless(manifest):
+    for batch in loader_of(manifest):
         if batch.position == 3:
             break
     gc.collect()
@@ -46,22 +46,22 @@ def test_leaving_a_loop(manifest):
 
 
 def test_close_at_any_time(manifest):
-    loader = endless(manifest)
+    loader = loader_of(manifest)
     loader.close()
     loader.close()
     assert not loader_threads() and list(loader) == [] and loader.next_if_ready() is None
-    with endless(manifest) as loader:
+    with loader_of(manifest) as loader:
         batch = next(loader)
         copy = batch.images.clone()
     assert not loader_threads() and (batch.images == copy).all()
-    with pytest.raises(KeyError, match="of the consumer"), endless(manifest) as loader:
+    with pytest.raises(KeyError, match="of the consumer"), loader_of(manifest) as loader:
         next(loader)
         raise KeyError("of the consumer")
     assert not loader_threads()
 
 
 def test_the_end_of_the_order_closes(manifest):
-    loader = endless(manifest, stop_step=2)
+    loader = loader_of(manifest, stop=2)
     assert len(list(loader)) == 2 and not loader_threads()
 
 
@@ -76,7 +76,7 @@ def test_close_does_not_wait_for_a_large_batch(manifest, monkeypatch):
         "decode_slice",
         lambda *arguments, **options: (time.sleep(0.01), calls.append(1), inner(*arguments, **options))[2],
     )
-    loader = endless(manifest, order=order, threads=1)
+    loader = loader_of(manifest, order, threads=1)
     assert wait_until(lambda: len(calls) >= 2)
     loader.close()  # 6,250 slices would take more than a minute
     assert len(calls) < 1000
@@ -90,7 +90,7 @@ def test_closing_from_another_thread_releases_a_waiting_consumer(manifest):
             gate.wait(30)
             return super().boxes(keys, heights, widths)
 
-    loader = Loader(manifest, EvalOrder(SHARDS, 8), image_size=8, transform=Slow())
+    loader = loader_of(manifest, EvalOrder(SHARDS, 8), transform=Slow())
     ended = []
     consumer = threading.Thread(target=lambda: ended.append(list(loader)))
     consumer.start()
@@ -112,7 +112,7 @@ def test_a_slow_consumer_bounds_what_is_read_ahead(manifest):
             steps.append(step)
             return super().batch(step, *slots)
 
-    with endless(manifest, order=Counted(SHARDS, 16, 0), prefetch=3) as loader:
+    with loader_of(manifest, Counted(SHARDS, 16, 0), prefetch=3) as loader:
         next(loader)
         assert wait_until(lambda: max(steps) == 4)  # one taken, three waiting, one that waits to be put
         time.sleep(0.3)
@@ -126,7 +126,7 @@ def test_a_slow_consumer_bounds_what_is_read_ahead(manifest):
 def test_a_loader_may_be_collected_by_a_thread_of_its_own(manifest, crew, monkeypatch):
     """A cycle with a loader in it: no thread waits for itself."""
     monkeypatch.setattr("vitscale.data.loader._CLOSE_SECONDS", 100.0)
-    loader = endless(manifest)
+    loader = loader_of(manifest)
     next(loader)
     engine, collected = loader._engine, threading.Event()
     threads = {
@@ -169,7 +169,7 @@ def test_a_loader_may_be_collected_by_its_planner(manifest):
     order = CollectingOrder(SHARDS, 8, 0)
     gc.disable()
     try:
-        loader = endless(manifest, order=order, prefetch=1)
+        loader = loader_of(manifest, order, prefetch=1)
         engine = order.engine = loader._engine
         loader.itself = loader  # a cycle: only the garbage collector ends it
         gone = weakref.ref(loader)

@@ -1,30 +1,13 @@
 """Who takes batches from a loader: several threads, or a process that was forked with it."""
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-from picture_shards import write_pictures
-
-from vitscale.data.augmentation import TrainTransform
-from vitscale.data.loader import Loader
-from vitscale.data.order import TrainOrder
-
-SHARDS = [20, 20]
-
-
-@pytest.fixture(scope="module")
-def manifest(tmp_path_factory):
-    return write_pictures(tmp_path_factory.mktemp("consumers") / "data", SHARDS)
-
-
-def loader_of(manifest, stop):
-    return Loader(manifest, TrainOrder(SHARDS, 8, 0), image_size=8, transform=TrainTransform(), stop_step=stop)
+from loaders import loader_of
+from python_processes import run_python
 
 
 def test_several_threads_get_each_batch_once(manifest):
-    with loader_of(manifest, 200) as loader, ThreadPoolExecutor(4) as pool:
+    with loader_of(manifest, stop=200) as loader, ThreadPoolExecutor(4) as pool:
         taken = [pool.submit(lambda: [batch.position for batch in loader]) for _ in range(4)]
         steps = [step for future in taken for step in future.result(timeout=60)]
     assert sorted(steps) == list(range(200))
@@ -37,7 +20,7 @@ from vitscale.data.order import TrainOrder
 from vitscale.data.augmentation import TrainTransform
 from vitscale.data.shards import Manifest
 
-FORKS, LOADERS = 80, 8
+FORKS, LOADERS = 40, 8
 manifest = Manifest.load(sys.argv[1])
 order = TrainOrder([shard.num_selected for shard in manifest.shards], 8, 0)
 
@@ -78,9 +61,6 @@ os._exit(0)  # the threads are in the middle of it
 
 def test_a_forked_process_is_told_that_its_loader_stayed_behind(manifest):
     """Its threads did; without a word it would wait for ever."""
-    command = [sys.executable, "-c", FORKING, str(manifest.shard_path(0).parent)]
-    outcome = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert outcome.returncode == 0, outcome.stderr
-    first, many = outcome.stdout.splitlines()
+    first, many = run_python(FORKING, manifest.directory).splitlines()
     assert first == "1 1 2 3 4"
-    assert [int(count) for count in many.split()] == [(8, 8, 0)[i % 3] for i in range(80)]
+    assert [int(count) for count in many.split()] == [(8, 8, 0)[i % 3] for i in range(40)]

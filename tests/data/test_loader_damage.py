@@ -2,26 +2,23 @@
 
 import io
 import json
-import os
 import shutil
 
 import numpy as np
 import pytest
-from damage import KINDS, flip_byte, store_zeros
-from leaks import wait_until
+from damage import flip_byte
+from loaders import SHARDS, loader_of, read
 from picture_shards import picture, view, write_pictures
 from pictures import make_picture
+from python_processes import wait_until
+from small_files import edit_manifest, flip
+from stored_dataset import write_one_shard
 
-from vitscale.data.augmentation import EvalTransform, TrainTransform
-from vitscale.data.loader import Loader
-from vitscale.data.order import EvalOrder, TrainOrder
-from vitscale.data.settings import Reading
-from vitscale.data.shards import Manifest, ShardEntry, ShardFile, StoredSample, field_names, write_shard
+from vitscale.data.augmentation import EvalTransform
+from vitscale.data.order import EvalOrder
+from vitscale.data.shards import Manifest, ShardFile, StoredSample
 from vitscale.ground.errors import DataError
 from vitscale.ground.files.digests import file_digests
-
-SHARDS = [40, 33, 40, 7]
-BY_SAMPLE = Reading(verify_shards=False)
 
 
 @pytest.fixture(scope="module")
@@ -35,34 +32,12 @@ def manifest(original, tmp_path):
     return Manifest.load(shutil.copytree(original.directory, tmp_path / "data"))
 
 
-def evaluate(manifest, **reading):
+def evaluate(manifest, **options):
     order = EvalOrder([shard.num_selected for shard in manifest.shards], 16)
-    options = {"image_size": 8, "transform": EvalTransform("square", 1.0), "reading": Reading(**reading)}
-    with Loader(manifest, order, **options) as loader:
-        return list(loader)
-
-
-def endless(manifest, **reading):
-    order = TrainOrder([shard.num_selected for shard in manifest.shards], 16, 0)
-    return Loader(manifest, order, image_size=8, transform=TrainTransform(), reading=Reading(**reading))
+    return read(manifest, order, transform=EvalTransform("square", 1.0), **options)
 
 
 # ------------------------------------------------------------------------------------------------------- single samples
-
-
-@pytest.mark.parametrize("where", ["first", "middle", "last"])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_flipped_byte_is_named_by_file_slot_and_uid(manifest, where, threads):
-    slot, path = 21, manifest.shard_path(1)
-    with ShardFile(path) as shard:
-        offset, size, uid = int(shard.offset[slot]), int(shard.size[slot]), int(shard.uid[slot])
-    content = bytearray(path.read_bytes())
-    content[offset + {"first": 0, "middle": size // 2, "last": size - 1}[where]] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(DataError) as error:
-        evaluate(manifest, threads=threads, verify_shards=False)
-    message = str(error.value)
-    assert str(path) in message and f"slot {slot}" in message and f"uid {uid}" in message and "checksum" in message
 
 
 def test_the_first_of_several_is_named(manifest):
@@ -73,31 +48,18 @@ def test_the_first_of_several_is_named(manifest):
             evaluate(manifest, threads=threads, verify_shards=False)
 
 
-def test_every_flipped_byte_is_found(manifest):
+def test_every_flipped_byte_is_found_and_named_by_file_slot_and_uid(manifest):
     path = manifest.shard_path(3)
     with ShardFile(path) as shard:
-        offset, size = int(shard.offset[2]), int(shard.size[2])
-    sound = path.read_bytes()
+        offset, size, uid = int(shard.offset[2]), int(shard.size[2]), int(shard.uid[2])
     rng = np.random.default_rng(0)
     order = EvalOrder([0, 0, 0, 7], 7)
-    for at in rng.integers(0, size, 60):
-        content = bytearray(sound)
-        content[offset + at] ^= 1 << int(rng.integers(8))
-        path.write_bytes(content)
-        for reading, named in ((BY_SAMPLE, "slot 2, uid"), (Reading(), r"shard-00003\.beton: damaged")):
-            with (
-                pytest.raises(DataError, match=named),
-                Loader(manifest, order, image_size=8, transform=EvalTransform(), reading=reading) as loader,
-            ):
-                next(loader)
-
-
-def test_a_picture_that_the_decoder_refuses(manifest):
-    """Bytes that match their checksum and are no JPEG: a fault of whoever wrote the shard."""
-    changed = store_zeros(manifest, 3, [4])
-    for verify in (True, False):
-        with pytest.raises(DataError, match=rf"slot 4, uid {3 * (113 + 4)}:"):
-            evaluate(changed, verify_shards=verify)
+    for at in (0, size - 1, *rng.integers(0, size, 20).tolist()):
+        flip(path, offset + at, bit := int(rng.integers(8)))
+        for verify, named in ((False, f"slot 2, uid {uid}: .*checksum"), (True, "damaged")):
+            with pytest.raises(DataError, match=f"{path}: {named}"):
+                read(manifest, order, verify_shards=verify)
+        flip(path, offset + at, bit)
 
 
 @pytest.mark.parametrize("kind", ["cut", "CMYK"])
@@ -110,48 +72,12 @@ def test_pictures_that_nobody_should_store(tmp_path, kind):
         out = io.BytesIO()
         make_picture(0, height, width).convert("CMYK").save(out, "JPEG")
         content = out.getvalue()
-    folder = tmp_path / "data"
-    folder.mkdir()
-    write_shard(folder / "shard-00000.beton", [StoredSample(content, height, width, 0, 7)])
-    manifest = Manifest(
-        fields=field_names(with_labels=False),
-        num_samples=1,
-        class_names=("a",),
-        shuffle_seed=0,
-        shards=(ShardEntry.of_file(folder / "shard-00000.beton", samples=1, first_uid=7),),
-    ).save(folder)
+    manifest = write_one_shard(tmp_path, [StoredSample(content, height, width, 0, 7)], first_uid=7)
     with pytest.raises(DataError, match=r"shard-00000\.beton: slot 0, uid 7:"):
         evaluate(manifest)
 
 
 # -------------------------------------------------------------------------------------------------------- whole shards
-
-
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("change", ["shorter", "longer", "empty"])
-def test_a_file_of_another_size_than_the_manifest_says(manifest, change, verify):
-    path = manifest.shard_path(2)
-    content = path.read_bytes()
-    path.write_bytes({"shorter": content[:-1], "longer": content + b"\0", "empty": b""}[change])
-    with pytest.raises(DataError, match=f"{path}.*{manifest.shards[2].bytes:,} bytes"):
-        evaluate(manifest, verify_shards=verify)
-
-
-@pytest.mark.parametrize("verify, problem", [(True, "missing, but the manifest lists it"), (False, "cannot be opened")])
-def test_a_vanished_file(manifest, verify, problem):
-    manifest.shard_path(2).unlink()
-    with pytest.raises(DataError, match=f"{manifest.shard_path(2)}: {problem}"):
-        evaluate(manifest, verify_shards=verify)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_shard_that_is_not_the_one_of_the_manifest(manifest, kind):
-    """Compared as a whole before any of it is used, also what no checksum of a sample covers; and found each time."""
-    KINDS[kind](manifest, 2, [7])
-    manifest.save(manifest.directory)  # as it was
-    for _ in range(2):
-        with pytest.raises(DataError, match=rf"{manifest.shard_path(2)}: .*xxh3_128"):
-            evaluate(manifest)
 
 
 def test_a_shard_is_compared_again_when_it_has_changed(manifest):
@@ -168,28 +94,14 @@ def test_shards_that_will_be_needed_are_compared_ahead(original, tmp_path, monke
 
     inner = open_shards.verify_once
     monkeypatch.setattr(open_shards, "verify_once", lambda path, *rest: (seen.append(path.name), inner(path, *rest))[1])
-    reading = Reading(prefetch=1, cache=tmp_path)
-    order = EvalOrder(SHARDS, 4)
-    with Loader(original, order, image_size=8, transform=EvalTransform(), reading=reading) as loader:
+    with loader_of(original, EvalOrder(SHARDS, 4), prefetch=1, cache=tmp_path) as loader:
         next(loader)
         assert wait_until(lambda: len(set(seen)) == 4)  # all are within the next batches
     assert seen[0] == "shard-00000.beton"
 
 
-def test_a_file_truncated_while_it_is_read(manifest):
-    """An error, not a SIGBUS."""
-    loader = endless(manifest, prefetch=1)
-    next(loader)
-    for index in range(4):
-        os.truncate(manifest.shard_path(index), 5000)
-    with pytest.raises(DataError, match=r"shard-0000\d\.beton: slot \d+, uid \d+: .*\b0 of\b"):
-        for _ in loader:
-            pass
-    assert list(loader) == []  # it has ended
-
-
 def test_a_file_removed_while_it_is_read_stays_readable(manifest):
-    with endless(manifest) as loader:
+    with loader_of(manifest) as loader:
         for _ in range(10):
             next(loader)
         shutil.rmtree(manifest.directory)
@@ -208,9 +120,7 @@ def test_swapped_shards(manifest, verify):
         if not verify:
             continue
         entries[index] |= digests._asdict()  # even then
-    data = json.loads(manifest.path.read_text()) | {"shards": entries}
-    del data["checksum"]
-    manifest.path.write_text(json.dumps(data))
+    edit_manifest(manifest.directory, lambda data: data.update(shards=entries))
     with pytest.raises(DataError, match=r"shard-00002.*\b219\b.*\b0\b"):
         evaluate(Manifest.load(manifest.directory), verify_shards=verify)
 
@@ -242,8 +152,7 @@ def test_a_damaged_list_of_excluded_slots(manifest, tmp_path):
 
 def test_batches_before_the_damage_are_delivered(manifest):
     manifest.shard_path(3).unlink()
-    order = EvalOrder(SHARDS, 8)
-    with Loader(manifest, order, image_size=8, transform=EvalTransform()) as loader, pytest.raises(DataError):
+    with loader_of(manifest, EvalOrder(SHARDS, 8)) as loader, pytest.raises(DataError):
         for found, batch in enumerate(loader):
             assert batch.position == found
     assert found == 113 // 8 - 1

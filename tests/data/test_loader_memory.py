@@ -5,8 +5,8 @@ import gc
 import numpy as np
 import pytest
 import torch
-from endless_loader import endless
 from leaks import resident_bytes
+from loaders import loader_of
 
 from vitscale.data.batch_reader import Buffers
 
@@ -40,12 +40,12 @@ def copies_of(kept):
     "kind", [kind if kind in IN_EVERY_RUN else pytest.param(kind, marks=pytest.mark.slow) for kind in KEPT]
 )
 def test_nothing_is_overwritten_while_anything_of_it_is_seen(manifest, kind):
-    with endless(manifest, prefetch=1) as loader:
+    with loader_of(manifest, prefetch=1) as loader:
         kept, before = [], []
         for _ in range(6):
             kept.append(KEPT[kind](next(loader)))
             before.append(copies_of(kept[-1]))
-            gc.collect()
+        gc.collect()
         for _ in range(30):
             next(loader)
     for one, copies in zip(kept, before, strict=True):
@@ -55,7 +55,7 @@ def test_nothing_is_overwritten_while_anything_of_it_is_seen(manifest, kind):
 
 def test_memory_is_used_again(manifest):
     """Also after parts of it were kept for a while: few places for 300 batches."""
-    with endless(manifest, prefetch=2, side=64) as loader:
+    with loader_of(manifest, prefetch=2, side=64) as loader:
         kept = [next(loader).images[2:4] for _ in range(5)]
         next(loader)
         del kept
@@ -76,13 +76,13 @@ def test_buffers():
 
 
 def test_what_was_handed_out_outlives_the_loader(manifest):
-    loader = endless(manifest)
+    loader = loader_of(manifest)
     batches = [next(loader) for _ in range(3)]
     copies = [batch.images.clone() for batch in batches]
     loader.close()
     del loader
     gc.collect()
-    with endless(manifest) as other:
+    with loader_of(manifest) as other:
         for _ in range(10):
             next(other)
     assert all(torch.equal(batch.images, copy) for batch, copy in zip(batches, copies, strict=True))
@@ -90,7 +90,7 @@ def test_what_was_handed_out_outlives_the_loader(manifest):
 
 @pytest.mark.slow
 def test_memory_stays_as_it_is_over_ten_thousand_batches(manifest):
-    with endless(manifest, side=32, prefetch=2) as loader:
+    with loader_of(manifest, side=32, prefetch=2) as loader:
         for _ in range(500):
             next(loader)
         gc.collect()

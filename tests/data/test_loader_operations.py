@@ -5,16 +5,13 @@ import pytest
 import torch
 import xxhash
 from damage import flip_byte
+from loaders import read
 from picture_shards import write_pictures
-from PIL import Image, ImageOps
+from PIL import Image, ImageFilter, ImageOps
 
 from vitscale import recipe
-from vitscale.data.augmentation import TrainTransform
 from vitscale.data.draws import operation_keys, uniform
 from vitscale.data.image_operations import TrainingInput, to_model_input
-from vitscale.data.loader import Loader
-from vitscale.data.order import TrainOrder
-from vitscale.data.settings import Reading
 from vitscale.ground.errors import RecipeError
 from vitscale.recipe import Recipe, load_recipe
 
@@ -31,22 +28,8 @@ def manifest(tmp_path_factory):
     return write_pictures(tmp_path_factory.mktemp("operations") / "data", SHARDS)
 
 
-def train(manifest, operations=AUGMENTED, rank=0, world=1, start=0, stop=STEPS, side=SIDE, **reading):
-    with Loader(
-        manifest,
-        TrainOrder([shard.num_selected for shard in manifest.shards], BATCH, 4),
-        image_size=side,
-        transform=TrainTransform(),
-        operations=operations,
-        rank=rank,
-        world=world,
-        seed=9,
-        reading=Reading(**reading),
-        start_step=start,
-        stop_step=stop,
-        digest=True,
-    ) as loader:
-        return list(loader)
+def train(manifest, operations=AUGMENTED, stop=STEPS, **options):
+    return read(manifest, operations=operations, side=SIDE, stop=stop, **options)
 
 
 @pytest.fixture(scope="module")
@@ -88,20 +71,23 @@ def test_what_is_done_is_pillows_behind_crop_and_flip(manifest, plain):
     blocks = (
         recipe.Solarize(kind="solarize", probability=0.5, threshold=100),
         recipe.Gray(kind="gray", probability=0.5),
+        recipe.GaussianBlur(kind="gaussian_blur", probability=0.5, radius=[1.3, 1.3]),
     )
     seen = set()
     for before, after in zip(plain, train(manifest, blocks), strict=True):
         keys = before.keys.numpy().view(np.uint64)
-        done = [uniform(operation_keys(keys, index), 0) < 0.5 for index in range(2)]
-        for row, (solarized, grayed) in enumerate(zip(*done, strict=True)):
+        done = [uniform(operation_keys(keys, index), 0) < 0.5 for index in range(3)]
+        for row, (solarized, grayed, blurred) in enumerate(zip(*done, strict=True)):
             image = Image.fromarray(before.images[row].numpy())
             if solarized:
                 image = ImageOps.solarize(image, 100)
             if grayed:
                 image = image.convert("L").convert("RGB")
+            if blurred:
+                image = image.filter(ImageFilter.GaussianBlur(1.3))
             assert np.array_equal(after.images[row].numpy(), np.asarray(image))
-            seen.add((bool(solarized), bool(grayed)))
-    assert len(seen) == 4
+            seen.add((bool(solarized), bool(grayed), bool(blurred)))
+    assert len(seen) == 8
 
 
 def test_a_sample_that_stands_in_is_changed_by_its_own_key(manifest, tmp_path):

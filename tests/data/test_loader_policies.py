@@ -3,24 +3,25 @@
 import logging
 import os
 import shutil
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
 from damage import CRC, KINDS, METADATA, SILENT, cut_before, flip, flip_byte, misstate_checksums, store_zeros
+from loaders import SEED, loader_of, read
 from picture_shards import view, write_pictures
 from views import expected_view
 
 from vitscale.data.augmentation import EvalTransform, ResizeTransform, TrainTransform, sample_keys
-from vitscale.data.loader import Loader
 from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.settings import Reading
 from vitscale.data.shards import Manifest
 from vitscale.ground.errors import DataError
 
-SHARDS, BATCH, SEED, SIDE = [20, 13, 20, 7], 12, 5, 16
+SHARDS, BATCH, SIDE = [20, 13, 20, 7], 12, 16
 FIRST = [0, 20, 33, 53]  # sample of each shard's slot 0; its uid is three times that
-STEPS = 15  # three epochs
+OPTIONS = {"batch": BATCH, "side": SIDE, "stop": 15}  # three epochs
 FIELDS = ("images", "labels", "uids", "keys", "mask")
 
 
@@ -39,25 +40,8 @@ def uid(index, slot):
     return 3 * (FIRST[index] + slot)
 
 
-def loader_of(manifest, policy, start=0, stop=STEPS, rank=0, world=1, transform=None, seed=SEED, side=SIDE, **reading):
-    return Loader(
-        manifest,
-        TrainOrder([shard.num_selected for shard in manifest.shards], BATCH, 4),
-        image_size=side,
-        transform=transform or TrainTransform(),
-        rank=rank,
-        world=world,
-        seed=seed,
-        reading=Reading(bad_samples=policy, **reading),
-        start_step=start,
-        stop_step=stop,
-        digest=True,
-    )
-
-
 def train(manifest, policy, **options):
-    with loader_of(manifest, policy, **options) as loader:
-        return list(loader)
+    return read(manifest, **{**OPTIONS, "bad_samples": policy, **options})
 
 
 @pytest.fixture(scope="module")
@@ -209,58 +193,52 @@ def test_a_shard_is_told_of_once(manifest, caplog):
     """However often it is compared and opened."""
     misstate_checksums(manifest, 1, [2])
     misstate_checksums(manifest, 2, [2])
-    order, reading = TrainOrder(SHARDS, 1, 0), Reading(bad_samples="mask", check_rate=0.0, prefetch=1)
+    order = TrainOrder(SHARDS, 1, 0)
     order.upcoming = lambda *_: []  # closed after each batch
-    with Loader(manifest, order, image_size=8, transform=EvalTransform(), reading=reading, stop_step=120) as loader:
-        for _ in loader:
-            pass
+    read(manifest, order, stop=120, bad_samples="mask", check_rate=0.0, prefetch=1)
     told = sorted(record.message.split(":")[0] for record in caplog.records if "the manifest says" in record.message)
     assert told == [str(manifest.shard_path(1)), str(manifest.shard_path(2))]
 
 
 def test_in_a_shard_that_is_known_to_be_damaged_every_image_is_checked(manifest):
     flip_byte(manifest, 1, [4])
-    order, reading = EvalOrder(SHARDS, 16), Reading(bad_samples="mask", check_rate=0.0)
-    with Loader(manifest, order, image_size=8, transform=EvalTransform(), reading=reading) as loader:
-        assert sum(batch.bad_samples for batch in loader) == 1
+    batches = read(manifest, EvalOrder(SHARDS, 16), bad_samples="mask", check_rate=0.0)
+    assert sum(batch.bad_samples for batch in batches) == 1
 
 
 def test_fillers_are_not_counted(manifest, caplog):
     """They repeat the first sample of the dataset, which is told of in its own place."""
     flip_byte(manifest, 0, [0])
     order = EvalOrder(SHARDS, 16)  # 60 samples: 4 fillers
-    reading = Reading(verify_shards=False).for_evaluation()
     with pytest.raises(DataError):
-        list(Loader(manifest, order, image_size=8, transform=EvalTransform(), reading=reading))
-    reading = Reading(bad_samples="substitute", verify_shards=False).for_evaluation()
+        read(manifest, order, verify_shards=False)
+    reading = asdict(Reading(bad_samples="substitute", verify_shards=False).for_evaluation())
     for world in (1, 2, 4):
         caplog.clear()
         bad = valid = 0
         for rank in range(world):
-            options = {"image_size": 8, "transform": EvalTransform(), "reading": reading}
-            with Loader(manifest, order, rank=rank, world=world, **options) as loader:
-                for batch in loader:
-                    bad, valid = bad + batch.bad_samples, valid + int(batch.mask.sum())
-                    assert (batch.images[~batch.mask] == 0).all()
+            for batch in read(manifest, order, rank=rank, world=world, **reading):
+                bad, valid = bad + batch.bad_samples, valid + int(batch.mask.sum())
+                assert (batch.images[~batch.mask] == 0).all()
         assert (bad, valid, len(caplog.records)) == (1, 59, 1)
 
 
 # ---------------------------------------------------------------------------------------------- what is always an error
 
 
-@pytest.mark.parametrize("policy", ["error", "substitute", "mask"])
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(
     "change, problem",
     [
         ("missing", "missing, but the manifest lists it|cannot be opened"),
-        ("shorter", "the manifest says|expected"),
-        ("longer", "the manifest says|expected"),
+        ("shorter", "BYTES bytes"),
+        ("longer", "BYTES bytes"),
+        ("empty", "BYTES bytes"),
         ("another shard", "this is another shard|the manifest says xxh3_128"),
         ("wrong head", "damaged"),
     ],
 )
-def test_always_an_error(manifest, policy, verify, change, problem, caplog):
+def test_always_an_error(manifest, verify, change, problem, caplog):
     path = manifest.shard_path(2)
     content = path.read_bytes()
     if change == "missing":
@@ -270,10 +248,12 @@ def test_always_an_error(manifest, policy, verify, change, problem, caplog):
     elif change == "wrong head":
         flip(path, 0)
     else:
-        path.write_bytes(content[:-1] if change == "shorter" else content + b"\0")
-    with pytest.raises(DataError, match=rf"shard-00002\.beton: .*({problem})"):
-        train(manifest, policy, verify_shards=verify)
-    if change in ("missing", "shorter", "longer"):
+        path.write_bytes({"shorter": content[:-1], "longer": content + b"\0", "empty": b""}[change])
+    problem = problem.replace("BYTES", f"{len(content):,}")
+    for policy in ("error", "substitute", "mask"):
+        with pytest.raises(DataError, match=rf"{path}: .*({problem})"):
+            train(manifest, policy, verify_shards=verify)
+    if change in ("missing", "shorter", "longer", "empty"):
         assert not caplog.records  # none that says that it is used
 
 
@@ -289,7 +269,7 @@ def first_of_shard(batches, index, after):
 @pytest.mark.parametrize("slot", [0, 11])
 def test_a_file_that_is_cut_while_it_is_read_is_masked(manifest, sound, slot, caplog):
     """No crash, no other counts: what is not there any more is left out, and what is there stays."""
-    with loader_of(manifest, "mask", prefetch=1) as loader:
+    with loader_of(manifest, bad_samples="mask", prefetch=1, **OPTIONS) as loader:
         batches = [next(loader)]
         cut_before(manifest, 2, slot)
         batches += list(loader)
@@ -305,7 +285,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_masked(manifest, sound, slot, ca
 
 
 def test_a_file_that_is_cut_while_it_is_read_has_substitutes_as_long_as_any_is_left(manifest, sound):
-    with loader_of(manifest, "substitute", prefetch=1) as loader:
+    with loader_of(manifest, bad_samples="substitute", prefetch=1, **OPTIONS) as loader:
         batches = [next(loader)]
         cut_before(manifest, 2, 11)
         batches += list(loader)
@@ -314,18 +294,21 @@ def test_a_file_that_is_cut_while_it_is_read_has_substitutes_as_long_as_any_is_l
         if i > 3:
             expected = [uid(2, 0) if one >= uid(2, 11) and one < uid(3, 0) else one for one in before.uids.tolist()]
             assert after.uids.tolist() == expected
-    with loader_of(manifest, "error", verify_shards=False) as loader, pytest.raises(DataError):
-        list(loader)  # for whoever opens it, the file has another size
+    with pytest.raises(DataError):
+        train(manifest, "error", verify_shards=False)  # for whoever opens it, the file has another size
 
 
-def test_a_file_that_is_emptied_while_it_is_read_has_no_substitutes(manifest):
-    with loader_of(manifest, "substitute", stop=None, prefetch=1) as loader:
+@pytest.mark.parametrize("policy", ["error", "substitute"])
+def test_a_file_that_is_emptied_while_it_is_read_is_an_error(manifest, policy):
+    """No SIGBUS, and no substitute is left."""
+    with loader_of(manifest, bad_samples=policy, prefetch=1) as loader:
         next(loader)
         for index in range(4):
             os.truncate(manifest.shard_path(index), 5000)
-        with pytest.raises(DataError, match=r"\b0 of\b"):
+        with pytest.raises(DataError, match=r"shard-0000\d\.beton: slot \d+, uid \d+: .*\b0 of\b"):
             for _ in loader:
                 pass
+        assert list(loader) == []  # it has ended
 
 
 # ------------------------------------------------------------------------------------------------- how many are checked

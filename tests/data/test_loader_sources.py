@@ -14,16 +14,16 @@ import torch
 from damage import flip_byte
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
-from leaks import loader_threads, wait_until
+from leaks import loader_threads
+from loaders import loader_of, read
 from picture_shards import write_pictures
 from pictures import make_picture
+from python_processes import wait_until
 from stock_beton import write_stock
 from views import area_mean, whole_picture
 
-from vitscale.data.augmentation import EvalTransform, TrainTransform
-from vitscale.data.loader import Loader
+from vitscale.data.augmentation import TrainTransform
 from vitscale.data.order import EvalOrder, TrainOrder
-from vitscale.data.settings import Reading
 from vitscale.data.shards import Manifest, ShardFile
 from vitscale.data.shards.adopt import adopt
 from vitscale.data.shards.opening import open_shard
@@ -63,21 +63,8 @@ def remote(local, monkeypatch):
     return Manifest.load(f"faraway://{local.directory}")
 
 
-def loader_of(manifest, cache, stop=12, **reading):
-    return Loader(
-        manifest,
-        TrainOrder(SHARDS, 16, 0),
-        image_size=16,
-        transform=TrainTransform(),
-        stop_step=stop,
-        reading=Reading(cache=cache, **reading),
-        digest=True,
-    )
-
-
-def seen(loader):
-    with loader:
-        return [(batch.position, batch.uids.tolist(), batch.digest) for batch in loader]
+def seen(*arguments, stop=12, **options):
+    return [(batch.position, batch.uids.tolist(), batch.digest) for batch in read(*arguments, stop=stop, **options)]
 
 
 # ------------------------------------------------------------------------------------------------------------- at a URL
@@ -85,26 +72,20 @@ def seen(loader):
 
 @pytest.fixture(scope="module")
 def expected(local, tmp_path_factory):
-    return seen(loader_of(local, tmp_path_factory.mktemp("cache")))
+    return seen(local, cache=tmp_path_factory.mktemp("cache"))
 
 
 def test_a_dataset_at_a_url(remote, tmp_path, expected):
     """The same batches; each shard comes once, also for the next loader."""
     for _ in range(2):
-        assert seen(loader_of(remote, tmp_path)) == expected
+        assert seen(remote, cache=tmp_path) == expected
     assert set(FarAway.fetched) == {f"shard-{index:05d}.beton" for index in range(6)}
     pieces = sum(-(-entry.bytes // (8 << 20)) for entry in remote.shards)
     assert len(FarAway.fetched) == pieces
 
 
 def test_shards_come_ahead(remote, tmp_path):
-    with Loader(
-        remote,
-        EvalOrder(SHARDS, 4),
-        image_size=8,
-        transform=EvalTransform(),
-        reading=Reading(cache=tmp_path, prefetch=1),
-    ) as loader:
+    with loader_of(remote, EvalOrder(SHARDS, 4), cache=tmp_path, prefetch=1) as loader:
         next(loader)
         assert wait_until(lambda: len(list((tmp_path / "shards").glob("*.beton"))) == 6)
 
@@ -112,7 +93,7 @@ def test_shards_come_ahead(remote, tmp_path):
 def test_a_cache_of_two_shards(remote, tmp_path, expected):
     """Those in use stay, since the window is all there is; with one warning."""
     limit = 2 * max(entry.bytes for entry in remote.shards)
-    assert seen(loader_of(remote, tmp_path, cache_bytes=limit)) == expected
+    assert seen(remote, cache=tmp_path, cache_bytes=limit) == expected
 
 
 @pytest.mark.parametrize("order", [TrainOrder, EvalOrder])
@@ -121,18 +102,15 @@ def test_a_cache_of_three_shards_for_twenty(tmp_path, order, monkeypatch):
     monkeypatch.setattr("vitscale.data.order.WINDOW_SAMPLES", 12)
     fsspec.register_implementation("faraway", FarAway, clobber=True)
     written = write_pictures(tmp_path / "data", [6] * 20)
-    options = {"image_size": 8, "transform": EvalTransform(), "digest": True}
     order = EvalOrder([6] * 20, 6) if order is EvalOrder else TrainOrder([6] * 20, 6, 0)
     steps = 20 if isinstance(order, EvalOrder) else 26  # into the second epoch
-    with Loader(written, order, stop_step=steps, **options) as loader:
-        expected = [(batch.uids.tolist(), batch.digest) for batch in loader]
+    expected = seen(written, order, stop=steps)
     limit = 3 * max(entry.bytes for entry in written.shards)
-    reading = Reading(cache=tmp_path / "cache", cache_bytes=limit, prefetch=1)
     far = Manifest.load(f"faraway://{written.directory}")
     found, files = [], []
-    with Loader(far, order, stop_step=steps, reading=reading, **options) as loader:
+    with loader_of(far, order, stop=steps, cache=tmp_path / "cache", cache_bytes=limit, prefetch=1) as loader:
         for batch in loader:
-            found.append((batch.uids.tolist(), batch.digest))
+            found.append((batch.position, batch.uids.tolist(), batch.digest))
             files.append(len(list((tmp_path / "cache" / "shards").glob("*.beton*"))))
     assert found == expected and len(found) == steps
     # Two shards a window; of the window before, batches that wait for the consumer.
@@ -140,9 +118,8 @@ def test_a_cache_of_three_shards_for_twenty(tmp_path, order, monkeypatch):
 
 
 def test_nothing_stays_in_use(remote, tmp_path):
-    loader = loader_of(remote, tmp_path)
-    next(loader)
-    loader.close()
+    with loader_of(remote, cache=tmp_path) as loader:
+        next(loader)
     shards = list((tmp_path / "shards").glob("*.beton"))
     assert shards
     for path in shards:
@@ -154,7 +131,7 @@ def test_nothing_stays_in_use(remote, tmp_path):
 def test_a_slow_transfer_is_no_stall(remote, tmp_path, monkeypatch):
     """It takes longer than a read may."""
     monkeypatch.setattr(FarAway, "seconds", 3.0)
-    with loader_of(remote, tmp_path, stop=1, stall_s=2.0) as loader:
+    with loader_of(remote, cache=tmp_path, stop=1, stall_s=2.0) as loader:
         assert next(loader).position == 0
 
 
@@ -180,7 +157,7 @@ def test_a_transfer_that_stands_still_is_a_stall(local, tmp_path, monkeypatch):
     manifest = Manifest.load(f"silent://{local.directory}")
     try:
         with (
-            loader_of(manifest, tmp_path, stall_s=0.3) as loader,
+            loader_of(manifest, cache=tmp_path, stall_s=0.3) as loader,
             pytest.raises(StorageError, match=r"silent://.*/shard-0000\d\.beton.* \d+ s"),
         ):
             next(loader)
@@ -192,38 +169,32 @@ def test_a_transfer_that_stands_still_is_a_stall(local, tmp_path, monkeypatch):
 def test_a_transfer_ends_when_the_loader_does(remote, tmp_path, monkeypatch):
     monkeypatch.setattr("vitscale.data.loader._CLOSE_SECONDS", 200.0)
     monkeypatch.setattr(FarAway, "seconds", 3600.0)
-    loader = loader_of(remote, tmp_path)
+    loader = loader_of(remote, cache=tmp_path)
     assert wait_until(lambda: FarAway.fetched)
     loader.close()
     assert not loader_threads()
     assert not list((tmp_path / "shards").glob("*.part"))
 
 
-@pytest.mark.parametrize("policy", ["error", "substitute", "mask"])
-def test_another_shard_at_the_url(local, tmp_path, policy, monkeypatch):
-    """Damage on the way or there: nothing comes under the name of what the manifest lists, whatever the policy."""
+def test_another_shard_at_the_url(tmp_path, monkeypatch):
+    """Or none: nothing comes under the name of what the manifest lists, whatever the policy."""
     monkeypatch.setattr("vitscale.ground.files.fetching.PAUSES", (0.0, 0.0))
     fsspec.register_implementation("faraway", FarAway, clobber=True)
     damaged = write_pictures(tmp_path / "data", SHARDS)
     flip_byte(damaged, 1, [3])
     manifest = Manifest.load(f"faraway://{damaged.directory}")
-    with pytest.raises(DataError, match=rf"faraway://{damaged.shard_path(1)}"):
-        seen(loader_of(manifest, tmp_path / "cache", bad_samples=policy))
-
-
-@pytest.mark.parametrize("policy", ["error", "mask"])
-def test_a_shard_that_is_missing_at_the_url(tmp_path, policy):
-    fsspec.register_implementation("faraway", FarAway, clobber=True)
-    written = write_pictures(tmp_path / "data", SHARDS)
-    manifest = Manifest.load(f"faraway://{written.directory}")
-    written.shard_path(4).unlink()
-    with pytest.raises(DataError, match=r"faraway://.*shard-00004\.beton"):
-        seen(loader_of(manifest, tmp_path / "cache", bad_samples=policy))
+    for policy in ("error", "substitute", "mask"):
+        with pytest.raises(DataError, match=rf"faraway://{damaged.shard_path(1)}"):
+            seen(manifest, cache=tmp_path / "cache", bad_samples=policy)
+    damaged.shard_path(1).unlink()
+    for policy in ("error", "mask"):
+        with pytest.raises(DataError, match=rf"faraway://{damaged.shard_path(1)}"):
+            seen(manifest, cache=tmp_path / "cache", bad_samples=policy)
 
 
 def test_a_cache_whose_file_is_damaged_later(remote, tmp_path):
     """What each image's own checksum is for."""
-    seen(loader_of(remote, tmp_path))
+    seen(remote, cache=tmp_path)
     for path in (tmp_path / "shards").glob("*.beton"):
         content, times = bytearray(path.read_bytes()), path.stat()
         with ShardFile(path) as shard:
@@ -231,7 +202,7 @@ def test_a_cache_whose_file_is_damaged_later(remote, tmp_path):
         path.write_bytes(content)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a disk does it; else it is fetched again
     with pytest.raises(DataError, match=r"\.beton: slot \d+, uid \d+: "):
-        seen(loader_of(remote, tmp_path))
+        seen(remote, cache=tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------- of FFCV's own writer
@@ -259,21 +230,16 @@ def test_an_adopted_file(adopted):
             given[slot] if shard.file.raw[slot] else whole_picture(shard.image(slot), *given[slot].shape[:2])
             for slot in range(30)
         ]
-    loader = Loader(manifest, TrainOrder([30], 10, 0), image_size=12, transform=transform, stop_step=6)
-    found = 0
-    with loader:
-        for batch in loader:
-            keys = batch.keys.numpy().view(np.uint64)
-            sides = np.array([given[uid].shape[:2] for uid in batch.uids.tolist()])
-            boxes, flips = transform.boxes(keys, sides[:, 0], sides[:, 1]), transform.flips(keys)
-            assert torch.equal(batch.labels, batch.uids % 4)
-            for image, uid, (top, left, h, w), flip in zip(
-                batch.images.numpy(), batch.uids.tolist(), boxes, flips, strict=True
-            ):
-                expected = area_mean(pixels[uid][top : top + h, left : left + w], 12)
-                assert np.abs(image - (expected[:, ::-1] if flip else expected)).max() <= 0.501
-                found += 1
-    assert found == 60
+    batches = read(manifest, batch=10, side=12, transform=transform, stop=6)
+    assert len(batches) == 6
+    for batch in batches:
+        keys, uids = batch.keys.numpy().view(np.uint64), batch.uids.tolist()
+        sides = np.array([given[uid].shape[:2] for uid in uids])
+        boxes, flips = transform.boxes(keys, sides[:, 0], sides[:, 1]), transform.flips(keys)
+        assert torch.equal(batch.labels, batch.uids % 4)
+        for image, uid, (top, left, h, w), flip in zip(batch.images.numpy(), uids, boxes, flips, strict=True):
+            expected = area_mean(pixels[uid][top : top + h, left : left + w], 12)
+            assert np.abs(image - (expected[:, ::-1] if flip else expected)).max() <= 0.501
 
 
 def test_damage_in_an_adopted_file(adopted, tmp_path):
@@ -288,9 +254,7 @@ def test_damage_in_an_adopted_file(adopted, tmp_path):
         for slot, offset in offsets.items():
             path.write_bytes(sound[:offset] + bytes([sound[offset] ^ 1]) + sound[offset + 1 :])
             for verify, named in ((True, "xxh3_128"), (False, f"slot {slot}, uid {slot}: .*checksum")):
-                reading = Reading(verify_shards=verify, cache=tmp_path)
-                options = {"image_size": 8, "transform": EvalTransform(), "reading": reading}
-                with Loader(manifest, EvalOrder([30], 10), **options) as loader, pytest.raises(DataError, match=named):
-                    list(loader)
+                with pytest.raises(DataError, match=named):
+                    read(manifest, EvalOrder([30], 10), verify_shards=verify, cache=tmp_path)
     finally:
         path.write_bytes(sound)

@@ -5,14 +5,13 @@ import threading
 import time
 
 import pytest
-from endless_loader import SHARDS, endless
 from leaks import loader_threads, open_files
+from loaders import SHARDS, loader_of
 from picture_shards import write_pictures
 
 from vitscale.data import batch_reader as batch_reader_module
 from vitscale.data import open_shards as open_shards_module
 from vitscale.data.augmentation import EvalTransform
-from vitscale.data.loader import Loader
 from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.ground.errors import StorageError
 
@@ -22,11 +21,11 @@ pytestmark = pytest.mark.usefixtures("nothing_stays")
 
 
 def test_next_if_ready_neither_skips_nor_repeats(manifest):
-    with endless(manifest, stop_step=40) as loader:
+    with loader_of(manifest, stop=40) as loader:
         expected = [(batch.position, batch.digest) for batch in loader]
     for pattern in ((True,), (False, True), (True, True, False), (True, False, False, True)):
         found, turn = [], 0
-        with endless(manifest, stop_step=40) as loader:
+        with loader_of(manifest, stop=40) as loader:
             while len(found) < 40:
                 batch = loader.next_if_ready() if pattern[turn % len(pattern)] else next(loader)
                 turn += 1
@@ -38,7 +37,7 @@ def test_next_if_ready_neither_skips_nor_repeats(manifest):
 
 def test_next_if_ready_does_not_swallow_the_end(manifest):
     """It comes again when it is waited for."""
-    with endless(manifest, stop_step=2) as loader:
+    with loader_of(manifest, stop=2) as loader:
         assert [next(loader).position, next(loader).position] == [0, 1]
         time.sleep(0.1)
         assert [loader.next_if_ready() for _ in range(5)] == [None] * 5
@@ -54,7 +53,7 @@ class FailingOrder(TrainOrder):
 
 
 def test_next_if_ready_leaves_what_went_wrong_to_next(manifest):
-    with endless(manifest, order=FailingOrder(SHARDS, 16, 0)) as loader:
+    with loader_of(manifest, FailingOrder(SHARDS, 16, 0)) as loader:
         for step in range(3):
             assert next(loader).position == step
         time.sleep(0.1)
@@ -71,7 +70,7 @@ def test_next_if_ready_does_not_wait(manifest):
             gate.wait(30)
             return super().batch(*arguments)
 
-    with endless(manifest, order=Waiting(SHARDS, 16, 0)) as loader:
+    with loader_of(manifest, Waiting(SHARDS, 16, 0)) as loader:
         assert loader.next_if_ready() is None
         gate.set()
         assert next(loader).position == 0
@@ -90,7 +89,7 @@ def test_what_goes_wrong_in_planning_comes_in_its_turn(manifest, error, threads)
             return super().batch(step, *slots)
 
     steps = []
-    with endless(manifest, order=Broken(SHARDS, 16, 0), threads=threads) as loader:
+    with loader_of(manifest, Broken(SHARDS, 16, 0), threads=threads) as loader:
         with pytest.raises(error, match="in the planner"):
             for batch in loader:
                 steps.append(batch.position)
@@ -115,11 +114,11 @@ def test_what_goes_wrong_in_reading_comes_in_its_turn(manifest, error, threads, 
         inner(*arguments, **options)
 
     monkeypatch.setattr(batch_reader_module, "decode_slice", noting)
-    with endless(manifest, threads=1, stop_step=5) as loader:
+    with loader_of(manifest, threads=1, stop=5) as loader:
         assert len(list(loader)) == 5
     monkeypatch.setattr(batch_reader_module, "decode_slice", failing)
     steps = []
-    with endless(manifest, threads=threads, prefetch=3) as loader:
+    with loader_of(manifest, threads=threads, prefetch=3) as loader:
         with pytest.raises(error, match="of a slice"):
             for batch in loader:
                 steps.append(batch.position)
@@ -135,7 +134,7 @@ def test_what_goes_wrong_wakes_a_consumer_that_waits(manifest):
             gate.wait(30)
             raise ZeroDivisionError("at last")
 
-    loader = Loader(manifest, EvalOrder(SHARDS, 8), image_size=8, transform=Broken())
+    loader = loader_of(manifest, EvalOrder(SHARDS, 8), transform=Broken())
     threading.Timer(0.3, gate.set).start()
     with pytest.raises(ZeroDivisionError, match="at last"):
         next(loader)
@@ -151,7 +150,7 @@ def test_no_memory_for_a_picture(manifest, monkeypatch):
 
     monkeypatch.setattr(batch_reader_module, "decode_slice", without_memory)
     for policy in ("error", "substitute", "mask"):
-        with endless(manifest, bad_samples=policy) as loader, pytest.raises(MemoryError):
+        with loader_of(manifest, bad_samples=policy) as loader, pytest.raises(MemoryError):
             next(loader)
 
 
@@ -166,7 +165,7 @@ def test_a_read_that_does_not_return_is_reported_by_name(manifest, monkeypatch):
 
     monkeypatch.setattr(batch_reader_module.os, "preadv", stuck)
     files = open_files()
-    loader = endless(manifest, stall_s=2.0)  # opening is to be done within that, on a busy machine too
+    loader = loader_of(manifest, stall_s=2.0)  # opening is to be done within that, on a busy machine too
     try:
         with pytest.raises(StorageError, match=r"shard-0000\d\.beton slot \d+ .* \d+ s"):
             next(loader)
@@ -181,7 +180,7 @@ def test_slow_is_not_stalled(manifest, monkeypatch):
     """Many reads that take their time each, longer together than the limit."""
     preadv = batch_reader_module.os.preadv
     monkeypatch.setattr(batch_reader_module.os, "preadv", lambda *args: (time.sleep(0.1), preadv(*args))[1])
-    with endless(manifest, stall_s=2.5, threads=1, stop_step=2) as loader:
+    with loader_of(manifest, stall_s=2.5, threads=1, stop=2) as loader:
         assert len(list(loader)) == 2  # 32 of them
 
 
@@ -197,7 +196,7 @@ def test_every_thread_has_work_in_a_small_part_of_a_batch(manifest, monkeypatch)
         decode(*arguments, **options)
 
     monkeypatch.setattr(batch_reader_module, "decode_slice", wait_for_the_others)
-    with endless(manifest, order=TrainOrder(SHARDS, 8, 0), threads=4, stop_step=2) as loader:
+    with loader_of(manifest, TrainOrder(SHARDS, 8, 0), threads=4, stop=2) as loader:
         assert len(list(loader)) == 2
 
 
@@ -205,7 +204,7 @@ def test_what_is_needed_again_is_opened_once(manifest, monkeypatch):
     """And there are files enough for a batch of a large dataset."""
     opened, inner = [], open_shards_module.open_shard_file
     monkeypatch.setattr(open_shards_module, "open_shard_file", lambda *args: (opened.append(args[1]), inner(*args))[1])
-    with endless(manifest, order=TrainOrder(SHARDS, 64, 0), stop_step=10) as loader:  # ten epochs
+    with loader_of(manifest, TrainOrder(SHARDS, 64, 0), stop=10) as loader:  # ten epochs
         for _ in loader:
             pass
     assert sorted(opened) == [0, 1, 2, 3]
@@ -221,7 +220,7 @@ def test_what_nothing_near_needs_is_closed(tmp_path, order, monkeypatch):
     many = write_pictures(tmp_path / "data", sizes)
     order = EvalOrder(sizes, 5) if order is EvalOrder else TrainOrder(sizes, 5, 0)
     files, most = open_files(), 0
-    with endless(many, order=order, stop_step=80, threads=1, prefetch=1, verify_shards=False) as loader:
+    with loader_of(many, order, stop=80, threads=1, prefetch=1, verify_shards=False) as loader:
         for _ in loader:
             most = max(most, open_files() - files)
     assert 2 <= most <= 3 * 2  # two shards a window; of the window before, batches that wait for the consumer
@@ -232,4 +231,4 @@ def test_what_nothing_near_needs_is_closed(tmp_path, order, monkeypatch):
 )
 def test_impossible_settings(manifest, wrong):
     with pytest.raises(AssertionError):
-        endless(manifest, **wrong)
+        loader_of(manifest, **wrong)

@@ -8,23 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from loaders import loader_of, read
 from picture_shards import write_pictures
 
-from vitscale.data.augmentation import TrainTransform
-from vitscale.data.loader import Loader, on_device
-from vitscale.data.order import TrainOrder
-from vitscale.data.settings import Reading
+from vitscale.data.loader import on_device
 from vitscale.data.shards import Manifest
 
 SHARDS, STEPS = [40, 33, 7], 60
+LARGE = {"batch": 20, "side": 224, "threads": 2, "prefetch": 2}  # batches of 3 MB, so that a copy takes its time
 PATTERNS = [(True,), (False,), (True, False), (False, False, True), (True, True, True, False), (False, True, True)]
-
-
-def loader_of(manifest: Manifest, pinned: bool, stop: int = STEPS) -> Loader:
-    """Batches of 3 MB, so that a copy takes its time."""
-    reading = Reading(threads=2, prefetch=2, pinned=pinned)
-    order = TrainOrder(SHARDS, 20, 0)
-    return Loader(manifest, order, image_size=224, transform=TrainTransform(), stop_step=stop, reading=reading)
 
 
 def check(folder: str, device: torch.device) -> int:
@@ -34,12 +26,11 @@ def check(folder: str, device: torch.device) -> int:
     saw to it; some batches are kept, of others only what was computed.
     """
     manifest = Manifest.load(folder)
-    with loader_of(manifest, pinned=False) as loader:
-        expected = list(loader)
+    expected = read(manifest, stop=STEPS, **LARGE)
     compared = 0
     for pattern in PATTERNS:
         kept, derived = [], []
-        with loader_of(manifest, pinned=device.type == "cuda") as loader:
+        with loader_of(manifest, stop=STEPS, pinned=device.type == "cuda", **LARGE) as loader:
             for batch, keeps in zip(on_device(loader, device), cycle(pattern), strict=False):
                 assert batch.images.device.type == device.type
                 if device.type == "cuda":
@@ -63,11 +54,10 @@ def manifest(tmp_path_factory):
 
 
 def test_on_a_cpu_batches_are_handed_on_as_they_are(manifest):
-    with loader_of(manifest, pinned=False, stop=5) as loader:
-        batches = list(loader)
+    batches = read(manifest, stop=5)
     handed_on = list(on_device(iter(batches), torch.device("cpu")))
     assert len(handed_on) == 5 and all(a is b for a, b in zip(handed_on, batches, strict=True))
-    with loader_of(manifest, pinned=False) as loader:
+    with loader_of(manifest) as loader:
         moving = on_device(loader, torch.device("cpu"))
         assert [batch.position for batch in islice(moving, 3)] == [0, 1, 2]
         assert next(loader).position == 3  # nothing was taken ahead

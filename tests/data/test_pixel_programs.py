@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from pictures import make_picture
-from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+from PIL import Image, ImageEnhance
+from scipy import stats
 from timm.data import auto_augment
 from timm.data.random_erasing import RandomErasing as TimmsErasing
 
@@ -247,18 +248,6 @@ def test_shares_are_those_of_the_recipe():
         assert_about(int(untouched.sum()), 1 - block.probability)
 
 
-def test_gray_solarized_and_blurred_are_pillows():
-    pixels, keys = images(6), KEYS[:6]
-    gray = changed(recipe.Gray(kind="gray", probability=1.0), keys=keys, pixels=pixels)
-    solarized = changed(recipe.Solarize(kind="solarize", probability=1.0, threshold=90), keys=keys, pixels=pixels)
-    blur = recipe.GaussianBlur(kind="gaussian_blur", probability=1.0, radius=[1.3, 1.3])
-    blurred = changed(blur, keys=keys, pixels=pixels)
-    for number, image in enumerate(map(Image.fromarray, pixels)):
-        assert np.array_equal(gray[number], np.asarray(image.convert("L").convert("RGB")))
-        assert np.array_equal(solarized[number], np.asarray(ImageOps.solarize(image, 90)))
-        assert np.array_equal(blurred[number], np.asarray(image.filter(ImageFilter.GaussianBlur(1.3))))
-
-
 def test_jitter_takes_every_order_and_is_torchvisions():
     """Its adjustments of Pillow's images are ImageEnhance's."""
     block = recipe.ColorJitter(kind="color_jitter", brightness=0.4, contrast=1.5, saturation=0.2)
@@ -351,11 +340,7 @@ def test_erased_rectangles_are_distributed_as_timms():
         (rectangles[3], rights - lefts),
         (rectangles[2] * rectangles[3], (bottoms - tops) * (rights - lefts)),
     ):
-        # Kolmogorov and Smirnov: the largest distance between the distributions, at a level of 1e-6.
-        points = np.unique(np.concatenate([ours[is_erased], expected]))
-        one = np.searchsorted(np.sort(ours[is_erased]), points, side="right") / is_erased.sum()
-        other = np.searchsorted(np.sort(expected), points, side="right") / len(expected)
-        assert np.abs(one - other).max() < 2.7 * (1 / is_erased.sum() + 1 / len(expected)) ** 0.5
+        assert stats.ks_2samp(ours[is_erased], expected).pvalue > 1e-6
 
 
 def test_erased_are_noise_or_the_mean_and_the_rest_is_intact():

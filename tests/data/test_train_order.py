@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from orders import epoch_of, numbered
 
 from vitscale.data.draws import combine, hashes, mix, permutation
-from vitscale.data.order import MAX_SEGMENTS, ORDER_VERSION, WHOLE_SAMPLES, WINDOW_SAMPLES, TrainOrder, num_segments
+from vitscale.data.order import MAX_SEGMENTS, ORDER_VERSION, WHOLE_SAMPLES, TrainOrder, num_segments
 from vitscale.ground.errors import RecipeError
 
 IMAGENET = [8192] * 156 + [1_281_167 - 156 * 8192]
@@ -18,33 +18,10 @@ TWO_WINDOWS = [50_000] * 8 + [1]  # four segments of two windows each
 ODD_BATCH = [8192] * 40 + [17]  # an odd batch makes one segment of many windows
 
 
-def test_windows_may_end_within_a_batch():
-    """Segments of several windows, with batches across their bounds."""
-    batch = 24_576
-    order = TrainOrder(TWO_WINDOWS, batch, 3)
-    assert order.segments == 4 and order._segment_length > WINDOW_SAMPLES  # two windows a segment
-    seen = epoch_of(order, TWO_WINDOWS, 1)
-    assert len(np.unique(seen)) == seen.size == sum(TWO_WINDOWS) // batch * batch
-    step = order.steps_per_epoch + 8  # positions 49,152 .. 55,296 of each segment: over the bound at 50,000
-    again = TrainOrder(TWO_WINDOWS, batch, 3).batch(step, 0, batch)
-    assert np.array_equal(numbered(TWO_WINDOWS, again), seen[8])
-
-
-def test_a_batch_larger_than_many_windows():
-    shard_samples, batch = ODD_BATCH, 299_999
-    order = TrainOrder(shard_samples, batch, 0)
-    assert (order.segments, order.steps_per_epoch, len(order._bounds) - 1) == (1, 1, 6)
-    first, second = epoch_of(order, shard_samples, 0), epoch_of(order, shard_samples, 1)
-    assert len(np.unique(first)) == len(np.unique(second)) == batch
-    assert not np.array_equal(first, second)
-
-
 def test_157_shards_with_a_short_last_one():
     """ImageNet's shape: 1,281,167 samples in shards of 8,192."""
     order = TrainOrder(IMAGENET, 4096, 0)
     assert (order.segments, order.steps_per_epoch, order.num_samples) == (64, 312, 1_281_167)
-    seen = epoch_of(order, IMAGENET, 2)
-    assert len(np.unique(seen)) == seen.size == 312 * 4096
 
 
 def test_as_many_samples_as_slots():
@@ -83,74 +60,42 @@ def test_a_shard_of_hundreds_of_millions_is_cut_into_windows():
 # ---- Which shards are read ------------------------------------------------------------------------------------------
 
 
-def shards_by_rank(order, world, epoch=1):
-    """The set of shards that each rank draws on in an epoch."""
-    share = order.global_batch // world
+def shards_by_rank(order, *worlds, epoch=1):
+    """The set of shards that each rank draws on in an epoch; by the number of ranks."""
     steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
     drawn = np.stack([order.batch(step, 0, order.global_batch).shard for step in steps])
-    return [set(drawn[:, rank * share : (rank + 1) * share].ravel().tolist()) for rank in range(world)]
+    return {world: [set(np.unique(part).tolist()) for part in np.split(drawn, world, axis=1)] for world in worlds}
 
 
-@pytest.mark.parametrize("world", [1, 2, 4, 8, 16, 32, 64])
-def test_ranks_that_divide_the_segments_read_shards_of_their_own(world):
+def test_ranks_that_divide_the_segments_read_shards_of_their_own():
     """The dataset crosses the network once an epoch, but for the shard at each border between two ranks."""
     order = TrainOrder(IMAGENET, 4096, 0)
-    assert order.segments % world == 0
-    ranks = shards_by_rank(order, world)
-    assert set().union(*ranks) == set(range(157))
-    assert sum(map(len, ranks)) <= 157 + world - 1
+    for world, ranks in shards_by_rank(order, 1, 2, 4, 8, 16, 32, 64).items():
+        assert order.segments % world == 0
+        assert set().union(*ranks) == set(range(157))
+        assert sum(map(len, ranks)) <= 157 + world - 1
 
 
-@pytest.mark.parametrize("world", [3, 6, 12])
-def test_other_ranks_share_the_segments_at_their_borders(world):
+def test_other_ranks_share_the_segments_at_their_borders():
     order = TrainOrder(IMAGENET, 3072, 0)
-    assert order.segments == 64 and order.segments % world != 0
-    ranks = shards_by_rank(order, world)
-    assert set().union(*ranks) == set(range(157))
-    shards_of_a_segment = 4  # 20,018 samples lie in at most four shards of 8,192
-    assert 157 + world - 1 < sum(map(len, ranks)) <= 157 + (world - 1) * shards_of_a_segment
+    for world, ranks in shards_by_rank(order, 3, 6, 12).items():
+        assert order.segments == 64 and order.segments % world != 0
+        assert set().union(*ranks) == set(range(157))
+        shards_of_a_segment = 4  # 20,018 samples lie in at most four shards of 8,192
+        assert 157 + world - 1 < sum(map(len, ranks)) <= 157 + (world - 1) * shards_of_a_segment
 
 
 def test_more_ranks_than_segments_share_them():
     shard_samples = [40] * 9
     order = TrainOrder(shard_samples, 32, 0)
     assert order.segments == 4
-    ranks = shards_by_rank(order, 16)
+    ranks = shards_by_rank(order, 16)[16]
     for segment in range(4):
         together = set().union(*ranks[segment * 4 : segment * 4 + 4])
         assert len(together) <= 4  # 90 samples in shards of 40
 
 
 # ---- Shards ahead ---------------------------------------------------------------------------------------------------
-
-# Shards, global batch, ranks, first and last step: over the end of a window, of an epoch, of both.
-AHEAD = [
-    pytest.param(TWO_WINDOWS, 24_576, 2, 0, 36, id="two-windows"),
-    pytest.param(TWO_WINDOWS, 24_576, 8, 4, 20, id="more-ranks-than-segments"),
-    pytest.param(ODD_BATCH, 9_999, 3, 0, 70, id="one-segment-of-six-windows"),
-    pytest.param(ODD_BATCH, 299_999, 1, 0, 4, id="a-batch-of-many-windows"),
-    pytest.param([30] * 20 + [0, 0, 7], 32, 4, 0, 60, id="empty-shards"),
-    pytest.param([30] * 20 + [0, 0, 7], 24, 6, 0, 60, id="ranks-do-not-divide-segments"),
-    pytest.param([300], 32, 2, 0, 30, id="one-shard"),
-    pytest.param([64], 64, 1, 0, 3, id="one-batch-an-epoch"),
-]
-
-
-@pytest.mark.parametrize("shard_samples, batch, world, first, last", AHEAD)
-def test_upcoming_shards_hold_what_is_drawn_next(shard_samples, batch, world, first, last):
-    """Against the batches themselves: nothing comes as a surprise, and what is drawn now stands in front."""
-    order = TrainOrder(shard_samples, batch, 1)
-    share = batch // world
-    for rank in {0, world // 2, world - 1}:
-        slots = rank * share, (rank + 1) * share
-        announced = order.upcoming(first, *slots)
-        for step in range(first, last):
-            needed = set(order.batch(step, *slots).shard.tolist())
-            upcoming = order.upcoming(step, *slots)
-            assert len(set(upcoming)) == len(upcoming)
-            assert all(shard_samples[shard] > 0 for shard in upcoming)
-            assert needed <= set(upcoming) and needed <= set(announced)  # known one step ahead
-            announced = upcoming
 
 
 def test_upcoming_shards_come_in_the_order_of_windows():

@@ -4,6 +4,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner, Result
 from data_tools import machine
 from data_tools.dedup.against import open_matcher
 from data_tools.engines.task import run_inline
+from data_tools.sources.source import Item
 from vitscale.cli.convert import app
 from vitscale.data.shards import Manifest, ShardFile
 
@@ -21,6 +23,13 @@ def contents(dataset: Path) -> dict[str, bytes]:
     files = [path for path in dataset.rglob("*") if path.is_file()]
     assert not [path for path in files if any(part.startswith(".") for part in path.relative_to(dataset).parts)]
     return {str(path.relative_to(dataset)): path.read_bytes() for path in files if path.name != "convert.log.jsonl"}
+
+
+def items_of(source, ignored: Counter[str] | None = None) -> list[Item]:
+    """Items with the bytes of their images, read as a conversion does: by a source that has travelled to a worker."""
+    source, ignored = pickle.loads(pickle.dumps(source)), Counter() if ignored is None else ignored
+    found = [(part, item) for part in range(len(source.parts)) for item in source.items(part, ignored)]
+    return [item if source.streams else item._replace(content=source.read(part, item.content)) for part, item in found]
 
 
 def uids(dataset: Manifest | Path) -> list[int]:
@@ -41,6 +50,12 @@ def command(*arguments: object) -> list[str]:
 
 def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, **options)
+
+
+def start(*arguments: object, **options: object) -> subprocess.Popen[str]:
+    """A conversion in a process, and a process group, of its own."""
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    return subprocess.Popen(command(*arguments), **piped, **options)
 
 
 def convert_here(monkeypatch: pytest.MonkeyPatch) -> None:

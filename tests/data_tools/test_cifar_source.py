@@ -1,15 +1,14 @@
 import io
 import os
 import pickle
-import tarfile
-from collections import Counter
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
+from datasets_on_disk import items_of
 from messages import refusal
 from PIL import Image
+from small_files import pack, upload
 
 from data_tools.sources.cifar import is_cifar, open_cifar
 from data_tools.sources.source import Item, SourceOptions
@@ -49,19 +48,8 @@ def write_binary(folder: Path, classes: int) -> Path:
     return folder
 
 
-def pack(folder: Path, path: Path) -> Path:
-    with tarfile.open(path, "w:gz") as archive:
-        archive.add(folder, folder.name)
-    return path
-
-
 def open_all(*files: Path | str, label=None, mixed_ok=True):
-    source = open_cifar("SOURCE", [str(file) for file in files], SourceOptions(label_field=label), mixed_ok)
-    return pickle.loads(pickle.dumps(source))  # as it travels to a worker
-
-
-def listed(source) -> list[Item]:
-    return [item for part in range(len(source.parts)) for item in source.items(part, Counter())]
+    return open_cifar("SOURCE", [str(file) for file in files], SourceOptions(label_field=label), mixed_ok)
 
 
 def expected(classes: int, field: str, order: list[str] | None = None) -> list[tuple]:
@@ -90,22 +78,19 @@ def test_both_data_sets(tmp_path, classes, packed):
     assert source.streams
     field = FIELDS[classes][-1]
     assert source.class_names == tuple(NAMES[field])
-    check(listed(source), expected(classes, field))
+    check(items_of(source), expected(classes, field))
     if classes == 100:
         source = open_all(*files, label="coarse_labels")
         assert source.class_names == tuple(NAMES["coarse_labels"])
-        check(listed(source), expected(100, "coarse_labels"))
-    assert {item.labels for item in listed(open_all(*files, label="none"))} == {()}
+        check(items_of(source), expected(100, "coarse_labels"))
+    assert {item.labels for item in items_of(open_all(*files, label="none"))} == {()}
 
 
 def test_remote(tmp_path):
     folder = write_binary(tmp_path / "cifar", 10)
-    for path in folder.iterdir():
-        with fsspec.open(f"memory://cifar/{path.name}", "wb") as file:
-            file.write(path.read_bytes())
-    source = open_all("memory://cifar/test_batch.bin")
+    source = open_all(f"{upload(folder, 'memory://cifar')}/test_batch.bin")
     assert source.parts == ("memory://cifar/test_batch.bin",)
-    check(listed(source), expected(10, "labels", ["test_batch"]))
+    check(items_of(source), expected(10, "labels", ["test_batch"]))
 
 
 def test_training_and_test_images_are_never_mixed_unasked(tmp_path):
@@ -172,7 +157,7 @@ def test_damaged_binary_versions(tmp_path, content):
     folder = write_binary(tmp_path / "cifar", 10)
     (folder / "test_batch.bin").write_bytes(content)
     with pytest.raises(DataError, match=r"test_batch\.bin.*\b3,073\b"):
-        listed(open_all(folder / "test_batch.bin"))
+        items_of(open_all(folder / "test_batch.bin"))
     (folder / "batches.meta.txt").write_text("one name")
     with pytest.raises(DataError, match=r"batches\.meta\.txt.*\b10\b"):
         open_all(folder / "test_batch.bin")

@@ -1,13 +1,11 @@
 """The memory of a conversion does not depend on the number of images."""
 
-import io
-import subprocess
-import sys
-import tarfile
 from pathlib import Path
 
 import pytest
 from pictures import encoded, make_picture
+from python_processes import run_python
+from small_files import write_tar
 
 MEASURED = """
 import resource, sys
@@ -25,19 +23,10 @@ def peaks_of(folder: Path, images: int, mode: str) -> tuple[int, int]:
     """KiB of the converter, and of its largest worker."""
     source = folder / f"{images}.tar{mode.replace('w', '').replace(':', '.')}"
     contents = [encoded(make_picture(i, 16, 16)) for i in range(50)]
-    with tarfile.open(source, mode) as archive:
-        for i in range(images):
-            member = tarfile.TarInfo(f"class{i % 10}/some/longer/path/of/an/image-{i:08d}.jpg")
-            member.size = len(contents[i % 50])
-            archive.addfile(member, io.BytesIO(contents[i % 50]))
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, source, folder / f"out{images}{mode[-1]}"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    samples, own, worker = map(int, done.stdout.split())
+    names = (f"class{i % 10}/some/longer/path/of/an/image-{i:08d}.jpg" for i in range(images))
+    write_tar(source, *((name, contents[i % 50]) for i, name in enumerate(names)), mode=mode)
+    printed = run_python(MEASURED, source, folder / f"out{images}{mode[-1]}", timeout=500)
+    samples, own, worker = map(int, printed.split())
     assert samples == images
     return own, worker
 

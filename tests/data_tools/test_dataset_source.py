@@ -1,44 +1,25 @@
-import json
-import pickle
 import shutil
 from collections import Counter
-from hashlib import sha256
 
-import fsspec
-import numpy as np
 import pytest
+from datasets_on_disk import items_of
+from small_files import edit_manifest, excluding, flip, upload
 from stored_dataset import Photo, write_dataset
 
 from data_tools.sources.dataset import open_dataset
 from data_tools.sources.source import SourceOptions
-from vitscale.data.shards import MANIFEST_NAME
+from vitscale.data.shards import MANIFEST_NAME, SelectFirst
 from vitscale.ground.errors import DataError, RecipeError
 
 PHOTOS = [Photo(f"k/{i}.jpg", labels=(i % 2,), seed=i) for i in range(7)]
 
 
-def open_copy(*files):
-    source = open_dataset("SOURCE", [str(file) for file in files], SourceOptions())
-    return pickle.loads(pickle.dumps(source))  # as it travels to a worker
+def opened(*files):
+    return open_dataset("SOURCE", [str(file) for file in files], SourceOptions())
 
 
 def listed(source) -> dict:
-    items = [(part, item) for part in range(len(source.parts)) for item in source.items(part, Counter())]
-    return {item.key: (item.labels, source.read(part, item.content)) for part, item in items}
-
-
-def upload(folder, url: str) -> str:
-    for path in folder.iterdir():
-        with fsspec.open(f"{url}/{path.name}", "wb") as file:
-            file.write(path.read_bytes())
-    return url
-
-
-def edit(folder, **changes) -> None:
-    path = folder / MANIFEST_NAME
-    content = json.loads(path.read_text()) | changes
-    del content["checksum"]
-    path.write_text(json.dumps(content))
+    return {item.key: (item.labels, item.content) for item in items_of(source)}
 
 
 def expected(photos, names=("cat", "dog")) -> dict:
@@ -49,7 +30,7 @@ def expected(photos, names=("cat", "dog")) -> dict:
 def test_samples_come_back_as_they_were(tmp_path, where):
     write_dataset(tmp_path, PHOTOS, 3)
     root = upload(tmp_path, f"memory://{tmp_path.name}") if "remote" in where else str(tmp_path)
-    source = open_copy(f"{root}/{MANIFEST_NAME}" if "manifest" in where else root)
+    source = opened(f"{root}/{MANIFEST_NAME}" if "manifest" in where else root)
     assert source.streams == ("remote" in where)
     assert source.parts == tuple(f"{root}/shard-0000{i}.beton" for i in range(3))
     assert source.class_names == ("cat", "dog")
@@ -59,9 +40,9 @@ def test_samples_come_back_as_they_were(tmp_path, where):
 def test_several_labels_and_none(tmp_path):
     photos = [Photo("a", (1, 0)), Photo("b", ()), Photo("c", (0,))]
     write_dataset(tmp_path / "several", photos, 8)
-    assert listed(open_copy(tmp_path / "several")) == expected(photos)
+    assert listed(opened(tmp_path / "several")) == expected(photos)
     write_dataset(tmp_path / "none", [Photo("a", ())], 8, class_names=())
-    source = open_copy(tmp_path / "none")
+    source = opened(tmp_path / "none")
     assert source.class_names is None
     assert listed(source) == expected([Photo("a", ())])
 
@@ -69,14 +50,11 @@ def test_several_labels_and_none(tmp_path):
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_only_selected_samples(tmp_path, is_remote):
     manifest = write_dataset(tmp_path, PHOTOS, 4)
-    np.save(tmp_path / "out.npy", np.array([0, 2], np.uint32))
-    digest = sha256((tmp_path / "out.npy").read_bytes()).hexdigest()
-    shards = [shard.model_dump(mode="json") for shard in manifest.shards]
-    shards[0]["select"] = {"exclude": {"path": "out.npy", "sha256": digest, "count": 2}}
-    shards[1]["select"] = {"first": 1}
-    edit(tmp_path, shards=shards, num_samples=3)
+    first = manifest.shards[0].model_copy(update={"select": excluding(tmp_path, "out.npy", [0, 2])})
+    second = manifest.shards[1].model_copy(update={"select": SelectFirst(first=1)})
+    manifest.model_copy(update={"shards": (first, second), "num_samples": 3}).save(tmp_path)
     root = upload(tmp_path, f"memory://{tmp_path.name}") if is_remote else tmp_path
-    assert listed(open_copy(root)) == expected([PHOTOS[1], PHOTOS[3], PHOTOS[4]])
+    assert listed(opened(root)) == expected([PHOTOS[1], PHOTOS[3], PHOTOS[4]])
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
@@ -85,25 +63,19 @@ def test_without_tables_of_provenance(tmp_path, is_remote):
     for path in tmp_path.glob("*.idx.parquet"):
         path.unlink()
     root = upload(tmp_path, f"memory://{tmp_path.name}") if is_remote else tmp_path
-    assert list(listed(open_copy(root))) == [f"uid-{uid}" for uid in range(7)]
-
-
-def flip(path, position: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
-    path.write_bytes(content)
+    assert list(listed(opened(root))) == [f"uid-{uid}" for uid in range(7)]
 
 
 def test_damaged_samples(tmp_path):
     write_dataset(tmp_path, PHOTOS, 7)
     shard = tmp_path / "shard-00000.beton"
     flip(shard, shard.read_bytes().index(PHOTOS[2].jpeg) + 100)
-    source = open_copy(tmp_path)
+    source = opened(tmp_path)
     items = list(source.items(0, Counter()))
     assert source.read(0, items[1].content) == PHOTOS[1].jpeg
     with pytest.raises(OSError, match=r"shard-00000\.beton"):
         source.read(0, items[2].content)
-    remote = open_copy(upload(tmp_path, f"memory://{tmp_path.name}"))
+    remote = opened(upload(tmp_path, f"memory://{tmp_path.name}"))
     with pytest.raises(DataError, match=r"memory://.*shard-00000\.beton.*sha256"):
         list(remote.items(0, Counter()))
 
@@ -112,20 +84,20 @@ def test_what_cannot_be_read(tmp_path):
     data = tmp_path / "data"
     write_dataset(data, PHOTOS, 4, class_names=("cat", "dog"))
     with pytest.raises(DataError, match=str(tmp_path)):
-        open_copy(tmp_path)
+        opened(tmp_path)
     with pytest.raises(RecipeError, match="2 datasets"):
-        open_copy(data, data)
+        opened(data, data)
     with pytest.raises(RecipeError, match="--label-field x"):
         open_dataset("SOURCE", [str(data)], SourceOptions(label_field="x"))
-    source = open_copy(data)
-    edit(data, class_names=["cat"])
+    source = opened(data)
+    edit_manifest(data, lambda content: content.update(class_names=["cat"]))
     with pytest.raises(DataError, match=str(data)):
         listed(source)
     with pytest.raises(DataError, match=r"shard-00000\.beton.*'k/1\.jpg'.*\b1\b"):
-        listed(open_copy(data))
+        listed(opened(data))
     shutil.copy(data / "shard-00000.beton", data / "shard-00001.beton")
     with pytest.raises(DataError, match=r"shard-00001\.beton"):
-        list(open_copy(data).items(1, Counter()))
+        list(opened(data).items(1, Counter()))
     (data / "shard-00001.beton").unlink()
     with pytest.raises(DataError, match=r"shard-00001\.beton"):
-        list(open_copy(data).items(1, Counter()))
+        list(opened(data).items(1, Counter()))

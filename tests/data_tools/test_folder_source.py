@@ -4,17 +4,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from small_files import write_files
 
 from data_tools.sources import SourceOptions, open_source
 from vitscale.ground.errors import DataError
-
-
-def make_folder(root: Path, *names: str) -> Path:
-    for name in names:
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(os.fsencode(name))
-    return root
 
 
 def listed(root: Path, options: SourceOptions | None = None):
@@ -26,14 +19,14 @@ def listed(root: Path, options: SourceOptions | None = None):
 
 def test_files_and_what_is_ignored(tmp_path):
     names = ("a/1.jpg", "b/2.webp", "a/notes.txt", "README", ".git/x.jpg", "a/._1.jpg", "__MACOSX/a/1.jpg")
-    source, items, ignored = listed(make_folder(tmp_path, *names))
+    source, items, ignored = listed(write_files(tmp_path, *names))
     assert [(item.key, item.labels) for item in items] == [("a/1.jpg", None), ("b/2.webp", None)]
     assert [source.read(0, item.content) for item in items] == [b"a/1.jpg", b"b/2.webp"]
     assert ignored == {"hidden": 3, "no image suffix": 2}
 
 
 def test_odd_files(tmp_path):
-    root = make_folder(tmp_path, "cat/1.jpg", "dog/2.jpg")
+    root = write_files(tmp_path, "cat/1.jpg", "dog/2.jpg")
     os.mkfifo(root / "cat" / "pipe.jpg")  # opening it would wait for ever
     (root / "cat" / "broken.jpg").symlink_to("nowhere.jpg")
     (root / "cat" / "circle").symlink_to(root)
@@ -49,23 +42,21 @@ def test_odd_files(tmp_path):
 
 
 def test_names_that_are_no_utf8(tmp_path):
-    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
-    folder.mkdir()
-    (folder / os.fsdecode(b"\xff.jpg")).write_bytes(b"x")
-    source, items, _ = listed(tmp_path)
+    name = b"caf\xe9/\xff.jpg"
+    source, items, _ = listed(write_files(tmp_path, os.fsdecode(name)))
     assert [item.key for item in items] == ["caf\\xe9/\\xff.jpg"]
-    assert source.read(0, items[0].content) == b"x"
+    assert source.read(0, items[0].content) == name
 
 
 def test_a_folder_that_vanishes(tmp_path):
-    source, _, _ = listed(make_folder(tmp_path / "images", "a/1.jpg"))
+    source, _, _ = listed(write_files(tmp_path / "images", "a/1.jpg"))
     (tmp_path / "images").rename(tmp_path / "away")
     with pytest.raises(DataError, match=r"images"):
         list(source.items(0, Counter()))
 
 
 def test_labels_from_a_list(tmp_path):
-    root = make_folder(tmp_path / "images", "x/1.jpg", "2.jpg")
+    root = write_files(tmp_path / "images", "x/1.jpg", "2.jpg")
     (tmp_path / "labels.csv").write_text("x/1.jpg,cat\n2.jpg,dog\n")
     _, items, _ = listed(root, SourceOptions(labels=str(tmp_path / "labels.csv")))
     assert [(item.key, item.labels) for item in items] == [("2.jpg", ("dog",)), ("x/1.jpg", ("cat",))]

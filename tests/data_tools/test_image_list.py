@@ -6,9 +6,9 @@ import pickle
 import tracemalloc
 from collections import Counter
 
-import fsspec
 import pytest
 from messages import refusal
+from small_files import upload
 
 from data_tools.sources.image_list import open_image_list
 from data_tools.sources.source import Item, SourceOptions
@@ -185,12 +185,10 @@ def test_relative_paths_start_at_the_list(tmp_path, monkeypatch):
     folder.mkdir()
     write(tmp_path / "1.jpg", b"one")
     paths = ["../1.jpg", str(tmp_path / "1.jpg"), "memory://images/2.jpg", "absent.jpg", "memory://images/absent.jpg"]
-    with fsspec.open("memory://images/2.jpg", "wb") as file:
-        file.write(b"two")
     content = "path,label\n" + "".join(f"{path},cat\n" for path in paths)
     write(folder / "x.csv", content)
-    with fsspec.open("memory://images/lists/x.csv", "wb") as file:
-        file.write(content.replace("../1.jpg", "../2.jpg").encode())
+    upload(write(tmp_path / "2.jpg", b"two"), "memory://images/2.jpg")
+    upload(write(tmp_path / "far.csv", content.replace("../1.jpg", "../2.jpg")), "memory://images/lists/x.csv")
     monkeypatch.chdir(folder)
     for where, expected in (
         (str(folder / "x.csv"), [b"one", b"one", b"two"]),

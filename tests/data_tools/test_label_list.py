@@ -2,11 +2,10 @@ import gzip
 import io
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 from messages import refusal
-from test_tar_sources import write_tar
+from small_files import upload, write_tar
 
 from data_tools.sources.label_list import labelled, read_label_list
 from data_tools.sources.source import Item
@@ -32,12 +31,7 @@ def test_one_label_a_line(tmp_path):
     labels = read_label_list(path)
     assert [labels.labels_of(f"some/folder/{val(i)}") for i in range(1, 6)] == [(name,) for name in SYNSETS]
     assert labels.labels_of(f"some/folder/{val(1)}") == (SYNSETS[0],)  # again
-    for name in (
-        val(6),
-        val(0),
-        "cat.jpg",
-        "other/1.jpg",
-    ):
+    for name in (val(6), val(0), "cat.jpg", "other/1.jpg"):
         with refusal(DataError, "label-list", name, {path: "LABELS"}):
             labels.labels_of(name)
 
@@ -153,9 +147,8 @@ def test_lists_that_are_not_understood(tmp_path, name, text):
 def test_lists_that_are_not_there(tmp_path):
     with pytest.raises(RecipeError, match=r"absent\.csv"):
         read_label_list(str(tmp_path / "absent.csv"))
-    with fsspec.open("memory://labels/a.csv", "w") as file:
-        file.write("1.jpg,cat\n")
-    assert read_label_list("memory://labels/a.csv").labels_of("x/1.jpg") == ("cat",)
+    path = Path(written(tmp_path / "a.csv", "1.jpg,cat\n"))
+    assert read_label_list(upload(path, "memory://labels/a.csv")).labels_of("x/1.jpg") == ("cat",)
 
 
 def test_images_without_an_entry_are_counted(tmp_path):

@@ -79,24 +79,21 @@ def test_all_tasks_are_done_and_counted():
     assert not children()
 
 
-@pytest.mark.parametrize("fate", ["killed", "exit"])
-def test_a_task_whose_worker_dies_once_is_done_by_another(tmp_path, fate):
-    results, last = run(Job(0), Job(1, fate, once=tmp_path / "once"), Job(2))
+def test_a_task_whose_worker_dies_once_is_done_by_another(tmp_path):
+    results, last = run(Job(0), *(Job(i, fate, once=tmp_path / fate) for i, fate in ((1, "killed"), (2, "exit"))))
     assert results == {0: {}, 1: {}, 2: {}} and last == (15, 0)
 
 
 @pytest.mark.parametrize(
-    ("fate", "reason"),
-    [
-        ("crash", "killed by SIGSEGV"),
-        ("stall", "without progress for 4 s"),
-        ("killed", "killed by SIGKILL (is the mem"),
-    ],
+    "reasons",
+    [{"crash": "killed by SIGSEGV", "killed": "killed by SIGKILL (is the mem"}, {"stall": "without progress for 3 s"}],
 )
-def test_an_image_that_workers_die_on_is_rejected(fate, reason):
-    results, last = run(Job(0), Job(1, fate), stall_seconds=4.0)  # a worker imports this file first
-    assert results[0] == {} and last == (10, 1)
-    assert list(results[1]) == [2] and reason in results[1][2] and "2 workers died on it" in results[1][2]
+def test_an_image_that_workers_die_on_is_rejected(reasons):
+    jobs = [Job(i, fate) for i, fate in enumerate(reasons, 1)]
+    results, last = run(Job(0), *jobs, stall_seconds=3.0)  # a worker imports this file first
+    assert results.pop(0) == {} and last == (5 * len(jobs) + 5, len(jobs))
+    for rejects, reason in zip(map(results.get, range(1, 9)), reasons.values(), strict=False):
+        assert list(rejects) == [2] and reason in rejects[2] and "2 workers died on it" in rejects[2]
 
 
 def test_a_task_that_cannot_do_without_is_given_up():

@@ -1,12 +1,12 @@
 import json
-import pickle
 from collections import Counter
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets_on_disk import items_of
+from small_files import upload
 
 from data_tools.sources.parquet import open_parquet
 from data_tools.sources.source import Item, SourceOptions
@@ -34,9 +34,7 @@ def write(path, columns: dict, features: dict | None = None, **options) -> str:
 
 
 def listed(*files: str, image=None, label=None) -> list[Item]:
-    source = open_parquet("source", files, SourceOptions(image_field=image, label_field=label))
-    copy = pickle.loads(pickle.dumps(source))  # as it travels to a worker
-    return [item for part in range(len(copy.parts)) for item in copy.items(part, Counter())]
+    return items_of(open_parquet("source", files, SourceOptions(image_field=image, label_field=label)))
 
 
 def test_as_datasets_writes_it(tmp_path, photos, monkeypatch):
@@ -211,6 +209,4 @@ def test_damage(tmp_path):
 
 def test_remote(tmp_path):
     local = write(tmp_path / "x.parquet", {"image": IMAGES, "label": range(4)}, row_group_size=1)
-    with fsspec.open("memory://bucket/data/x.parquet", "wb") as file:
-        file.write((tmp_path / "x.parquet").read_bytes())
-    assert listed("memory://bucket/data/x.parquet") == listed(local)
+    assert listed(upload(tmp_path / "x.parquet", "memory://bucket/data/x.parquet")) == listed(local)

@@ -5,25 +5,19 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from datasets_on_disk import command, contents, run
+from datasets_on_disk import contents, run, run_here, start
+from small_files import write_files
 
 from data_tools.conversion import convert
 from data_tools.machine import Machine
 from data_tools.request import Request
 
-HAS_RAY = subprocess.run([sys.executable, "-c", "import ray"], capture_output=True).returncode == 0
-needs_ray = pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed")
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 OPTIONS = ("--shard-samples", 4, "--workers", 2, "--engine", "ray")
-
-
-@pytest.fixture(scope="module")
-def local(image_folder, tmp_path_factory):
-    out = tmp_path_factory.mktemp("local") / "out"
-    convert(Request(str(image_folder), shard_samples=4), out, Machine(workers=1))
-    return out
 
 
 @pytest.fixture
@@ -44,21 +38,18 @@ def descendants(process: subprocess.Popen[str]) -> list[tuple[int, str]]:
     return found
 
 
-def test_without_ray_one_is_told_what_to_install(image_folder, tmp_path, environment):
-    (tmp_path / "stub" / "ray").mkdir(parents=True)
-    (tmp_path / "stub" / "ray" / "__init__.py").write_text("raise ImportError('no ray here')")
-    path = os.pathsep.join([str(tmp_path / "stub"), str(Path(__file__).resolve().parents[2])])
-    done = run(image_folder, tmp_path / "out", *OPTIONS, env={**environment, "PYTHONPATH": path}, cwd=tmp_path)
-    assert done.returncode == 2 and "pip install ray" in done.stderr
+def test_without_ray_one_is_told_what_to_install(image_folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = run_here(image_folder, tmp_path / "out", *OPTIONS)
+    assert done.exit_code == 2 and "pip install ray" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
 @needs_ray
 def test_an_address_of_no_cluster_is_told_at_once(image_folder, tmp_path, environment):
-    started = time.monotonic()
     done = run(image_folder, tmp_path / "out", *OPTIONS, env={**environment, "RAY_ADDRESS": "127.0.0.1:1"})
     assert done.returncode == 2 and "RAY_ADDRESS=127.0.0.1:1" in done.stderr
-    assert done.stderr.count("\n") == 1 and time.monotonic() - started < 60
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -73,19 +64,10 @@ def test_equal_bytes_and_no_word_of_ray(image_folder, local, tmp_path, environme
 @pytest.mark.slow
 @needs_ray
 def test_a_worker_that_is_killed_costs_nothing(photos, tmp_path, environment):
-    source = tmp_path / "images"
-    for i in range(3000):
-        path = source / "cat" / f"{i:04d}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(photos[i % len(photos)])
+    source = write_files(tmp_path / "images", *((f"cat/{i:04d}.jpg", photos[i % len(photos)]) for i in range(3000)))
     convert(Request(str(source), shard_samples=500), tmp_path / "local", Machine(workers=2))
-    process = subprocess.Popen(
-        command(source, tmp_path / "out", "--shard-samples", 500, "--workers", 2, "--engine", "ray"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    options = "--shard-samples", 500, "--workers", 2, "--engine", "ray"
+    process = start(source, tmp_path / "out", *options, env=environment)
     killed: set[int] = set()
     while process.poll() is None and len(killed) < 2:
         writing = list((tmp_path / "out").glob(".shard-*.part"))
@@ -117,14 +99,7 @@ def test_errors_that_people_mend_come_back_as_one_line(image_folder, tmp_path, e
 @pytest.mark.slow
 @needs_ray
 def test_ctrl_c_ends_it_and_leaves_nothing_running(image_folder, local, tmp_path, environment):
-    process = subprocess.Popen(
-        command(image_folder, tmp_path / "out", *OPTIONS),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
+    process = start(image_folder, tmp_path / "out", *OPTIONS, env=environment)
     end = time.monotonic() + 60
     while not any("raylet" in title for _, title in descendants(process)) and time.monotonic() < end:
         time.sleep(0.05)

@@ -1,8 +1,6 @@
 import gzip
-import io
 import lzma
 import os
-import pickle
 import shutil
 import struct
 import subprocess
@@ -10,10 +8,11 @@ import tarfile
 from collections import Counter
 from pathlib import Path
 
-import fsspec
 import pytest
+from datasets_on_disk import items_of
+from small_files import tar_bytes, upload, write_files, write_tar
 
-from data_tools.sources.source import SourceOptions
+from data_tools.sources.source import Item, SourceOptions
 from data_tools.sources.tar import is_tar, open_tars
 from vitscale.ground.errors import DataError, RecipeError
 
@@ -22,46 +21,9 @@ STREAMS = {kind: kind != "tar" for kind in MODES}
 NAMES = [f"c{i % 2}/{i}.jpg" for i in range(50)]
 
 
-def write_tar(path: Path, *members: str | tuple[str, bytes] | tuple[str, bytes, str], mode: str = "w") -> Path:
-    """A tar of files: names (content: the name), pairs of name and content, and links (name, type, target)."""
-    with tarfile.open(path, mode) as archive:
-        for member in members:
-            if isinstance(member, tuple) and len(member) == 3:
-                info = tarfile.TarInfo(member[0])
-                info.type, info.linkname = member[1], member[2]
-                archive.addfile(info)
-                continue
-            name, content = member if isinstance(member, tuple) else (member, os.fsencode(member))
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return path
-
-
-def tar_bytes(*members: str | tuple[str, bytes]) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as archive:
-        for member in members:
-            name, content = member if isinstance(member, tuple) else (member, member.encode())
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return out.getvalue()
-
-
-def listed(*paths: Path | str, ignored: Counter | None = None, **options: str) -> list[tuple]:
-    """Key, labels and bytes of every image, read as the converter reads them: in another process."""
-    source = open_tars("SRC", [str(path) for path in paths], SourceOptions(**options))
-    source = pickle.loads(pickle.dumps(source))
-    found = []
-    ignored = Counter() if ignored is None else ignored
-    for part in range(len(source.parts)):
-        items = source.items(part, ignored)
-        if source.streams:
-            found += list(items)
-        else:
-            found += [(item.key, item.labels, source.read(part, item.content)) for item in items]
-    return [tuple(item) for item in found]
+def listed(*paths: Path | str, ignored: Counter | None = None, **options: str) -> list[Item]:
+    """Key, labels and bytes of every image."""
+    return items_of(open_tars("SRC", [str(path) for path in paths], SourceOptions(**options)), ignored)
 
 
 @pytest.mark.parametrize("kind", MODES)
@@ -78,9 +40,7 @@ def test_every_compression_gives_the_same(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["tar", "tar.gz"])
 def test_remote_tars_are_streamed(tmp_path, kind):
     path = write_tar(tmp_path / f"images.{kind}", *NAMES, mode=MODES[kind])
-    with fsspec.open(f"memory://bucket/images.{kind}", "wb") as file:
-        file.write(path.read_bytes())
-    assert listed(f"memory://bucket/images.{kind}") == listed(path)
+    assert listed(upload(path, f"memory://bucket/images.{kind}")) == listed(path)
     with pytest.raises(DataError, match=r"absent\.tar"):
         listed("memory://bucket/absent.tar")
 
@@ -92,11 +52,8 @@ def test_archives_of_gnu_tar(tmp_path, style):
         pytest.skip("no tar command")
     # v7 has room for 100 characters
     names = ["cat/1.jpg", f"dog/{'d' * 40}/{'e' * 40 if style == 'v7' else 'e' * 90}.jpg"]
-    for name in names:
-        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "in" / name).write_bytes(name.encode() * 100)
-    path = tmp_path / "a.tar"
-    subprocess.run([tar, f"--format={style}", "-cf", path, "-C", tmp_path / "in", "."], check=True)
+    folder, path = write_files(tmp_path / "in", *((name, name.encode() * 100) for name in names)), tmp_path / "a.tar"
+    subprocess.run([tar, f"--format={style}", "-cf", path, "-C", folder, "."], check=True)
     assert sorted(listed(path)) == [(name, None, name.encode() * 100) for name in names]
 
 
@@ -117,16 +74,7 @@ def test_hostile_paths_are_only_keys(tmp_path):
 
 
 def test_what_is_no_image_is_counted(tmp_path):
-    names = [
-        "a/1.jpg",
-        "b/2.webp",
-        "a/notes.txt",
-        "README",
-        ".git/x.jpg",
-        "a/._1.jpg",
-        "__MACOSX/a/1.jpg",
-        "a/more.tar",
-    ]
+    names = ["a/1.jpg", "b/2.webp", "a/notes.txt", "README", ".git/x.jpg", "a/._1.jpg", "__MACOSX/a/1.jpg", "a/b.tar"]
     ignored: Counter[str] = Counter()
     found = listed(write_tar(tmp_path / "images.tar", *names, ("a/pipe.jpg", tarfile.FIFOTYPE, "")), ignored=ignored)
     assert [key for key, _, _ in found] == ["a/1.jpg", "b/2.webp"]
@@ -183,21 +131,6 @@ def test_links_within_the_tar_of_a_class(tmp_path):
     assert listed(path)[1:] == [("b/1.jpg", ("b",), b"image"), ("b/2.jpg", ("b",), b"image")]
 
 
-@pytest.mark.parametrize("kind", MODES)
-def test_damaged_archives(tmp_path, kind):
-    path = write_tar(tmp_path / f"images.{kind}", *NAMES, mode=MODES[kind])
-    content = path.read_bytes()
-    for damaged in (
-        content[: len(content) // 2],
-        content[: len(content) // 3],
-        b"this is no archive" * 100,
-        b"",
-    ):
-        path.write_bytes(damaged)
-        with pytest.raises(DataError, match=path.name):
-            listed(path)
-
-
 @pytest.mark.parametrize("kind", ["tar", "tar.gz"])
 @pytest.mark.parametrize(
     ("damage", "named"),
@@ -216,13 +149,13 @@ def test_nothing_of_a_tar_is_lost_silently(tmp_path, damage, named, kind):
 
 
 @pytest.mark.parametrize("kind", ["tar", "tar.gz", "tar.xz", "tar.bz2"])
-def test_truncation_at_every_place(tmp_path, kind):
+def test_truncation_at_every_place_and_what_is_no_archive(tmp_path, kind):
     path = write_tar(tmp_path / f"a.{kind}", "cat/1.jpg", ("dog/2.jpg", os.urandom(700)), "dog/3.jpg", mode=MODES[kind])
     whole = path.read_bytes()
     # A tar is whole with the first block of its end mark.
     needed = 5 * 512 + 1024 + 512 if kind == "tar" else len(whole)
-    for size in range(0, needed, 37):
-        path.write_bytes(whole[:size])
+    for damaged in (b"this is no archive" * 100, *(whole[:size] for size in range(0, needed, 37))):
+        path.write_bytes(damaged)
         with pytest.raises(DataError, match=path.name):
             listed(path)
 
@@ -342,20 +275,14 @@ def test_tars_of_classes_that_are_not_understood(tmp_path):
     path = write_tar(tmp_path / "b.tar", *inner_tars(), "x/1.jpg")
     with pytest.raises(DataError, match=r"'x/1\.jpg'"):
         listed(path)
-    for options, message in (
-        ({"labels": "x.txt"}, "--labels"),
-        ({"label_field": "x"}, "--label-field x"),
-    ):
+    for options, message in (({"labels": "x.txt"}, "--labels"), ({"label_field": "x"}, "--label-field x")):
         with pytest.raises(RecipeError, match=message):
             listed(write_tar(tmp_path / "c.tar", *inner_tars()), **options)
 
 
 def test_a_tar_for_every_class(tmp_path):
     """As they lie in a folder, once the outer tar has been unpacked."""
-    paths = []
-    for name, content in inner_tars():
-        paths.append(tmp_path / name)
-        paths[-1].write_bytes(content)
+    paths = [write_files(tmp_path, file) / file[0] for file in inner_tars()]
     assert listed(*paths) == listed(write_tar(tmp_path / "all.tar", *inner_tars()))
     with pytest.raises(RecipeError, match="--label-field x"):
         listed(*paths, label_field="x")

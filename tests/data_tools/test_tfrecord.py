@@ -1,14 +1,13 @@
 import errno
 import gzip
 import io
-import pickle
 import struct
-from collections import Counter
 
-import fsspec
 import google_crc32c
 import pytest
+from datasets_on_disk import items_of
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from small_files import upload
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from data_tools.sources.source import Item, SourceOptions
@@ -73,15 +72,11 @@ def framed(*records: bytes) -> bytes:
 
 
 def open_files(*files: str, image=None, label=None):
-    source = open_tfrecords("source", files, SourceOptions(image_field=image, label_field=label))
-    return pickle.loads(pickle.dumps(source))  # as it travels to a worker
+    return open_tfrecords("source", files, SourceOptions(image_field=image, label_field=label))
 
 
-def listed(*files: str, image=None, label=None) -> list[Item]:
-    """Items with the images themselves as content."""
-    source = open_files(*files, image=image, label=label)
-    items = [(part, item) for part in range(len(files)) for item in source.items(part, Counter())]
-    return [item._replace(content=source.read(part, item.content)) for part, item in items]
+def listed(*files: str, **fields) -> list[Item]:
+    return items_of(open_files(*files, **fields))
 
 
 def write(path, *records: bytes) -> str:
@@ -116,9 +111,7 @@ def test_what_streams(tmp_path, kind):
     path.write_bytes(gzip.compress(content) if "gzip" in kind or kind == "one of two" else content)
     files = [str(path)]
     if "remote" in kind:
-        files = ["memory://records/train-0"]
-        with fsspec.open(files[0], "wb") as file:
-            file.write(path.read_bytes())
+        files = [upload(path, "memory://records/train-0")]
     if kind == "one of two":
         files.append(write(tmp_path / "train-1", *RECORDS))
     assert open_files(*files).streams

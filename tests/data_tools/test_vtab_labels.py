@@ -27,27 +27,6 @@ def test_clevr_counts_from_three(objects, label):
 
 
 @pytest.mark.parametrize(
-    ("distance", "label"),
-    [
-        (0.01, 0),
-        (8.0, 0),
-        (8.001, 1),
-        (8.5, 1),
-        (8.6, 2),
-        (9.0, 2),
-        (9.5, 3),
-        (9.51, 4),
-        (10.0, 4),
-        (10.01, 5),
-        (20.0, 5),
-    ],
-)
-def test_clevr_distance_at_its_thresholds(distance, label):
-    coords = np.array([[1.0, 2.0, distance + 3], [300.0, 2.0, distance], [5.0, 6.0, distance + 1]], np.float32)
-    assert clevr_distance(coords.reshape(-1)) == label
-
-
-@pytest.mark.parametrize(
     ("distances", "types", "label"),
     [
         ([8.0, 30.0], [0, 0], 0),
@@ -70,7 +49,7 @@ def test_distances_as_the_original_computes_them():
     rng = np.random.default_rng(0)
     for value in np.concatenate([rng.uniform(0.1, 30, 500), CLEVR_METRES[1:], KITTI_METRES[1:]]).astype(np.float32):
         for thresholds, mine in (
-            (CLEVR_METRES, lambda d: clevr_distance(np.array([0, 0, d], np.float32))),
+            (CLEVR_METRES, lambda d: clevr_distance(np.array([1, 2, d + 3, 300, 2, d, 5, 6, d + 1], np.float32))),
             (KITTI_METRES, lambda d: kitti_distance(np.array([0]), np.array([0, 0, d], np.float32))),
         ):
             assert mine(value) == np.where(np.array(thresholds, np.float32) - value < 0)[0].max()

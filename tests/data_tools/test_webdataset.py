@@ -1,11 +1,11 @@
 import json
-import tarfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from messages import refusal
-from test_tar_sources import quoted, write_tar
+from small_files import write_tar
+from test_tar_sources import listed
 
 from data_tools.sources.source import SourceOptions
 from data_tools.sources.tar import open_tars
@@ -33,7 +33,7 @@ def test_shards_of_the_webdataset_library(tmp_path):
         key = f"{Path(sample['__url__']).stem}/{sample['__key__']}.jpg"
         expected.append((key, () if number == -1 else (str(number),), sample["jpg"]))
     ignored: Counter[str] = Counter()
-    assert quoted(*paths, ignored=ignored) == expected and len(expected) == 10
+    assert listed(*paths, ignored=ignored) == expected and len(expected) == 10
     assert ignored == {"neither image nor label of its sample": 10}
 
 
@@ -43,7 +43,7 @@ def test_compressed_shards_of_the_library(tmp_path):
     with wds.TarWriter(str(path)) as sink:
         sink.write({"__key__": "one", "webp": b"image", "json": {"label": ["cat", "dog"], "caption": "x"}})
         sink.write({"__key__": "two", "json": {"label": 5}, "png": b"other"})
-    assert quoted(path) == [("a/one.webp", ("cat", "dog"), b"image"), ("a/two.png", ("5",), b"other")]
+    assert listed(path) == [("a/one.webp", ("cat", "dog"), b"image"), ("a/two.png", ("5",), b"other")]
 
 
 @pytest.mark.parametrize(
@@ -65,13 +65,7 @@ def shard(path: Path, **files: bytes | str | dict | list | int) -> Path:
     """A shard of one sample, its files by extension (__ for a dot)."""
 
     def encoded(value: object) -> bytes:
-        return (
-            value
-            if isinstance(value, bytes)
-            else value.encode()
-            if isinstance(value, str)
-            else json.dumps(value).encode()
-        )
+        return value if isinstance(value, bytes) else (value if isinstance(value, str) else json.dumps(value)).encode()
 
     return write_tar(path, *((f"x/7.{name.replace('__', '.')}", encoded(value)) for name, value in files.items()))
 
@@ -93,9 +87,9 @@ def shard(path: Path, **files: bytes | str | dict | list | int) -> Path:
     ],
 )
 def test_labels(tmp_path, files, labels):
-    assert quoted(shard(tmp_path / "s-0.tar", jpg=b"image", **files)) == [("s-0/x/7.jpg", labels, b"image")]
+    assert listed(shard(tmp_path / "s-0.tar", jpg=b"image", **files)) == [("s-0/x/7.jpg", labels, b"image")]
     # The image may also come last.
-    assert quoted(shard(tmp_path / "s-0.tar", **files, jpg=b"image")) == [("s-0/x/7.jpg", labels, b"image")]
+    assert listed(shard(tmp_path / "s-0.tar", **files, jpg=b"image")) == [("s-0/x/7.jpg", labels, b"image")]
 
 
 def test_named_fields(tmp_path):
@@ -103,10 +97,10 @@ def test_named_fields(tmp_path):
         tmp_path / "a.tar", seg__png=b"s", jpg=b"image", cls="7", cls__txt="other", json={"fine": "cat", "label": 9}
     )
     named = {"image_field": "jpg"}
-    assert quoted(path, **named) == [("a/x/7.jpg", ("7",), b"image")]
-    assert quoted(path, image_field=".seg.PNG") == [("a/x/7.seg.png", ("7",), b"s")]
+    assert listed(path, **named) == [("a/x/7.jpg", ("7",), b"image")]
+    assert listed(path, image_field=".seg.PNG") == [("a/x/7.seg.png", ("7",), b"s")]
     for field, label in (("fine", ("cat",)), ("label", ("9",)), ("cls.txt", ("other",)), ("cls", ("7",)), ("none", ())):
-        assert quoted(path, label_field=field, **named) == [("a/x/7.jpg", label, b"image")]
+        assert listed(path, label_field=field, **named) == [("a/x/7.jpg", label, b"image")]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +129,7 @@ def test_named_fields(tmp_path):
 def test_samples_that_are_not_understood(tmp_path, files, options):
     path = shard(tmp_path / "s-0.tar", jpg=b"image", **files)
     with refusal(DataError, "webdataset", f"{str(files)[:60]} {options}", {path: "SHARD"}) as caught:
-        quoted(path, **options)
+        listed(path, **options)
     assert str(caught.value).startswith(f"{path}: sample")
 
 
@@ -153,7 +147,7 @@ def test_what_belongs_to_no_sample(tmp_path):
         ("./3.JPEG", b"other"),
     )
     ignored: Counter[str] = Counter()
-    assert quoted(path, ignored=ignored) == [("a/1.jpg", ("3",), b"image"), ("a/3.JPEG", ("4",), b"other")]
+    assert listed(path, ignored=ignored) == [("a/1.jpg", ("3",), b"image"), ("a/3.JPEG", ("4",), b"other")]
     assert ignored == {"hidden": 2, "neither image nor label of its sample": 2, "sample without an image": 1}
 
 
@@ -161,9 +155,9 @@ def test_files_of_a_sample_that_do_not_follow_each_other(tmp_path):
     """The library would give images without labels; a label that is there is not to be lost."""
     path = write_tar(tmp_path / "a.tar", ("1.jpg", b"x"), ("2.jpg", b"x"), ("1.cls", b"1"), ("2.cls", b"2"))
     with pytest.raises(DataError, match=r"sample '1'.*\bjpg\b"):
-        quoted(path)
+        listed(path)
     with pytest.raises(DataError, match=r"sample '1'.*'jpg'"):
-        quoted(write_tar(path, ("1.jpg", b"x"), ("1.cls", b"1"), ("1.JPG", b"y")))
+        listed(write_tar(path, ("1.jpg", b"x"), ("1.cls", b"1"), ("1.JPG", b"y")))
 
 
 def kind_of(path: Path, **options: str) -> type:
@@ -179,19 +173,19 @@ def test_what_a_webdataset_is(tmp_path):
     # One remark beside the folders makes none.
     assert kind_of(write_tar(path, "cat/1.jpg", "dog/1.json", "info.json")) is not WebDatasetSource
     with pytest.raises(DataError, match=r"\.caption"):
-        quoted(shard(path, jpg=b"", txt="caption"), label_field="caption")
+        listed(shard(path, jpg=b"", txt="caption"), label_field="caption")
 
 
 def test_a_list_of_labels_instead(tmp_path):
     path = write_tar(tmp_path / "a.tar", "000.jpg", ("000.json", b'{"caption": 1}'), "001.jpg", ("001.json", b"{}"))
     labels = tmp_path / "labels.csv"
     labels.write_text("000,cat\n001,dog|owl\n")
-    assert [item[:2] for item in quoted(path, labels=str(labels))] == [
+    assert [item[:2] for item in listed(path, labels=str(labels))] == [
         ("000.jpg", ("cat",)),
         ("001.jpg", ("dog", "owl")),
     ]
     with pytest.raises(RecipeError, match="--label-field x"):
-        quoted(path, labels=str(labels), label_field="x")
+        listed(path, labels=str(labels), label_field="x")
 
 
 def test_the_first_look_is_bounded(tmp_path):
@@ -205,12 +199,6 @@ def test_the_first_look_is_bounded(tmp_path):
 
 
 def test_labels_of_endless_size(tmp_path):
-    path = tmp_path / "a.tar"
-    with tarfile.open(path, "w") as archive:
-        for name, size in (("1.jpg", 10), ("1.cls", 17 << 20)):
-            info = tarfile.TarInfo(name)
-            info.size = size
-            with Path("/dev/zero").open("rb") as zeros:
-                archive.addfile(info, zeros)
+    path = write_tar(tmp_path / "a.tar", ("1.jpg", bytes(10)), ("1.cls", bytes(17 << 20)))
     with pytest.raises(DataError, match=r"'1\.cls'.*17,825,792.*16,777,216"):
-        quoted(path)
+        listed(path)

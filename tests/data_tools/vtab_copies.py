@@ -1,11 +1,11 @@
 """Small copies of the datasets of VTAB-1k in every layout, made up: image i of a split differs from all others."""
 
 import io
-import tarfile
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from small_files import write_files, write_tar
 from test_tfrecord import encode, framed
 
 from data_tools.vtab.tasks import ORIGINS
@@ -79,8 +79,8 @@ def features(task: str, split: str, number: int) -> dict[str, list]:
     }
 
 
-def make_tfds(root: Path, task: str, images: int = IMAGES, version: str | None = None) -> Path:
-    """Records of a task's dataset, each split in two files; the folder of its version."""
+def make_tfds(root: Path, task: str, images: int | dict[str, int] = IMAGES, version: str | None = None) -> Path:
+    """Records of a task's dataset, each split in two files; the folder of its version. `images`: of each split."""
     origin = ORIGINS[task]
     version = version or {1: "{}.0.1", 3: "{}"}[len(origin.version.split("."))].format(origin.version)
     folder = root / origin.tfds / version
@@ -88,11 +88,12 @@ def make_tfds(root: Path, task: str, images: int = IMAGES, version: str | None =
         return folder
     folder.mkdir(parents=True)
     for split in origin.splits:
+        count = images if isinstance(images, int) else images[split]
         records = [
             encode(**{name.replace("/", "__"): values for name, values in features(task, split, number).items()})
-            for number in range(images)
+            for number in range(count)
         ]
-        for index, half in enumerate((records[: images // 3], records[images // 3 :])):
+        for index, half in enumerate((records[: count // 3], records[count // 3 :])):
             (folder / f"{origin.tfds_name}-{split}.tfrecord-0000{index}-of-00002").write_bytes(framed(*half))
     if origin.rule.features == ("label",) and task != "dmlab":
         names = [f"{task} {number}" for number in range(TASKS[task].num_classes)]
@@ -104,28 +105,21 @@ def make_tars(root: Path, task: str, splits: tuple[str, ...], images: int = IMAG
     """Tars as CLIP_benchmark writes them, two a split."""
     folder = root / f"wds_vtab-{ORIGINS[task].tars or task}"
     for split in splits:
-        (folder / split).mkdir(parents=True)
         for index, half in enumerate((range(images // 2), range(images // 2, images))):
-            with tarfile.open(folder / split / f"{index}.tar", "w") as tar:
-                for number in half:
-                    for suffix, content in (
-                        ("png", picture(split, number)),
-                        ("cls", str(expected_label(task, number)).encode()),
-                    ):
-                        member = tarfile.TarInfo(f"s{number:07d}.{suffix}")
-                        member.size = len(content)
-                        tar.addfile(member, io.BytesIO(content))
+            members = []
+            for number in half:
+                members.append((f"s{number:07d}.png", picture(split, number)))
+                members.append((f"s{number:07d}.cls", b"%d" % expected_label(task, number)))
+            write_tar(folder / split / f"{index}.tar", *members)
         (folder / split / "nshards.txt").write_text("2\n")
     names = [f"class {number}" for number in range(TASKS[task].num_classes)]
     (folder / "classnames.txt").write_text("\n".join(names) + "\n")
     return folder
 
 
-def make_folders(root: Path, task: str, splits: tuple[str, ...], images: int = IMAGES) -> Path:
-    """Folders of classes; the key of an image begins with its class."""
-    for split in splits:
-        for number in range(images):
-            path = root / task / split / f"class {expected_label(task, number):03d}" / f"{number:04d}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(picture(split, number))
+def make_folders(root: Path, task: str, **images: int) -> Path:
+    """Folders of classes, with so many images of each split; the key of an image begins with its class."""
+    for split, count in images.items():
+        names = (f"class {expected_label(task, number):03d}/{number:04d}.png" for number in range(count))
+        write_files(root / task / split, *((name, picture(split, number)) for number, name in enumerate(names)))
     return root / task

@@ -1,13 +1,11 @@
 """Files and folders are whole or absent whatever the disk answers, and what killed processes left is removed."""
 
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from faulty_calls import run_with_fault
+from python_processes import start_python
 
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.durable import durable_file, durable_folder, make_folder, new_folder, remove_leftovers
@@ -108,13 +106,11 @@ with durable_folder(Path(sys.argv[1], "folder")) as folder, durable_file(Path(sy
 
 
 def test_what_a_killed_process_left_is_removed_and_what_is_being_written_is_not(tmp_path):
-    command = [sys.executable, "-c", HELD, str(tmp_path)]
-    held = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **held) as killed, subprocess.Popen(command, **held) as alive:
+    with start_python(HELD, tmp_path) as killed, start_python(HELD, tmp_path) as alive:
         assert killed.stdout.readline() == alive.stdout.readline() == "held\n"
         remove_leftovers(tmp_path)
         assert len(list(tmp_path.iterdir())) == 4
-        killed.send_signal(signal.SIGKILL)
+        killed.kill()
         killed.wait()
         remove_leftovers(tmp_path, "other")
         assert len(list(tmp_path.iterdir())) == 4
@@ -129,8 +125,7 @@ def test_what_a_killed_process_left_is_removed_and_what_is_being_written_is_not(
 
 @pytest.mark.parametrize("writer", ["folder", "file"])
 def test_the_next_writer_removes_what_was_left_of_its_own_name(tmp_path, writer):
-    held = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}  # a standard input of nothing would let it end
-    with subprocess.Popen([sys.executable, "-c", HELD, str(tmp_path)], **held) as killed:
+    with start_python(HELD, tmp_path) as killed:
         killed.stdout.readline()
         killed.kill()
     if writer == "folder":

@@ -1,10 +1,9 @@
 """The lock between real processes."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from python_processes import start_python
 
 from vitscale.ground.files.locks import lock, locked, try_lock, unlock
 
@@ -21,9 +20,8 @@ with open(sys.argv[1], "a+") as file:
 @pytest.mark.parametrize(("held", "may_share"), [("alone", False), ("shared", True)])
 def test_a_lock_lasts_as_long_as_the_process_that_holds_it(tmp_path: Path, held: str, may_share: bool) -> None:
     path = tmp_path / "lock"
-    command = [sys.executable, "-c", HOLD, str(path), held]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    with start_python(HOLD, path, held) as holder:
+        assert holder.stdout.readline() == "held\n"
         with path.open("a+") as file:
             assert not try_lock(file)
             assert try_lock(file, shared=True) == may_share

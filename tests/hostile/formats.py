@@ -4,7 +4,6 @@ import csv
 import gzip
 import io
 import json
-import tarfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +19,7 @@ import torch
 import toy_checkpoint
 import yaml
 from PIL import Image
+from small_files import tar_bytes
 
 from data_tools.classes import read_classes
 from data_tools.dedup.index import FingerprintIndex
@@ -69,14 +69,7 @@ def _file(name: str, content: Callable[[], bytes | str]) -> Callable[[Path], Pat
 
 
 def _tar(mode: str, *names: str) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode=mode) as archive:
-        for name in names:
-            content = b"1" if name.endswith(".cls") else jpeg()
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return out.getvalue()
+    return tar_bytes(*((name, b"1" if name.endswith(".cls") else jpeg()) for name in names), mode=mode)
 
 
 def tfrecord(*records: bytes) -> bytes:

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import xxhash
 from hostile.strange_files import IRREGULAR, NO_HANG, PRECIOUS, ROOT, a_hole
 from pydantic import ValidationError
+from small_files import entry_of
 
 from vitscale.about.studies.running import last_words
 from vitscale.data.shards import ShardEntry, ShardFile
@@ -243,11 +243,6 @@ def test_folders_of_others_beside_remote_checkpoints_stay(tmp_path: Path) -> Non
 
 
 # ---- The cache of shards ---------------------------------------------------------------------------------------------
-
-
-def entry_of(content: bytes) -> ShardEntry:
-    digests = {"sha256": hashlib.sha256(content).hexdigest(), "xxh3_128": xxhash.xxh3_128_hexdigest(content)}
-    return ShardEntry(path="x.beton", samples=1, bytes=len(content), first_uid=0, **digests)
 
 
 @pytest.mark.parametrize("state", ["zeros", "cut", "link", "link to the same", "replaced", "written to"])

@@ -4,7 +4,6 @@ import os
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hostile.strange_files import IRREGULAR, NO_HANG, PRECIOUS, ROOT, a_hole
+from python_processes import start_python
 
 from data_tools.machine import TaskRange, claimed
 from data_tools.output import Output
@@ -112,27 +112,28 @@ int flock(int file, int kind) { errno = ERROR; return -1; }
 """
 _HOLD = """
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from data_tools.machine import ALL_TASKS, claimed
 from vitscale.ground.errors import VitscaleError
 from vitscale.ground.files.durable import new_folder
 from vitscale.ground.files.machine_folder import MachineFolder
 from vitscale.recipe import load_recipe
-from vitscale.runs.directory import claim, is_held
-what, folder = sys.argv[1], Path(sys.argv[2])
+from vitscale.runs.directory import claim
 take = {
-    "run": lambda: claim(folder, load_recipe("b16_i1k")),
-    "tasks": lambda: claimed(folder, ALL_TASKS),
-    "machine folder": lambda: MachineFolder(folder, "x"),
-    "folder": lambda: new_folder(folder / "out"),
-}[what]
-try:
-    with take():
-        print("held", is_held(folder), flush=True)
-        sys.stdin.read()
-except VitscaleError as error:
-    print(type(error).__name__, flush=True)
+    "run": lambda folder: claim(folder, load_recipe("b16_i1k")),
+    "tasks": lambda folder: claimed(folder, ALL_TASKS),
+    "machine folder": lambda folder: MachineFolder(folder, "x"),
+    "folder": lambda folder: new_folder(folder / "out"),
+}
+with ExitStack() as held:
+    for what, taken in take.items():
+        try:
+            held.enter_context(taken(Path(sys.argv[1], what)))
+            print("held", flush=True)
+        except VitscaleError as error:
+            print(type(error).__name__, flush=True)
+    sys.stdin.read()
 """
 
 
@@ -172,31 +173,26 @@ def test_an_owner_counts_while_it_is_renewed(
         assert file.own(shared=False) == is_ours
 
 
-@pytest.mark.parametrize("what", ["run", "tasks", "machine folder", "folder"])
-def test_an_owner_file_takes_the_place_of_a_lock(what: str, without_locks: dict[str, str], tmp_path: Path) -> None:
-    def start() -> "subprocess.Popen[str]":
-        command = [sys.executable, "-c", _HOLD, what, str(tmp_path)]
-        return subprocess.Popen(
-            command, env=without_locks, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+def test_an_owner_file_takes_the_place_of_a_lock(without_locks: dict[str, str], tmp_path: Path) -> None:
+    folders = [tmp_path / what for what in ("run", "tasks", "machine folder", "folder")]
+    for folder in folders:
+        folder.mkdir()
 
-    def says(process: "subprocess.Popen[str]") -> str:
-        assert process.stdout is not None
-        return process.stdout.readline().split(" ")[0].strip()
+    def start() -> "tuple[subprocess.Popen[str], list[str]]":
+        process = start_python(_HOLD, tmp_path, env=without_locks)
+        return process, [process.stdout.readline().strip() for _ in folders]
 
-    first, second = start(), None
-    assert says(first) == "held"
-    second = start()
-    shares = what == "machine folder"
-    assert says(second) == ("held" if shares else "RecipeError")
+    first, told = start()
+    assert told == ["held"] * 4
+    second, told = start()
+    assert told == ["RecipeError", "RecipeError", "held", "RecipeError"]  # processes share a machine folder
     second.communicate(timeout=20)
-    assert not shares or (tmp_path / "x" / "in-use").exists()
+    assert (tmp_path / "machine folder" / "x" / "in-use").exists()
     first.kill()
     first.communicate()
-    assert list(tmp_path.rglob("*.owner*"))  # of the killed one
-    third = start()
-    assert says(third) == "held"
+    assert all(list(folder.rglob("*.owner*")) for folder in folders)  # of the killed one
+    third, told = start()
+    assert told == ["held"] * 4
     assert third.communicate(timeout=20)[1] == "" and third.returncode == 0
     assert not list(tmp_path.rglob("*.owner*"))
-    if shares:
-        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert [path.name for path in (tmp_path / "machine folder").iterdir()] == ["lock"]

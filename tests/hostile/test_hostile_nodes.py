@@ -23,6 +23,7 @@ from vitscale.launch import FirstNode, Launch, OtherNode, Supervisor, ThisNode
 from vitscale.launch.connections import read_secret, remove_secret, write_secret
 
 SECRET = ".launch-secret"
+_SLOW = pytest.mark.slow
 
 
 @pytest.fixture
@@ -279,10 +280,15 @@ FROM_FIRST = [
 ]
 
 
-def test_a_malformed_message_closes_its_connection_and_nothing_else(tmp_path):
+# One in three in every run; `make test-all` takes them all.
+SOME = pytest.mark.parametrize("every", [3, pytest.param(1, marks=_SLOW)])
+
+
+@SOME
+def test_a_malformed_message_closes_its_connection_and_nothing_else(tmp_path, every):
     with Meeting(tmp_path, 0) as first:
         secret = secret_of(tmp_path)
-        for message in [*NO_MESSAGES, *TO_FIRST, b'{"trouble": "' + b"x" * (2 << 20) + b'"}']:
+        for message in [b'{"trouble": "' + b"x" * (2 << 20) + b'"}', *NO_MESSAGES[::every], *TO_FIRST[::every]]:
             speaker = come(first.port, secret)
             speaker.tell(message)
             assert speaker.is_closed() and first.still_waits(), (str(message)[:80], first.error)
@@ -295,7 +301,8 @@ def test_a_malformed_message_closes_its_connection_and_nothing_else(tmp_path):
     assert first.error is None and first.layout.world_size == 2
 
 
-def test_a_malformed_message_of_node_0_closes_the_connection_and_it_is_made_anew(tmp_path):
+@SOME
+def test_a_malformed_message_of_node_0_closes_the_connection_and_it_is_made_anew(tmp_path, every):
     write_secret(tmp_path, os.urandom(32))
     with Meeting(tmp_path, 1, devices=2) as other, socket.create_server(("127.0.0.1", other.port)) as listener:
         listener.settimeout(20)
@@ -306,7 +313,7 @@ def test_a_malformed_message_of_node_0_closes_the_connection_and_it_is_made_anew
             assert speaker.hear("ready") == [2, True]
             return speaker
 
-        for message in [b"[]", b'{"a": 1}', DEEP, *FROM_FIRST]:
+        for message in [b"[]", b'{"a": 1}', DEEP, *FROM_FIRST][::every]:
             speaker = met()
             speaker.tell(message)
             assert speaker.is_closed() and other.still_waits(), (str(message)[:80], other.error)
@@ -360,7 +367,9 @@ ACCOUNTS = [
 ]
 
 
-@pytest.mark.parametrize("account", ACCOUNTS)
+@pytest.mark.parametrize(
+    "account", [one if number in (0, 3, 4) else pytest.param(one, marks=_SLOW) for number, one in enumerate(ACCOUNTS)]
+)
 def test_an_account_that_lies_does_not_finish_the_run(cluster, account):
     """Node 0's only rank ends with 0 and writes no DONE, so that all depends on the other's account."""
     first = cluster.start(0, "time.sleep(0.2)")
@@ -379,15 +388,15 @@ def test_an_account_that_lies_does_not_finish_the_run(cluster, account):
     assert "Traceback" not in shown and "\x1b" not in shown and "\nlaunch: exit code 0" not in shown
 
 
-@pytest.mark.parametrize("says", [{"decision": [0, "done", False]}, {"decision": [0, "done", False, 3, 2.5]}])
-def test_node_0_cannot_tell_another_that_the_run_is_done(cluster, says):
+@pytest.mark.parametrize("more", [[3, 2.5], pytest.param([], marks=_SLOW)])
+def test_node_0_cannot_tell_another_that_the_run_is_done(cluster, more):
     write_secret(cluster.run_dir, os.urandom(32))
     with socket.create_server(("127.0.0.1", cluster.port)) as listener:
         other = cluster.start(1, "pass")
         speaker = Speaker(listener.accept()[0], secret_of(cluster.run_dir), is_first=True)
         speaker.tell({})
         speaker.hear("ready")
-        speaker.tell(says)
+        speaker.tell({"decision": [0, "done", False, *more]})
         [(code, shown)] = ends(other)
     assert code == 75 and "Traceback" not in shown
 

@@ -47,20 +47,29 @@ def last_piece(content):
     return len(content) - 24
 
 
-# A sample has 24 bytes: mode u1, width u2, height u2, position u8 of the picture, and from 16 on the class i8.
-DAMAGES = {
+OF_THE_FORMAT = {
     "crashed writer": patch(16, "<Q", 0),
     "other version": patch(0, "<H", 3),
-    "page size": patch(4, "<I", 1 << 20),
     "no samples": patch(8, "<Q", 0),
-    "more samples": patch(8, "<Q", 10),
     "absurd samples": patch(8, "<Q", 1 << 60),
+    "table beyond the end": patch(16, "<Q", 1 << 50),
+    "truncated header": lambda content: content.__delitem__(slice(10, None)),
+    "truncated fields": lambda content: content.__delitem__(slice(100, None)),
+    "truncated table": lambda content: content.__delitem__(slice(len(content) - 24, None)),
+    "empty": lambda content: content.clear(),
+}
+"""Damages of any file of the format, ours as well."""
+
+# A sample has 24 bytes: mode u1, width u2, height u2, position u8 of the picture, and from 16 on the class i8.
+DAMAGES = {
+    **OF_THE_FORMAT,
+    "page size": patch(4, "<I", 1 << 20),
+    "more samples": patch(8, "<Q", 10),
     "no fields": patch(2, "<H", 0),
     "more fields than bytes": patch(2, "<H", 60_000),
     "custom field": patch(HEADER_BYTES, "<B", 255),
     "unknown field": patch(HEADER_BYTES, "<B", 7),
     "two fields of one name": patch(HEADER_BYTES + FIELD_BYTES + 1, "16s", b"picture"),
-    "table beyond the end": patch(16, "<Q", 1 << 50),
     "table elsewhere": lambda content: patch(16, "<Q", table_of(content) - 1)(content),
     "image mode": patch(first_row, "<B", 2),
     "raw as a JPEG": patch(first_row, "<B", 0),
@@ -75,9 +84,5 @@ DAMAGES = {
     "piece without end": lambda content: patch(last_piece(content) + 16, "<Q", 1 << 63)(content),
     "piece too long": lambda content: patch(table_of(content) + 16, "<Q", 50_000)(content),
     "piece too short": lambda content: patch(table_of(content) + 16, "<Q", 17)(content),
-    "truncated header": lambda content: content.__delitem__(slice(10, None)),
-    "truncated fields": lambda content: content.__delitem__(slice(100, None)),
     "truncated pages": lambda content: content.__delitem__(slice((2 << 20) + 100, None)),
-    "truncated table": lambda content: content.__delitem__(slice(len(content) - 24, None)),
-    "empty": lambda content: content.clear(),
 }

@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import struct
-import subprocess
-import sys
 import time
 
 import google_crc32c
@@ -16,7 +14,9 @@ import pytest
 import xxhash
 from adopted_files import first_row, pixels_of, table_of
 from messages import refusal
+from python_processes import start_python
 from shards_command import run
+from small_files import edit_manifest, write_files
 from stock_beton import write_stock
 
 from vitscale.data.shards import Manifest, StoredSample, write_shard
@@ -173,11 +173,9 @@ def test_manifests_of_our_own_shards_stay_as_they_were(tmp_path):
     assert data["schema_version"] == 1 and "adopted" not in data["shards"][0]
     with open_shard_file(manifest, 0, manifest.shard_path(0)) as shard:
         assert shard.raw.dtype == bool and not shard.raw.any() and not shard.has_several_labels
-    del data["checksum"]
-    data["shards"][0]["adopted"] = {
-        "image_field": "image", "label_field": None, "checksums": {"path": "x.npy", "sha256": "0" * 64},
-    }  # fmt: skip
-    manifest.path.write_text(json.dumps(data))
+    checksums = {"path": "x.npy", "sha256": "0" * 64}
+    adopted = {"image_field": "image", "label_field": None, "checksums": checksums}
+    edit_manifest(tmp_path / "ds", lambda data: data["shards"][0].update(adopted=adopted))
     with pytest.raises(DataError, match="version 1"):
         Manifest.load(tmp_path / "ds")
 
@@ -230,11 +228,8 @@ def test_fields_must_be_clear(tmp_path):
 
 
 def test_mistakes(small, tmp_path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").write_text("mine")
-    (tmp_path / "three.txt").write_text("a\nb\nc\n")
+    write_files(tmp_path, "full/x", ("three.txt", b"a\nb\nc\n"), ("photo.beton", b"\x89PNG" * 100))
     write_shard(tmp_path / "ours.beton", [StoredSample(b"x", 1, 1, 0, 0)])
-    (tmp_path / "photo.beton").write_bytes(b"\x89PNG" * 100)
     for arguments, kind in (
         ([small, tmp_path / "full"], RecipeError),
         ([small, "s3://bucket/x"], RecipeError),
@@ -263,13 +258,7 @@ def test_ctrl_c_leaves_nothing(small, tmp_path):
         file.seek(far)
         file.write(content[table:])
     program = "import sys; from vitscale.cli.main import main; sys.argv[0] = 'vitscale'; main()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, "shards", "adopt", str(small)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = start_python(program, "shards", "adopt", small, start_new_session=True)
     while process.poll() is None and len(list(tmp_path.iterdir())) == 1:
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)

@@ -1,13 +1,13 @@
 """Damaged files of FFCV's own writer: refused by `vitscale shards adopt`, and found later by the checksums it took."""
 
 import hashlib
-import json
 
 import numpy as np
 import pytest
 from adopted_files import DAMAGES, first_jpeg, first_row, pixels_of
 from messages import refusal
 from shards_command import run
+from small_files import edit_manifest, flip
 from stock_beton import write_stock
 
 from vitscale.data.shards import Manifest
@@ -52,9 +52,8 @@ def test_damage_after_adoption_is_found(small, adopted, tmp_path):
     assert code == 0 and "whole: 1 shard, 9 samples, all decoded" in text
     whole = small.read_bytes()
     for position, uids in ((first_jpeg(whole) + 30, [1]), (len(whole) - 24 * 9 - 1, []), (first_row(whole) + 16, [])):
-        content = bytearray(whole)
-        content[position] ^= 1
-        small.write_bytes(content)
+        small.write_bytes(whole)
+        flip(small, position)
         damage = verify(adopted).damage
         assert damage and [one.uid for one in damage if one.uid is not None] == uids
     with small.open("r+b") as file:
@@ -78,9 +77,7 @@ def test_another_file_in_its_place(small, adopted):
 
 def test_damaged_checksums(small, adopted, tmp_path):
     checksums = tmp_path / "ds" / "val.crc.npy"
-    with checksums.open("r+b") as file:
-        file.seek(130)
-        file.write(b"x")
+    flip(checksums, 130)
     with pytest.raises(DataError, match=r"val\.crc\.npy.*sha256"):
         open_shard_file(adopted, 0, small)
     assert any("val.crc.npy: damaged" in one.what for one in verify(adopted).damage)
@@ -88,9 +85,7 @@ def test_damaged_checksums(small, adopted, tmp_path):
     with pytest.raises(DataError, match=r"val\.crc\.npy"):
         open_shard_file(adopted, 0, small)
     np.save(checksums, np.zeros(8, np.uint32))
-    data = json.loads(adopted.path.read_text())
-    data.pop("checksum", None)
-    data["shards"][0]["adopted"]["checksums"]["sha256"] = hashlib.sha256(checksums.read_bytes()).hexdigest()
-    adopted.path.write_text(json.dumps(data))
+    digest = hashlib.sha256(checksums.read_bytes()).hexdigest()
+    edit_manifest(tmp_path / "ds", lambda data: data["shards"][0]["adopted"]["checksums"].update(sha256=digest))
     with pytest.raises(DataError, match=r"val\.crc\.npy.*\b9 uint32"):
         open_shard_file(Manifest.load(tmp_path / "ds"), 0, small)

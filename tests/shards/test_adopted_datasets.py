@@ -4,12 +4,12 @@ import io
 import json
 from collections import Counter
 
-import fsspec
 import numpy as np
 import pytest
 from adopted_files import pixels_of
 from PIL import Image
 from shards_command import run
+from small_files import upload
 
 from data_tools.sources.dataset import open_dataset
 from data_tools.sources.source import SourceOptions
@@ -58,29 +58,19 @@ def test_views_find_file_and_checksums(adopted, tmp_path):
 
 
 def test_at_a_url(small, adopted, tmp_path):
-    memory = fsspec.filesystem("memory")
-    memory.put(str(small), "/adopted/val.beton")
-    memory.put(str(tmp_path / "ds"), "/adopted/ds", recursive=True)
-    try:
-        assert run("verify", "memory://adopted/ds")[0] == 0
-    finally:
-        memory.rm("/adopted", recursive=True)
+    upload(small, "memory://adopted/val.beton")
+    assert run("verify", upload(tmp_path / "ds", "memory://adopted/ds"))[0] == 0
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_as_the_source_of_a_conversion(small, adopted, tmp_path, is_remote):
-    memory = fsspec.filesystem("memory")
-    memory.put(str(small), "/adopted/val.beton")
-    memory.put(str(tmp_path / "ds"), "/adopted/ds", recursive=True)
-    try:
-        where = "memory://adopted/ds" if is_remote else str(tmp_path / "ds")
-        source = open_dataset("SRC", [where], SourceOptions())
-        items = list(source.items(0, Counter()))
-        assert [item.labels for item in items] == [(("cat", "dog", "owl", "yak")[i % 4],) for i in range(9)]
-        for i, item in enumerate(items):
-            image = Image.open(io.BytesIO(source.read(0, item.content)))
-            assert image.format == ("JPEG" if i % 2 else "PNG") and image.size == (30 + i % 2 * 120, 20 + i)
-            if not i % 2:
-                assert np.array_equal(np.asarray(image), pixels_of(i, 20 + i, 30))
-    finally:
-        memory.rm("/adopted", recursive=True)
+    upload(small, "memory://adopted/val.beton")
+    where = upload(tmp_path / "ds", "memory://adopted/ds") if is_remote else str(tmp_path / "ds")
+    source = open_dataset("SRC", [where], SourceOptions())
+    items = list(source.items(0, Counter()))
+    assert [item.labels for item in items] == [(("cat", "dog", "owl", "yak")[i % 4],) for i in range(9)]
+    for i, item in enumerate(items):
+        image = Image.open(io.BytesIO(source.read(0, item.content)))
+        assert image.format == ("JPEG" if i % 2 else "PNG") and image.size == (30 + i % 2 * 120, 20 + i)
+        if not i % 2:
+            assert np.array_equal(np.asarray(image), pixels_of(i, 20 + i, 30))

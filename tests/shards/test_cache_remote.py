@@ -1,18 +1,16 @@
 """The cache of shards before a real S3 server, and before a proxy that spoils what passes between them."""
 
 import random
-import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import xxhash
+from python_processes import run_python, start_python, wait_until
 from s3_server import SECRET, behind_proxy, serving
-from test_cache import GENEROUS, entry_of, holds, name_of, names
+from small_files import entry_of
+from test_cache import GENEROUS, holds, name_of, names
 
 from vitscale.data.shards import ShardEntry
 from vitscale.data.shards.cache import ShardCache
@@ -43,13 +41,9 @@ def put(s3, name: str, seed: int, size: int = SIZE) -> tuple[str, ShardEntry]:
 
 def grows(folder: Path, at_least: int = 1) -> Path:
     """The `.part` of a shard of which so many bytes are here."""
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
-        for path in folder.glob("*.part"):
-            if path.stat().st_blocks * 512 >= at_least:
-                return path
-        time.sleep(0.01)
-    raise AssertionError(f"nothing arrives in {folder}")
+    return wait_until(
+        lambda: [path for path in folder.glob("*.part") if path.stat().st_blocks * 512 >= at_least], seconds=30
+    )[0]
 
 
 def test_a_shard_crosses_the_network_once_for_all_threads(s3, proxy, tmp_path):
@@ -134,18 +128,10 @@ def test_a_transfer_from_a_silent_server_can_be_cancelled(s3, proxy, tmp_path):
 
 
 def test_what_the_source_no_longer_has_or_does_not_give_is_a_data_error(s3, proxy, tmp_path, monkeypatch):
-    monkeypatch.setattr("vitscale.ground.files.fetching.PAUSES", (0.0, 0.0))
+    """Other content is in test_cache."""
     s3fs = pytest.importorskip("s3fs")
     cache = ShardCache(tmp_path, GENEROUS)
     url, entry = put(s3, "changed", 1)
-    content = bytearray(random.Random(1).randbytes(SIZE))
-    content[SIZE // 2] ^= 1
-    s3.filesystem().pipe_file("bucket/changed", bytes(content))
-    with pytest.raises(DataError, match=f"{entry.xxh3_128}.*{xxhash.xxh3_128_hexdigest(content)}"):
-        cache.pin(url, entry)
-    put(s3, "changed", 2, SIZE - 1)
-    with pytest.raises(DataError, match=f"{SIZE - 1:,} .*{SIZE:,}"):
-        cache.pin(url, entry)
     s3.filesystem().rm_file("bucket/changed")
     with pytest.raises(DataError, match="s3://bucket/changed"):
         cache.pin(url, entry)
@@ -191,18 +177,18 @@ ShardCache(Path(sys.argv[1]), 10**9).pin(sys.argv[2], ShardEntry.model_validate_
 def test_when_the_process_that_fetches_is_killed_one_that_waits_takes_over(s3, proxy, tmp_path):
     url, entry = put(s3, "killed", 1)
     proxy.rate = 100_000
-    arguments = [str(tmp_path), url, entry.model_dump_json(), str(PIECE)]
-    process = subprocess.Popen([sys.executable, "-c", _PROCESS, *arguments])
+    arguments = tmp_path, url, entry.model_dump_json(), PIECE
+    process = start_python(_PROCESS, *arguments)
     with ThreadPoolExecutor(1) as pool:
         part = grows(tmp_path, PIECE)
         waiting = pool.submit(ShardCache(tmp_path, GENEROUS).pin, url, entry)
         time.sleep(0.3)
         assert names(tmp_path) == {part.name} and part.stat().st_size == SIZE  # it counts in full
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.communicate()
         proxy.rate = None
         with waiting.result(timeout=60) as pinned:
             assert holds(pinned.path, entry) and names(tmp_path) == {name_of(entry)}
     before = s3.mark()
-    subprocess.run([sys.executable, "-c", _PROCESS, *arguments], check=True, timeout=60)  # begun again
+    run_python(_PROCESS, *arguments)  # begun again
     assert s3.accesses(before) == []

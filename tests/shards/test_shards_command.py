@@ -2,20 +2,18 @@
 
 import csv
 import json
-import subprocess
-import sys
-from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 from messages import refusal
 from PIL import Image, ImageChops
+from python_processes import run_python
+from shards_command import run
+from small_files import files_in, flip, upload, write_files
 from stored_dataset import Photo, write_dataset
 from typer.testing import CliRunner
 
 from vitscale.cli.convert import app as convert_app
-from vitscale.cli.main import app
 from vitscale.data.shards import Manifest, SelectFirst, ShardFile
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.ground.errors import DataError, RecipeError
@@ -23,16 +21,8 @@ from vitscale.ground.errors import DataError, RecipeError
 PHOTOS = [Photo(f"{('cat', 'dog')[i % 2]}/{i:02d}.png", (i % 2,), seed=i) for i in range(12)]
 
 
-def shards(*arguments):
-    """Exit code and what was printed; errors for people are raised."""
-    result = CliRunner().invoke(app, ["shards", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout
-
-
 def as_json(*arguments):
-    code, text = shards(*arguments, "--json")
+    code, text = run(*arguments, "--json")
     return code, json.loads(text)
 
 
@@ -50,9 +40,9 @@ def test_help_is_there_without_the_libraries():
         "import sys; from vitscale.cli.main import app; app(['shards', '--help'], standalone_mode=False); "
         "assert not {'pyarrow', 'PIL', 'torch'} & sys.modules.keys()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    printed = run_python(code)
     for command in ("info", "verify", "head", "export", "adopt"):
-        assert f"  {command} " in done.stdout
+        assert f"  {command} " in printed
 
 
 # ------------------------------------------------------------------------------------------------------ info and verify
@@ -61,7 +51,7 @@ def test_help_is_there_without_the_libraries():
 def test_info(tmp_path):
     manifest = write_dataset(tmp_path / "ds", PHOTOS, 5, ("cat", "dog", "owl"))
     view = first_of(manifest, tmp_path / "view", 1)
-    code, text = shards("info", tmp_path / "view", "--classes")
+    code, text = run("info", tmp_path / "view", "--classes")
     assert code == 0 and manifest.sha256 not in text and view.sha256 in text
     size = sum(path.stat().st_size for path in (tmp_path / "ds").glob("*.beton"))
     code, facts = as_json("info", tmp_path / "view", "--classes")
@@ -83,13 +73,12 @@ def test_info_counts_several_labels(tmp_path):
 
 def test_verify(tmp_path):
     manifest = write_dataset(tmp_path / "ds", PHOTOS, 5)
-    code, text = shards("verify", tmp_path / "ds", "--workers", 2, "--decode")
+    code, text = run("verify", tmp_path / "ds", "--workers", 2, "--decode")
     assert code == 0 and "whole: 3 shards, 12 samples, all decoded" in text
-    with ShardFile(manifest.shard_path(1)) as shard, manifest.shard_path(1).open("r+b") as file:
-        file.seek(int(shard.offset[0]))
-        file.write(b"x")
+    with ShardFile(manifest.shard_path(1)) as shard:
+        flip(shard.path, int(shard.offset[0]))
     (tmp_path / "ds" / "shard-00002.beton").unlink()
-    code, text = shards("verify", tmp_path / "ds")
+    code, text = run("verify", tmp_path / "ds")
     assert code == 3 and "DAMAGED" in text and "dog/05.png" in text
     code, verdict = as_json("verify", tmp_path / "ds")
     assert code == 3 and verdict["ok"] is False
@@ -99,11 +88,11 @@ def test_verify(tmp_path):
 def test_what_is_no_dataset(tmp_path):
     for command in (["info"], ["verify"], ["head"], ["export", tmp_path / "out"]):
         with pytest.raises(DataError, match=str(tmp_path / "absent")):
-            shards(command[0], tmp_path / "absent", *command[1:])
+            run(command[0], tmp_path / "absent", *command[1:])
     for split in ("train", "test"):
         write_dataset(tmp_path / "ds" / split, [Photo("x")], 1)
     with pytest.raises(DataError, match="test, train"):
-        shards("info", tmp_path / "ds")
+        run("info", tmp_path / "ds")
 
 
 # ----------------------------------------------------------------------------------------------------------------- head
@@ -114,7 +103,7 @@ def test_head_draws_every_sample_whole(tmp_path):
     shapes = [(300, 20), (20, 300), (64, 64), (5, 700), (900, 1000)]
     photos = [Photo(f"k/{i}\x1b[31m.png", (i % 4,), i, *shapes[i % 5]) for i in range(11)]
     write_dataset(tmp_path / "ds", photos, 4, names)
-    code, text = shards("head", tmp_path / "ds", "-n", 9, "--out", tmp_path / "sheet.png")
+    code, text = run("head", tmp_path / "ds", "-n", 9, "--out", tmp_path / "sheet.png")
     assert code == 0 and "first 9 of 11" in text and "[red]x[/red]" in text and "\x1b" not in text
     sheet = Image.open(tmp_path / "sheet.png").convert("RGB")
     step_x, step_y = (sheet.width - 12) // 3, (sheet.height - 12) // 3
@@ -124,15 +113,9 @@ def test_head_draws_every_sample_whole(tmp_path):
         assert np.asarray(sheet.crop((x, y, x + 8, y + step_y))).min() == 255
         assert np.asarray(sheet.crop((x, y, x + step_x, y + 8))).min() == 255
         tile = sheet.crop((x + 12, y + 12, x + 12 + 160, y + 12 + 160))
-        box = (
-            ImageChops.difference(tile, Image.new("RGB", tile.size, "#ececec"))
-            .point(lambda v: 255 * (v > 40))
-            .getbbox()
-        )
-        width, height = (
-            160 * photo.width / max(photo.width, photo.height),
-            160 * photo.height / max(photo.width, photo.height),
-        )
+        difference = ImageChops.difference(tile, Image.new("RGB", tile.size, "#ececec"))
+        box = difference.point(lambda v: 255 * (v > 40)).getbbox()
+        width, height = (160 * side / max(photo.width, photo.height) for side in (photo.width, photo.height))
         assert abs(box[2] - box[0] - width) < 8 and abs(box[3] - box[1] - height) < 8
         # Two lines of text.
         below = np.asarray(sheet.crop((x + 12, y + 172, x + 172, y + 172 + 36)).convert("L")) < 200
@@ -142,26 +125,22 @@ def test_head_draws_every_sample_whole(tmp_path):
 
 def test_head_without_a_sheet_and_with_a_wrong_one(tmp_path):
     write_generated_dataset(tmp_path / "ds", [3, 3])
-    code, text = shards("head", tmp_path / "ds")
+    code, text = run("head", tmp_path / "ds")
     assert code == 0 and "first 6 of 6" in text
     with pytest.raises(RecipeError, match=r"\.png"):
-        shards("head", tmp_path / "ds", "--out", tmp_path / "ds" / "shard-00000.beton")
+        run("head", tmp_path / "ds", "--out", tmp_path / "ds" / "shard-00000.beton")
     with pytest.raises(RecipeError, match=r"sheet\.png"):
-        shards("head", tmp_path / "ds", "--out", tmp_path / "absent" / "sheet.png")
+        run("head", tmp_path / "ds", "--out", tmp_path / "absent" / "sheet.png")
 
 
 # --------------------------------------------------------------------------------------------------------------- export
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_export(tmp_path):
     manifest = write_dataset(tmp_path / "ds", PHOTOS, 5, ("cat", "dog", "owl"))
     first_of(manifest, tmp_path / "view", 1)
     (tmp_path / "out").mkdir()
-    code, text = shards("export", tmp_path / "view", tmp_path / "out")
+    code, text = run("export", tmp_path / "view", tmp_path / "out")
     assert code == 0 and "11 images" in text
     expected = {photo.key.replace(".png", ".jpg"): photo.jpeg for photo in PHOTOS[:11]}
     rows = "".join(f"{key},{key.split('/')[0]}\n" for key in expected)
@@ -176,7 +155,7 @@ def test_converting_an_export_gives_the_same_samples(tmp_path):
     photos += [Photo("both.jpg", (2, 0), seed=50), Photo("unlabelled/none.jpg", (), seed=51)]
     write_dataset(tmp_path / "a", photos, 5, ("owl", "never", "cat", "dog"))
     exported, again = tmp_path / "exported", tmp_path / "b"
-    shards("export", tmp_path / "a", exported)
+    run("export", tmp_path / "a", exported)
     arguments = [exported / "labels.csv", again, "--classes", exported / "classes.txt", "--workers", 1]
     result = CliRunner().invoke(convert_app, [str(argument) for argument in [*arguments, "--allow-unlabelled"]])
     assert result.exit_code == 0, result.output
@@ -189,7 +168,7 @@ def test_converting_an_export_gives_the_same_samples(tmp_path):
             labels_of |= {shard.read(slot): shard.labels(slot).tolist() for slot in range(len(shard))}
     assert stored == labels_of == {photo.jpeg: list(photo.labels) for photo in photos}
     # Once more: keys are the exported paths now, and stay.
-    shards("export", again, tmp_path / "again")
+    run("export", again, tmp_path / "again")
     assert files_in(tmp_path / "again").keys() == files_in(exported).keys()
 
 
@@ -218,7 +197,7 @@ def test_hostile_names_stay_inside_and_apart(tmp_path):
     photos += [Photo(f"{i}.jpg", (i,), seed=50 + i) for i in range(len(names))]
     photos += [Photo("none.jpg", (), seed=80), Photo("both.jpg", (2, 6), seed=81)]
     write_dataset(tmp_path / "ds", photos, 50, names)
-    assert shards("export", tmp_path / "ds", tmp_path / "out")[0] == 0
+    assert run("export", tmp_path / "ds", tmp_path / "out")[0] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ds", "out"]
     files = files_in(tmp_path / "out")
     folders = files.pop("classes.txt").decode().splitlines()
@@ -245,7 +224,7 @@ def test_hostile_names_stay_inside_and_apart(tmp_path):
 
 def test_export_without_tables_names_by_uid(tmp_path):
     manifest = write_generated_dataset(tmp_path / "ds", [4, 3])
-    shards("export", tmp_path / "ds", tmp_path / "out")
+    run("export", tmp_path / "ds", tmp_path / "out")
     files = files_in(tmp_path / "out")
     with ShardFile(manifest.shard_path(1)) as shard:
         name = manifest.class_names[int(shard.label[2])]
@@ -256,32 +235,22 @@ def test_export_without_tables_names_by_uid(tmp_path):
 def test_export_never_half(tmp_path):
     manifest = write_dataset(tmp_path / "ds", PHOTOS, 5)
     with ShardFile(manifest.shard_path(2)) as shard:
-        position = int(shard.offset[1])
-    with manifest.shard_path(2).open("r+b") as file:
-        file.seek(position + 3)
-        file.write(b"x")
+        flip(shard.path, int(shard.offset[1]) + 3)
     with pytest.raises(DataError, match=r"uid 11 \(dog/11\.png\)"):
-        shards("export", tmp_path / "ds", tmp_path / "out")
+        run("export", tmp_path / "ds", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["ds"]
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").write_text("mine")
+    write_files(tmp_path, "full/x")
     for out in ("full", "full/x"):
         with refusal(RecipeError, "shards", f"export to {out}", {tmp_path: "FOLDER"}):
-            shards("export", tmp_path / "ds", tmp_path / out)
+            run("export", tmp_path / "ds", tmp_path / out)
     with refusal(RecipeError, "shards", "export to a URL"):
-        shards("export", tmp_path / "ds", "memory://out")
+        run("export", tmp_path / "ds", "memory://out")
 
 
 def test_datasets_at_a_url(tmp_path):
     write_dataset(tmp_path / "ds", PHOTOS, 5)
-    memory = fsspec.filesystem("memory")
-    memory.put(str(tmp_path / "ds"), "/shards-command/ds", recursive=True)
-    try:
-        url = "memory://shards-command/ds"
-        assert as_json("info", url, "--classes")[1]["class_counts"] == {"cat": 6, "dog": 6}
-        assert "cat/00.png" in shards("head", url, "-n", 1)[1]
-        shards("export", url, tmp_path / "out")
-        assert len(files_in(tmp_path / "out")) == 14
-        assert Manifest.load(url).num_samples == 12
-    finally:
-        memory.rm("/shards-command", recursive=True)
+    url = upload(tmp_path / "ds", "memory://shards-command/ds")
+    assert as_json("info", url, "--classes")[1]["class_counts"] == {"cat": 6, "dog": 6}
+    assert "cat/00.png" in run("head", url, "-n", 1)[1]
+    run("export", url, tmp_path / "out")
+    assert len(files_in(tmp_path / "out")) == 14

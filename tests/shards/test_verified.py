@@ -4,14 +4,13 @@ import os
 import random
 import select
 import shutil
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from test_cache import entry_of
+from python_processes import start_python
+from small_files import entry_of
 
 from vitscale.data.shards import ShardEntry, verified
 from vitscale.data.shards.verified import verify_once
@@ -174,23 +173,14 @@ print("done", flush=True)
 
 def test_another_process_waits_for_one_that_reads_and_takes_over_when_that_is_killed(shard, tmp_path):
     path, entry = shard
-    arguments = [sys.executable, "-c", _PROCESS, str(path), entry.model_dump_json(), str(tmp_path / "markers")]
-
-    def start() -> subprocess.Popen[str]:
-        process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert said(process) == "ready\n"
-        return process
-
-    def said(process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
-        return process.stdout.readline()
-
-    first = start()
-    assert said(first) == "reads\n"
-    second = start()
+    arguments = path, entry.model_dump_json(), tmp_path / "markers"
+    first = start_python(_PROCESS, *arguments)
+    assert [first.stdout.readline() for _ in range(2)] == ["ready\n", "reads\n"]
+    second = start_python(_PROCESS, *arguments)
+    assert second.stdout.readline() == "ready\n"
     assert select.select([second.stdout], [], [], 0.5)[0] == []
     first.kill()
     first.communicate(timeout=60)
-    assert said(second) == "reads\n"
+    assert second.stdout.readline() == "reads\n"
     assert second.communicate("\n", timeout=60)[0] == "done\n"
     verify_once(path, entry, tmp_path / "markers")

@@ -1,24 +1,14 @@
-import hashlib
-import json
 import random
 import shutil
 
 import fsspec
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from stored_dataset import Photo, write_dataset
+from small_files import edit_manifest, excluding, flip, upload
+from stored_dataset import Photo, write_dataset, write_one_shard
 
-from vitscale.data.shards import (
-    ExcludedSlots,
-    Manifest,
-    SelectExclude,
-    ShardEntry,
-    ShardFile,
-    StoredSample,
-    write_shard,
-)
+from vitscale.data.shards import Manifest, ShardFile, StoredSample
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.data.shards.provenance import (
     FINGERPRINT_COLUMNS,
@@ -49,14 +39,6 @@ def dataset(original, tmp_path):
 
 def found(dataset, **options):
     return verify(Manifest.load(dataset), **options)
-
-
-def flip(path, position, bit=0):
-    with path.open("r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ (1 << bit)]))
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -109,15 +91,11 @@ def test_damage_does_not_hide_other_damage(dataset):
     for position in positions:
         flip(dataset / "shard-00002.beton", position + 5)
     verdict = found(dataset)
-    by_shard = {path: [one.what for one in verdict.damage if one.path == path] for path in
-                {one.path for one in verdict.damage}}  # fmt: skip
-    assert by_shard.keys() == {f"shard-0000{i}.beton" for i in range(3)}
-    assert by_shard["shard-00000.beton"] == ["missing"]
-    assert any("the manifest says" in what for what in by_shard["shard-00001.beton"])
-    assert [(one.uid, one.key) for one in verdict.damage if one.uid is not None] == [
-        (10, "dog/a.jpg"),
-        (11, "dog/b.jpg"),
-    ]
+    told = [(one.path[:11], one.what) for one in verdict.damage]
+    assert {path for path, _ in told} == {"shard-00000", "shard-00001", "shard-00002"}
+    assert [what for path, what in told if path == "shard-00000"] == ["missing"]
+    assert any("the manifest says" in what for path, what in told if path == "shard-00001")
+    assert {(one.uid, one.key) for one in verdict.damage} == {(None, None), (10, "dog/a.jpg"), (11, "dog/b.jpg")}
 
 
 def test_many_damaged_samples_are_counted_not_listed(tmp_path):
@@ -179,13 +157,6 @@ def test_shards_that_nobody_lists_are_mentioned(dataset):
     assert verdict.notes == ["in the folder, but not in the manifest: shard-00007.beton"]
 
 
-def edit(dataset, apply):
-    data = json.loads((dataset / "manifest.json").read_text())
-    data.pop("checksum", None)
-    apply(data)
-    (dataset / "manifest.json").write_text(json.dumps(data))
-
-
 def test_uids_are_unique_over_the_dataset(dataset):
     shutil.copy(dataset / "shard-00000.beton", dataset / "again.beton")
     shutil.copy(dataset / "shard-00000.idx.parquet", dataset / "again.idx.parquet")
@@ -194,17 +165,13 @@ def test_uids_are_unique_over_the_dataset(dataset):
         data["shards"].append(data["shards"][0] | {"path": "again.beton"})
         data["num_samples"] += 5
 
-    edit(dataset, list_again)
+    edit_manifest(dataset, list_again)
     assert found(dataset).damage == [Damage("again.beton", "begins with uid 0, but an earlier shard goes up to uid 11")]
 
 
 def test_uids_ascend_and_labels_are_known(tmp_path):
-    photos = [(Photo("", seed=i).jpeg, uid, label) for i, (uid, label) in enumerate([(3, 0), (3, 2), (9, 1)])]
-    write_shard(tmp_path / "shard-00000.beton", [StoredSample(jpeg, 24, 32, label, uid) for jpeg, uid, label in photos])
-    entry = ShardEntry.of_file(tmp_path / "shard-00000.beton", samples=3, first_uid=0)
-    Manifest(
-        fields=("image", "label", "uid", "crc"), num_samples=3, class_names=("a", "b"), shuffle_seed=0, shards=(entry,)
-    ).save(tmp_path)
+    uids_and_labels = ((3, 0), (3, 2), (9, 1))
+    write_one_shard(tmp_path, [StoredSample(Photo("").jpeg, 24, 32, label, uid) for uid, label in uids_and_labels])
     assert {(one.what, one.uid) for one in found(tmp_path).damage} == {
         ("begins with uid 3; the manifest says 0", None),
         ("uids do not ascend", None),
@@ -227,13 +194,8 @@ def test_several_labels_are_checked(tmp_path):
 
 
 def test_decode_finds_what_was_damaged_before_it_was_stored(tmp_path):
-    jpeg = bytearray(Photo("", height=64, width=64).jpeg)
-    jpeg[len(jpeg) // 2 :] = b""
-    write_shard(tmp_path / "shard-00000.beton", [StoredSample(bytes(jpeg), 64, 64, 0, 0)])
-    entry = ShardEntry.of_file(tmp_path / "shard-00000.beton", samples=1, first_uid=0)
-    Manifest(
-        fields=("image", "label", "uid", "crc"), num_samples=1, class_names=("a",), shuffle_seed=0, shards=(entry,)
-    ).save(tmp_path)
+    jpeg = Photo("", height=64, width=64).jpeg
+    write_one_shard(tmp_path, [StoredSample(jpeg[: len(jpeg) // 2], 64, 64, 0, 0)])
     assert not found(tmp_path).damage
     assert found(tmp_path, decode=True).damage == [
         Damage("shard-00000.beton", "the image does not decode cleanly", 0, None)
@@ -241,19 +203,15 @@ def test_decode_finds_what_was_damaged_before_it_was_stored(tmp_path):
 
 
 def test_files_beside_the_manifest_are_read(dataset):
-    np.save(dataset / "out.npy", np.array([1, 2], np.uint32))
-    digest = hashlib.sha256((dataset / "out.npy").read_bytes()).hexdigest()
-    exclude = SelectExclude(exclude=ExcludedSlots(path="out.npy", sha256=digest, count=2)).model_dump()
-
     def select(data):
-        data["shards"][1]["select"] = exclude
+        data["shards"][1]["select"] = excluding(dataset, "out.npy", [1, 2]).model_dump()
         data["num_samples"] -= 2
 
-    edit(dataset, select)
+    edit_manifest(dataset, select)
     rows = pa.table({"key": ["x.jpg"], "reason": ["empty"]}, REJECTS)
     write_tables(dataset / "rejects.parquet", [rows], REJECTS)
     assert [one.what for one in found(dataset).damage] == ["1 image; the manifest says that 0 were rejected"]
-    edit(dataset, lambda data: data.update(num_rejected=1))
+    edit_manifest(dataset, lambda data: data.update(num_rejected=1))
     assert not found(dataset).damage
     flip(dataset / "out.npy", 130)
     flip(dataset / "rejects.parquet", 20)
@@ -262,19 +220,15 @@ def test_files_beside_the_manifest_are_read(dataset):
 
 
 def test_at_a_url(dataset):
-    memory = fsspec.filesystem("memory")
-    memory.put(str(dataset), "/verify/train", recursive=True)
-    try:
-        verdict = found("memory://verify/train")
-        assert (verdict.damage, verdict.samples) == ([], 12)
-        content = bytearray(memory.cat_file("/verify/train/shard-00002.beton"))
-        content[int(ShardFile(dataset / "shard-00002.beton").offset[0])] ^= 1
-        memory.pipe_file("/verify/train/shard-00002.beton", bytes(content))
-        memory.rm_file("/verify/train/shard-00000.beton")
-        verdict = found("memory://verify/train/manifest.json")
-        assert ("dog/a.jpg", 10) in {(one.key, one.uid) for one in verdict.damage}
-        assert any(one.path == "shard-00000.beton" and one.what.endswith("missing") for one in verdict.damage)
-        with pytest.raises(DataError, match="memory://verify/absent"):
-            found("memory://verify/absent")
-    finally:
-        memory.rm("/verify", recursive=True)
+    url = upload(dataset, f"memory://{dataset.parent.name}/train")
+    verdict = found(url)
+    assert (verdict.damage, verdict.samples) == ([], 12)
+    with ShardFile(dataset / "shard-00002.beton") as shard:
+        flip(shard.path, int(shard.offset[0]))
+    upload(shard.path, f"{url}/{shard.path.name}")
+    fsspec.filesystem("memory").rm_file(f"{url}/shard-00000.beton")
+    verdict = found(f"{url}/manifest.json")
+    assert ("dog/a.jpg", 10) in {(one.key, one.uid) for one in verdict.damage}
+    assert any(one.path == "shard-00000.beton" and one.what.endswith("missing") for one in verdict.damage)
+    with pytest.raises(DataError, match="memory://verify/absent"):
+        found("memory://verify/absent")
