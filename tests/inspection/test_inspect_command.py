@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from browser import Read, open_page
-from evaluation.test_finished_models import command
+from commands import command
 from messages import assert_messages
 from models.weights.exported import TINY, described, finished_run, valued, write
 from pictures import encoded, make_picture
@@ -42,7 +42,7 @@ def home(tmp_path_factory) -> Path:
 
 
 def inspect(home: Path, out: Path, *arguments: object, images: str = "pictures") -> tuple[int, str]:
-    return command("inspect", *arguments, "--images", home / images, "--out", out)
+    return command("inspect", *arguments, "--images", home / images, "--out", out).answer
 
 
 def figures(out: Path) -> set[str]:
