@@ -186,18 +186,8 @@ def test_parameter_names_of_resnets_are_frozen():
         v2 = build(ResNetShape((1, 1)), num_classes=5)
         v1 = build(ResNetShape((1,), variant="v1"), num_classes=5)
         axial = build(ResNetShape((1,), mixing="axial"), num_classes=5)
-    unit = [
-        "norm1.weight",
-        "norm1.bias",
-        "conv1.weight",
-        "norm2.weight",
-        "norm2.bias",
-        "conv2.weight",
-        "norm3.weight",
-        "norm3.bias",
-        "conv3.weight",
-        "proj.weight",
-    ]
+    thirds = (("norm{0}.weight", "norm{0}.bias", "conv{0}.weight"),) * 3
+    unit = [name.format(third) for third, names in enumerate(thirds, 1) for name in names] + ["proj.weight"]
     ends = ["norm.weight", "norm.bias", "head.weight", "head.bias"]
     assert [name for name, _ in v2.named_parameters()] == [
         "features.root.conv.weight",

@@ -31,31 +31,19 @@ def test_mean_pooling_has_no_class_token(name, expected):
     assert count(on_meta(name, pool="mean")) == expected
 
 
+def of(*layers: str) -> list[str]:
+    """Names of the layers' parameters."""
+    return [f"{layer}.{parameter}" for layer in layers for parameter in ("weight", "bias")]
+
+
 def test_parameter_names_are_frozen():
     names = [name for name, _ in ViT(TINY, image_size=16, num_classes=5).named_parameters()]
     assert [name for name in names if not name.startswith("blocks.1.")] == [
-        "cls",
-        "pos_embedding",
-        "embedding.weight",
-        "embedding.bias",
-        "blocks.0.norm1.weight",
-        "blocks.0.norm1.bias",
-        "blocks.0.attention.qkv.weight",
-        "blocks.0.attention.qkv.bias",
-        "blocks.0.attention.out.weight",
-        "blocks.0.attention.out.bias",
-        "blocks.0.norm2.weight",
-        "blocks.0.norm2.bias",
-        "blocks.0.mlp.fc1.weight",
-        "blocks.0.mlp.fc1.bias",
-        "blocks.0.mlp.fc2.weight",
-        "blocks.0.mlp.fc2.bias",
-        "norm.weight",
-        "norm.bias",
-        "pre_logits.weight",
-        "pre_logits.bias",
-        "head.weight",
-        "head.bias",
+        *("cls", "pos_embedding"),
+        *of("embedding"),
+        *of("blocks.0.norm1", "blocks.0.attention.qkv", "blocks.0.attention.out"),
+        *of("blocks.0.norm2", "blocks.0.mlp.fc1", "blocks.0.mlp.fc2"),
+        *of("norm", "pre_logits", "head"),
     ]
 
 
