@@ -98,7 +98,7 @@ def test_a_module_without_a_useful_first_line_is_found(tmp_path):
 # ---- The text --------------------------------------------------------------------------------------------------------
 
 
-def listed(page: str) -> Iterator[tuple[int, str]]:
+def quoted(page: str) -> Iterator[tuple[int, str]]:
     """(line, text) of all that stands in backticks outside the map and outside blocks of code."""
     start, stop = (page[: page.index(mark)].count("\n") for mark in (BEGIN, END))
     for number, line in enumerate(page.splitlines()):
@@ -145,7 +145,7 @@ def missing(page: str, root: Path) -> list[str]:
             return (root / file).exists() and (not colon or name in definitions(root / file))
         return not _NAME.fullmatch(text) or text.removesuffix("()") in everywhere
 
-    return [f"line {line}: {text}" for line, text in listed(page) if not exists(text)]
+    return [f"line {line}: {text}" for line, text in quoted(page) if not exists(text)]
 
 
 def test_all_files_and_names_of_the_text_exist():

@@ -4,31 +4,20 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from pictures import unpack_photos
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 @pytest.fixture
 def folder(tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with `photos/CLASS/N.jpg`."""
-    taken: dict[str, int] = {}
-    with tarfile.open(data_root / "clothing" / "train.tar") as archive:
-        for member in archive:
-            label = Path(member.name).parent.name
-            number = taken.setdefault(label, 0)
-            taken[label] += 1
-            if member.isfile() and number < 12:
-                target = tmp_path / "photos" / label / f"{number}.jpg"
-                target.parent.mkdir(parents=True, exist_ok=True)
-                content = archive.extractfile(member)
-                assert content is not None
-                target.write_bytes(content.read())
+    """A folder with `photos/CLASS`."""
+    unpack_photos(data_root / "clothing" / "train.tar", tmp_path / "photos", 12)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))

@@ -4,12 +4,12 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from pictures import unpack_photos
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 STAYS_OPEN = re.compile(r"^tensorboard ", re.MULTILINE)  # serves until somebody ends it
@@ -40,17 +40,7 @@ def folder(tmp_path: Path, data_root: Path) -> Path:
     activate.parent.mkdir(parents=True)
     activate.write_text(f'export PATH="{Path(sys.executable).parent}:$PATH"\n')
     for split, source, of_each in (("train", "train", 12), ("test", "validation", 4)):
-        taken: dict[str, int] = {}
-        with tarfile.open(data_root / "clothing" / f"{source}.tar") as archive:
-            for member in archive:
-                label = Path(member.name).parent.name
-                taken[label] = taken.get(label, 0) + 1
-                if taken[label] <= of_each:
-                    target = tmp_path / "photos" / split / label / Path(member.name).name
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    content = archive.extractfile(member)
-                    assert content is not None
-                    target.write_bytes(content.read())
+        unpack_photos(data_root / "clothing" / f"{source}.tar", tmp_path / "photos" / split, of_each)
     return tmp_path
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from commands import command as ended
 from dedup_data import build_here, make_photo, unevenly_lit, write_photos
-from evaluation.test_finished_models import command
 from messages import refusal
 from models.weights.exported import NAMES, TINY, described, finished_run, valued, write
 from typer.testing import CliRunner
@@ -34,6 +34,10 @@ from vitscale.ground.errors import DataError
 
 DATA = "memory://own-model"  # for this process, which then needs no workers
 SETTINGS = ("--preset", "photo", "--level", 0, "--cosine", 0.5)
+
+
+def command(*arguments: object) -> tuple[int, str]:
+    return ended(*arguments).answer
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import command
 
 from vitscale.ground.machine import cores_near, cpu_quota, usable_cores
 
@@ -108,5 +109,6 @@ def test_idle_threads_sleep_unless_people_said(said, told):
 
 def test_a_file_is_no_folder_for_runs(tmp_path):
     (tmp_path / "file").write_text("")
-    code, found = examined("--folder", tmp_path / "file" / "runs")
-    assert code == 2 and found["run folder"]["state"] == "stops"
+    ended = command("doctor", "--folder", tmp_path / "file" / "runs", "--json")
+    (found,) = [finding for finding in json.loads(ended.stdout) if finding["what"] == "run folder"]
+    assert ended.returncode == 2 and found["state"] == "stops"

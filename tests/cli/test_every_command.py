@@ -8,11 +8,21 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 
+import fsspec
 import pytest
+import torch_free
+from commands import command
 from pictures import encoded, make_picture
 
+from vitscale.cli.command_line import readable_command
+from vitscale.cli.convert import app as convert_app
+from vitscale.cli.flops import app as flops_app
+from vitscale.cli.main import COMMANDS
+from vitscale.cli.main import app as vitscale_app
 from vitscale.data.shards.generated import write_generated_dataset
 
 
@@ -33,47 +43,72 @@ def run(command: str, *arguments: object, **variables: str) -> subprocess.Comple
 # ---- Names and help --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [[], ["shards"], ["dedup"], ["vtab"], ["study"]])
-def test_a_list_of_commands_says_whole_sentences_at_80_columns(arguments):
-    result = run("vitscale", *arguments, "-h")
-    listed = result.stdout.partition("Commands:\n")[2].splitlines()
-    assert result.returncode == 0 and len(listed) >= 2
-    assert all(len(line) <= 80 and not line.endswith("...") for line in listed), result.stdout
+def help_of(monkeypatch, *arguments: str) -> str:
+    """What `-h` prints at 80 columns, in this process; `--help` prints the same."""
+    monkeypatch.setenv("COLUMNS", "80")
+    said = []
+    for option in ("-h", "--help"):
+        with redirect_stdout(StringIO()) as printed, suppress(SystemExit):
+            readable_command(vitscale_app)([*arguments, option], "vitscale", standalone_mode=False)
+        said.append(printed.getvalue())
+    assert said[0] == said[1]
+    return said[0]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["recipe"],
-        ["plan"],
-        ["launch"],
-        ["convert"],
-        ["flops"],
-        ["models"],
-        ["shards", "verify"],
-        ["export"],
-        ["vtab", "prepare"],
-        ["study"],
-    ],
-)
-def test_help_has_words_for_types(arguments):
-    help_text = run("vitscale", *arguments, "--help").stdout
+@pytest.mark.parametrize("group", [[], ["shards"], ["dedup"], ["vtab"], ["study"]])
+def test_a_list_of_commands_says_whole_sentences_at_80_columns(monkeypatch, group):
+    listed = help_of(monkeypatch, *group).partition("Commands:\n")[2].splitlines()
+    assert len(listed) >= 2
+    assert all(len(line) <= 80 and not line.endswith("...") for line in listed), listed
+
+
+def a_command(name: str):
+    """A case; help names the type of these commands' sources, which `_type_name` knows in lower case only."""
+    is_known = name in ("report", "predict", "inspect")
+    return pytest.param(name, marks=[pytest.mark.xfail(reason="<list[Path]>", strict=True)] if is_known else [])
+
+
+@pytest.mark.parametrize("name", [a_command(name) for name in [*COMMANDS, "shards verify", "vtab prepare"]])
+def test_help_has_words_for_types(monkeypatch, name):
+    help_text = help_of(monkeypatch, *name.split())
     assert "--help" in help_text and not re.search(r"<(int|float|str|path|list\[)", help_text), help_text
-    assert run("vitscale", *arguments, "-h").stdout == help_text
+
+
+def test_help_is_that_of_the_process(monkeypatch):
+    result = run("vitscale", "shards", "-h")
+    assert result.returncode == 0 and result.stdout == help_of(monkeypatch, "shards")
 
 
 def test_the_other_commands_are_found_below_the_first(tmp_path):
-    assert run("vitscale", "flops", "b16_jft").stdout == run("vitscale-flops", "b16_jft").stdout
+    assert command("flops", "b16_jft") == command("b16_jft", app=flops_app)
     for name in "ab":
         (tmp_path / "images" / name).mkdir(parents=True)
         (tmp_path / "images" / name / "1.jpg").write_bytes(encoded(make_picture(ord(name), 40, 40)))
-    below = run("vitscale", "convert", tmp_path / "images", tmp_path / "one", "--workers", 1)
-    beside = run("vitscale-convert", tmp_path / "images", tmp_path / "two", "--workers", 1)
-    assert below.returncode == beside.returncode == 0, below.stderr
-    shards = [(tmp_path / name / "shard-00000.beton").read_bytes() for name in ("one", "two")]
+    urls = [f"memory://every-command/{number}" for number in range(2)]
+    assert command("convert", tmp_path / "images", urls[0]).returncode == 0
+    assert command(tmp_path / "images", urls[1], app=convert_app).returncode == 0
+    shards = [fsspec.filesystem("memory").cat(f"{url}/shard-00000.beton") for url in urls]
     assert shards[0] == shards[1]
-    launch, train = (run("vitscale", name, "h14_jft", "--dry-run", "--ranks", 2) for name in ("launch", "train"))
+    launch, train = (command(name, "h14_jft", "--dry-run", "--ranks", 2) for name in ("launch", "train"))
     assert launch.returncode == 0 and launch.stdout == train.stdout
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "vitscale recipe h14_jft",
+        "vitscale models",
+        "vitscale-flops --breakdown b16_jft",
+        "vitscale-flops --hardware h200 --devices 8 --mfu 0.4 b16_jft",
+        "vitscale-flops --budget 500 b16_jft",
+    ],
+)
+def test_what_needs_no_torch_starts_without_it(line):
+    program, *words = line.split()
+    module = {"vitscale": "main", "vitscale-flops": "flops"}[program]
+    started = [sys.executable, "-c", torch_free.command(f"vitscale.cli.{module}"), *words]
+    result = subprocess.run(started, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and result.stdout and "torch was imported" not in result.stderr, result.stderr
 
 
 @pytest.mark.parametrize("command", ["vitscale", "vitscale-convert", "vitscale-flops"])
@@ -149,16 +184,16 @@ def dataset(tmp_path_factory) -> Path:
     return folder
 
 
-COMMANDS = [
+WRITERS = [
     ("vitscale", "recipe", "h14_jft"),
     ("vitscale", "shards", "info", "DATASET", "--classes"),
     ("vitscale", "-h"),
-    ("vitscale-flops",),
+    ("vitscale-flops", "b16_jft"),
     ("vitscale-convert", "DATASET", "OUT", "--dry-run"),
 ]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("command", WRITERS, ids=" ".join)
 def test_output_that_nobody_takes(command, dataset, tmp_path):
     arguments = [{"DATASET": dataset, "OUT": tmp_path / "out"}.get(word, word) for word in command]
 

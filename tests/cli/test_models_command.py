@@ -1,28 +1,15 @@
 """`vitscale models` as people type it."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-import torch_free
+from commands import command
 
 from vitscale.recipe.families import REGISTRY
 
-COMMAND = torch_free.command("vitscale.cli.main")
-
-
-def models(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", COMMAND, "models", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "torch was imported" not in result.stderr and "Traceback" not in result.stderr
-    return result
-
 
 def listed(*arguments: str) -> list[dict]:
-    result = models(*arguments, "--format", "json")
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
+    return json.loads(command("models", *arguments, "--format", "json").stdout)
 
 
 def test_the_whole_registry():
@@ -61,12 +48,12 @@ def test_named_models_at_another_size_and_with_other_classes():
 
 
 def test_the_table_says_what_is_counted_and_what_is_not_seen():
-    result = models("ViT-H/14", "ViT-B/16", "R+ViT-Ti/16", "--image-size", "384")
+    result = command("models", "ViT-H/14", "ViT-B/16", "R+ViT-Ti/16", "--image-size", "384")
     assert result.returncode == 0 and "GMACs/image" in result.stdout and "padding counted" in result.stdout
     assert "ViT-H/14: 384 x 384 pixels are 27 x 27 patches; 6 pixels right and below are not seen" in result.stdout
     assert result.stdout.count("not seen") == 1
-    assert "1 pixel right and below is not seen" in models("ViT-B/16", "--image-size", "225").stdout
-    assert "1 feature map step right and below is not seen" in models("R+ViT-Ti/16", "--image-size", "228").stdout
+    for name, size, words in (("ViT-B/16", "225", "1 pixel"), ("R+ViT-Ti/16", "228", "1 feature map step")):
+        assert f"{words} right and below is not seen" in command("models", name, "--image-size", size).stdout
 
 
 @pytest.mark.parametrize(
@@ -86,6 +73,6 @@ def test_the_table_says_what_is_counted_and_what_is_not_seen():
     ],
 )
 def test_mistakes_are_one_message(arguments, words):
-    result = models(*arguments)
+    result = command("models", *arguments)
     assert result.returncode == 2 and result.stdout == ""
     assert words in result.stderr

@@ -1,48 +1,22 @@
 """A finished model of any source answers alike, wherever its weights lie and however many processes share images."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from models.weights.exported import TINY, described, finished_run, valued, write
-from typer.testing import CliRunner
+from commands import command, on_processes
+from models.weights.exported import TINY, described, valued
 
-from vitscale.cli.main import app
-from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
+from vitscale.data.shards.generated import CLASS_NAMES
 from vitscale.evaluation.finished import FinishedModel, OfWeights
 from vitscale.evaluation.placing import join, place
-from vitscale.ground.errors import RecipeError, VitscaleError
+from vitscale.ground.errors import RecipeError
 from vitscale.models import Outputs
 from vitscale.models.weights import describe, open_weights, write_weights
 from vitscale.recipe import Normalise
 
 SAMPLES = 37  # no number of processes divides it
 IMAGENET = Normalise(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
-
-
-@pytest.fixture(scope="module")
-def place_of(tmp_path_factory) -> Path:
-    """A run, its data, and its weights in every format."""
-    root = tmp_path_factory.mktemp("finished")
-    write_generated_dataset(root / "data" / "test", [13, 24], seed=2)
-    description = described(TINY, 64, len(CLASS_NAMES), list(CLASS_NAMES))
-    model = valued(description)
-    finished_run(
-        root / "run",
-        model,
-        TINY | {"head": "linear"},
-        names=CLASS_NAMES,
-        data={"root": str(root / "data")},
-        evaluation={"validation": "test", "batch": 5},
-        precision="fp32",
-    )
-    for form in ("npz", "timm", "hf", "safetensors"):
-        write(model, description, form, root)
-    return root
 
 
 def images(count: int = 3) -> torch.Tensor:
@@ -54,28 +28,19 @@ def are_equal(ours: Outputs, theirs: Outputs) -> bool:
     return all(one is other is None or torch.equal(one, other) for one, other in pairs)
 
 
-def command(*arguments: object) -> tuple[int, str]:
-    """The exit code of a command in this process, and what it prints or the message of its error."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if isinstance(result.exception, VitscaleError):
-        return result.exception.exit_code, str(result.exception)
-    assert isinstance(result.exception, SystemExit | None), result.exception
-    return result.exit_code, result.stdout
-
-
 @pytest.mark.parametrize("source", ["npz.npz", "timm.safetensors", "hf", "safetensors.safetensors"])
-def test_weights_answer_as_the_run_that_they_are_of(place_of, source):
-    expected = FinishedModel(place_of / "run").predict(images())
+def test_weights_answer_as_the_run_that_they_are_of(home, source):
+    expected = FinishedModel(home / "run").predict(images())
     of = OfWeights(model=None if source.startswith("safetensors") else TINY)
-    model = FinishedModel(place_of / source, weights=of)
+    model = FinishedModel(home / source, weights=of)
     found = model.predict(images())
     assert are_equal(found, expected)
     names = None if source == "npz.npz" else list(CLASS_NAMES)
     assert (model.class_names, model.num_classes, model.image_size) == (names, len(CLASS_NAMES), 64)
 
 
-def test_pixels_are_normalised_as_the_weights_ask(place_of, tmp_path):
-    source = open_weights(place_of / "safetensors.safetensors")
+def test_pixels_are_normalised_as_the_weights_ask(home, tmp_path):
+    source = open_weights(home / "safetensors.safetensors")
     description = describe(source)
     other = type(description)(**{**vars(description), "normalise": IMAGENET})
     write_weights(tmp_path / "hf", "hf", other, lambda name: source.entries[name].read(), False)
@@ -86,29 +51,29 @@ def test_pixels_are_normalised_as_the_weights_ask(place_of, tmp_path):
     torch.testing.assert_close(model.predict(images()).logits, expected)
 
 
-def test_another_resolution_is_resampled_and_told(place_of):
-    model = FinishedModel(place_of / "safetensors.safetensors", weights=OfWeights(image_size=96))
+def test_another_resolution_is_resampled_and_told(home):
+    model = FinishedModel(home / "safetensors.safetensors", weights=OfWeights(image_size=96))
     assert model.image_size == 96 and model.policy()["positions"] != "as trained"
-    assert FinishedModel(place_of / "run").policy()["positions"] == "as trained"
+    assert FinishedModel(home / "run").policy()["positions"] == "as trained"
 
 
 @pytest.mark.parametrize("source", ["npz.npz", "timm.safetensors", "hf", "safetensors.safetensors"])
-def test_the_rule_of_the_weights_origin_is_in_the_policy(place_of, source):
+def test_the_rule_of_the_weights_origin_is_in_the_policy(home, source):
     """Ours is the authors'; timm and transformers would resample otherwise, and a result says so."""
     model = None if source.startswith("safetensors") else TINY
-    policy = FinishedModel(place_of / source, weights=OfWeights(model, image_size=96)).policy()
+    policy = FinishedModel(home / source, weights=OfWeights(model, image_size=96)).policy()
     assert (policy["positions"] == policy["positions_of_origin"]) == (source in ("npz.npz", "safetensors.safetensors"))
-    as_it_is = FinishedModel(place_of / source, weights=OfWeights(model)).policy()
+    as_it_is = FinishedModel(home / source, weights=OfWeights(model)).policy()
     assert as_it_is["positions"] == as_it_is["positions_of_origin"] == "as trained"
 
 
-def test_weights_without_a_head_have_representations(place_of, tmp_path):
-    source = open_weights(place_of / "safetensors.safetensors")
+def test_weights_without_a_head_have_representations(home, tmp_path):
+    source = open_weights(home / "safetensors.safetensors")
     headless = tmp_path / "headless.safetensors"
     write_weights(headless, "safetensors", describe(source), lambda name: source.entries[name].read(), True)
     model = FinishedModel(headless)
     assert model.num_classes is None and model.class_names is None
-    found, expected = model.predict(images()), FinishedModel(place_of / "run").predict(images())
+    found, expected = model.predict(images()), FinishedModel(home / "run").predict(images())
     assert found.logits is None and torch.equal(found.pooled, expected.pooled)
 
 
@@ -128,36 +93,24 @@ def test_a_model_larger_than_its_device_is_spread(parts, dtype):
         assert torch.equal(spread.block_tokens(pixels, 4).tokens, whole.block_tokens(pixels, 4).tokens)
 
 
-def on_processes(processes: int, *arguments: object) -> str:
-    """Standard output of a command of ours, by itself or on the processes of `accelerate launch`."""
-    launcher = [sys.executable, "-m"]
-    if processes > 1:
-        launcher += ["accelerate.commands.launch", "--cpu", "--num_processes", str(processes), "--num_machines", "1"]
-        launcher += ["--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no", "-m"]
-    line = [*launcher, "vitscale", *map(str, arguments)]
-    result = subprocess.run(
-        line, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 @pytest.mark.slow
-def test_processes_share_the_images(place_of):
-    alone, two, three = (json.loads(on_processes(n, "evaluate", place_of / "run", "--json")) for n in (1, 2, 3))
+def test_processes_share_the_images(home):
+    arguments = ("evaluate", home / "run", "--json")
+    alone = json.loads(command(*arguments).stdout)
+    two, three = (json.loads(*on_processes(processes, arguments)) for processes in (2, 3))
     assert alone["validation/top1"] * SAMPLES == pytest.approx(round(alone["validation/top1"] * SAMPLES))
     for shared in (two, three):
         assert shared.pop("validation/loss") == pytest.approx(alone["validation/loss"], rel=1e-6)
         assert shared == {key: value for key, value in alone.items() if key != "validation/loss"}
 
 
-def test_what_cannot_be_looked_at(place_of, tmp_path):
-    bare, run = place_of / "npz.npz", place_of / "run"
+def test_what_cannot_be_looked_at(home, tmp_path):
+    bare, run = home / "npz.npz", home / "run"
     for arguments, exit_code, word in [
         ([bare], 2, "--model"),
         ([bare, "--model", "ViT-B/16"], 3, "another model"),
         ([bare, "--model", "ViT-B/16", "--step", 3], 2, "--step"),
-        ([place_of / "safetensors.safetensors"], 2, "--data"),
+        ([home / "safetensors.safetensors"], 2, "--data"),
         ([run, "--model", "ViT-B/16"], 2, "--model"),
         ([run, "--batch", 3], 2, "evaluation.batch"),
         ([run, "--max-memory", 0], 2, "--max-memory"),
@@ -165,10 +118,10 @@ def test_what_cannot_be_looked_at(place_of, tmp_path):
         ([tmp_path / "nothing"], 2, "nothing"),
         ([tmp_path], 2, "recipe.yaml"),
     ]:
-        code, message = command("evaluate", *arguments)
+        code, message = command("evaluate", *arguments).answer
         assert code == exit_code and word in message, (arguments, code, message)
 
 
-def test_class_names_that_do_not_fit(place_of):
+def test_class_names_that_do_not_fit(home):
     with pytest.raises(RecipeError, match=r"\b2 class"):
-        FinishedModel(place_of / "timm.safetensors", weights=OfWeights(TINY, class_names=["a", "b"]))
+        FinishedModel(home / "timm.safetensors", weights=OfWeights(TINY, class_names=["a", "b"]))

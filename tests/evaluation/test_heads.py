@@ -1,17 +1,12 @@
 """The bank of linear heads against torch's own layers, optimiser and schedule."""
 
-import json
-
 import pytest
 import torch
-from evaluation.test_finished_models import command, on_processes
 from models.small_models import with_values
-from models.weights.exported import TINY, described, finished_run, valued, write
+from models.weights.exported import TINY, described, valued
 from torch import nn
 from torch.nn import functional as F
 
-from vitscale.cli.fewshot import table_of
-from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
 from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.finished import FinishedModel, OfWeights
 from vitscale.evaluation.heads import Head, Layout, accuracy, bank_of, best_of_bank, extract_blocks, train_heads
@@ -121,31 +116,6 @@ def test_a_model_without_blocks_has_its_representation():
         assert torch.equal(tokens[:, 0], model(images).pooled) and tokens.shape[1] == 1 and patches is None
     layout = Layout(1, tokens.shape[2], has_patches=False)
     assert {(head.blocks, head.patches) for head in bank_of(layout)} == {(1, False)}
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    root = tmp_path_factory.mktemp("heads")
-    write_generated_dataset(root / "data" / "train", [30, 41], seed=1)
-    write_generated_dataset(root / "data" / "test", [13, 24], seed=2)
-    description = described(TINY, 64, len(CLASS_NAMES), list(CLASS_NAMES))
-    model = valued(description)
-    data = {"root": str(root / "data")}
-    finished_run(root / "run", model, TINY | {"head": "linear"}, names=CLASS_NAMES, data=data, precision="fp32")
-    write(model, description, "timm", root)
-    return root
-
-
-def test_the_command_reports_the_chosen_head_on_any_number_of_processes(home):
-    data = ["--train", "train", "--test", "test", "--method", "heads", "--json"]
-    alone = json.loads(command("fewshot", home / "run", *data)[1])
-    shared = json.loads(on_processes(2, "fewshot", home / "run", *data))
-    assert alone == shared and alone["method"] == "heads"
-    found = alone["tasks"]["train"]["all"]
-    # The tiny model has two blocks: both, or the last one.
-    assert found["blocks"] in (1, 2) and found["lr"] <= 0.1 and found["mean"] > 0.5
-    table = table_of(alone)
-    assert f"lr {found['lr']:g}, blocks {found['blocks']}" in table
 
 
 def test_features_of_blocks_end_with_the_representation(home):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from evaluation.test_finished_models import command
+from commands import command
 from models.weights.exported import TINY, described, valued, write
 
 from vitscale.data.shards import Manifest
@@ -59,7 +59,7 @@ def data(folder, names) -> Manifest:
 def test_folders_are_joined_by_their_ids(weights, tmp_path):
     numbers = [7, 1, 3, 999, 0, 5, 2]  # of the classes, in the dataset's own order
     manifest = data(tmp_path / "data", [imagenet_synsets()[number] for number in numbers])
-    code, said = command("evaluate", weights, "--data", tmp_path / "data", "--metrics", "top1", "--json")
+    code, said = command("evaluate", weights, "--data", tmp_path / "data", "--metrics", "top1", "--json").answer
     assert code == 0
     found = json.loads(said)
     assert found["policy"]["classes"] == "7 of 1000, by WordNet id" and found["samples"] == 37
@@ -73,7 +73,7 @@ def test_folders_are_joined_by_their_ids(weights, tmp_path):
     # The same by the file of names that people write, and by the word for it.
     (tmp_path / "names.txt").write_text("\n".join(imagenet_synsets()))
     for names in (tmp_path / "names.txt", "imagenet"):
-        code, said = command("evaluate", weights, "--data", tmp_path / "data", "--class-names", names, "--json")
+        code, said = command("evaluate", weights, "--data", tmp_path / "data", "--class-names", names, "--json").answer
         assert code == 0 and json.loads(said)["top1"] == found["top1"]
 
 

@@ -10,33 +10,86 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from evaluation.test_finished_models import SAMPLES, command, on_processes
+from commands import command, on_processes
 from messages import assert_messages
-from models.weights.exported import TINY, described, finished_run, valued, write
 from scipy.stats import binomtest
 
 from data_tools.views import write_subset
+from vitscale.cli.fewshot import table_of
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
+from vitscale.data.shards.generated import CLASS_NAMES
 from vitscale.data.shards.opening import open_shard
 from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.finished import FinishedModel, predicted_classes
 from vitscale.ground.errors import DataError
 
+SAMPLES = 37  # of the test set: no number of processes divides it
+BOTH = ["--train", "train", "--test", "test"]
+
+
+def of_folders(place: Path) -> list[object]:
+    return ["--train", place / "train", "--test", place / "test"]
+
+
+def commands_of(home: Path, place: Path) -> dict[str, list[object]]:
+    """Commands that answer the same by any number of processes; `place` has folders of features and of photos."""
+    run, batch = home / "run", ["--set", "evaluation.batch=5"]
+    return {
+        "fewshot": ["fewshot", run, *BOTH, "--shots", "1,5,20,all", "--json"],
+        "heads": ["fewshot", run, *BOTH, "--method", "heads", "--json"],
+        "folders": ["fewshot", *of_folders(place), "--json"],
+        "data": ["evaluate", run, "--data", "test", *batch, "--json"],
+        "by the recipe": ["evaluate", run, *batch, "--json"],
+        "predict": ["predict", run, place / "photos", "--json", "--top", 7],
+    }
+
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory) -> Path:
-    """A run, its weights in timm's format and Google's, and two datasets."""
-    root = tmp_path_factory.mktemp("looking")
-    write_generated_dataset(root / "data" / "train", [30, 41], seed=1)
-    write_generated_dataset(root / "data" / "test", [13, 24], seed=2)
-    description = described(TINY, 64, len(CLASS_NAMES), list(CLASS_NAMES))
-    model = valued(description)
-    where = {"root": str(root / "data")}
-    finished_run(root / "run", model, TINY | {"head": "linear"}, names=CLASS_NAMES, data=where, precision="fp32")
-    write(model, description, "timm", root)
-    write(model, description, "npz", root)  # which tells no names of classes
-    return root
+def place(home, tmp_path_factory) -> Path:
+    """Features of both datasets, and the stored JPEGs of the test set as files that are called by their uids."""
+    place = tmp_path_factory.mktemp("place")
+    for name in ("train", "test"):
+        command("features", home / "run", name, "--out", place / name, "--view", "fewshot")
+    (place / "photos").mkdir()
+    for index in range(2):
+        with open_shard(Manifest.load(home / "data" / "test"), index) as shard:
+            for slot in shard.slots:
+                (place / "photos" / f"{int(shard.file.uid[slot]):03d}.jpg").write_bytes(shard.image(slot))
+    return place
+
+
+@pytest.fixture(scope="module")
+def on_two(home, place) -> dict[str, str]:
+    """What two processes print for the commands above, and for files of answers: one launch."""
+    commands = commands_of(home, place)
+    commands["files"] = [*commands["data"], "--out", place / "answers of two"]
+    return dict(zip(commands, on_processes(2, *commands.values()), strict=True))
+
+
+def assert_same_answers(alone: str, shared: str) -> None:
+    """Line by line; losses are sums in another order, probabilities of other batches."""
+    pairs = zip(alone.splitlines(), shared.splitlines(), strict=True)
+    for one, other in ((json.loads(a), json.loads(b)) for a, b in pairs):
+        for loss in {"nll", "ece", "validation/loss"} & one.keys():
+            assert other.pop(loss) == pytest.approx(one.pop(loss), rel=1e-6)
+        tops = [{each["class"]: each["probability"] for each in of.pop("top", [])} for of in (one, other)]
+        assert tops[0] == pytest.approx(tops[1], abs=1e-5) and one == other
+
+
+def test_two_processes_answer_as_one_does(home, place, on_two):
+    for name, arguments in commands_of(home, place).items():
+        assert_same_answers(command(*arguments).stdout, on_two[name])
+    assert json.loads(on_two["data"])["samples"] == Manifest.load(home / "data" / "test").num_samples == SAMPLES
+    assert set(json.loads(on_two["by the recipe"])["intervals"]) == {"validation/top1", "validation/top5"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [3, 4])
+def test_any_number_of_processes_answers_as_one_does(home, place, processes):
+    """A fourth process has nothing but fillers at times."""
+    commands = commands_of(home, place)
+    for arguments, shared in zip(commands.values(), on_processes(processes, *commands.values()), strict=True):
+        assert_same_answers(command(*arguments).stdout, shared)
 
 
 @pytest.mark.slow
@@ -44,9 +97,10 @@ def test_features_are_the_same_on_any_number_of_processes(home, tmp_path):
     model = FinishedModel(home / "run")
     expected = extract_features(model.loader(model.dataset("test")), model.predict)
     files = {}
-    for processes in (1, 2, 3):
+    for processes in (1, 2, 3, 4):
         out = tmp_path / str(processes)
-        words = on_processes(processes, "features", home / "run", "test", "--out", out, "--set", "evaluation.batch=5")
+        arguments = ("features", home / "run", "test", "--out", out, "--set", "evaluation.batch=5")
+        words = command(*arguments).stdout if processes == 1 else on_processes(processes, arguments)[0]
         assert f"{SAMPLES} samples" in words
         files[processes] = {name: np.load(out / f"{name}.npy") for name in ("features-00000", "labels", "uids")}
         meta = json.loads((out / "meta.json").read_text())
@@ -61,42 +115,37 @@ def test_features_are_the_same_on_any_number_of_processes(home, tmp_path):
         )
         np.testing.assert_allclose(found["features-00000"][order], expected.features, atol=1e-5)
         assert all(np.array_equal(found[name], files[1][name]) for name in ("labels", "uids"))
-    code, message = command("features", home / "run", "test", "--out", tmp_path / "1")
+    code, message = command("features", home / "run", "test", "--out", tmp_path / "1").answer
     assert code == 2
     assert_messages("evaluation", {"features in a folder that is there": message}, {tmp_path: "FOLDER"})
 
 
-def test_fewshot_says_mean_deviation_and_which_classes_are_scarce(home):
-    data = ["--train", "train", "--test", "test"]
-    shown = on_processes(2, "fewshot", home / "run", *data, "--shots", "1,5,20,all", "--json")
-    alone = command("fewshot", home / "run", *data, "--shots", "1,5,20,all", "--json")[1]
-    task, same = (json.loads(text)["tasks"]["train"] for text in (shown, alone))
-    assert task == same and task["train_samples"] == 71 and task["test_samples"] == SAMPLES
+def test_fewshot_says_mean_deviation_and_which_classes_are_scarce(on_two):
+    task = json.loads(on_two["fewshot"])["tasks"]["train"]
+    assert task["train_samples"] == 71 and task["test_samples"] == SAMPLES
     assert task["5shot"]["draws"] == 3 and task["5shot"]["l2"] == 1024 and "scarce_classes" not in task["5shot"]
     assert task["20shot"]["scarce_classes"] == len(CLASS_NAMES)
     assert task["all"]["draws"] == 1 and task["all"]["mean"] == task["20shot"]["mean"]
-    assert json.loads(shown)["policy"]["crop"] == "square"
+    assert json.loads(on_two["fewshot"])["policy"]["crop"] == "square"
 
 
-@pytest.mark.parametrize(
-    "processes", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
-def test_every_sample_is_evaluated_once_on_any_number_of_processes(home, processes):
-    arguments = ["evaluate", home / "run", "--data", "test", "--set", "evaluation.batch=5", "--json"]
-    alone, shared = json.loads(command(*arguments)[1]), json.loads(on_processes(processes, *arguments))
-    assert shared["samples"] == Manifest.load(home / "data" / "test").num_samples == SAMPLES
-    for loss in ("nll", "ece"):  # sums in another order
-        assert shared.pop(loss) == pytest.approx(alone.pop(loss), rel=1e-6)
-    assert shared == alone
+def test_the_chosen_head_is_reported(on_two):
+    found = json.loads(on_two["heads"])
+    assert found["method"] == "heads"
+    chosen = found["tasks"]["train"]["all"]
+    # The tiny model has two blocks: both, or the last one.
+    assert chosen["blocks"] in (1, 2) and chosen["lr"] <= 0.1 and chosen["mean"] > 0.5
+    assert f"lr {chosen['lr']:g}, blocks {chosen['blocks']}" in table_of(found)
 
 
-def test_what_is_answered_sample_by_sample_and_class_by_class(home, tmp_path):
+def test_what_is_answered_sample_by_sample_and_class_by_class(home, place, on_two, tmp_path):
     """On one process and on two: files of the same bytes, that agree with the model and with SciPy's intervals."""
     written = ["per_class.csv", "confusion.csv", "predictions.csv"]
-    arguments = ["evaluate", home / "run", "--data", "test", "--set", "evaluation.batch=5", "--json", "--out"]
-    printed = json.loads(command(*arguments, tmp_path / "1")[1])
-    on_processes(2, *arguments, tmp_path / "2")
-    assert all((tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes() for name in written)
+    arguments = [*commands_of(home, place)["data"], "--out", tmp_path / "1"]
+    printed = json.loads(command(*arguments).stdout)
+    assert on_two["files"] == on_two["data"]
+    of_two = place / "answers of two"
+    assert all((tmp_path / "1" / name).read_bytes() == (of_two / name).read_bytes() for name in written)
     stored = json.loads((tmp_path / "1" / "evaluation.json").read_text())
     assert stored == {key: value for key, value in printed.items() if key != "step"}
     classes, pairs, predictions = ([*csv.DictReader((tmp_path / "1" / name).open(newline=""))] for name in written)
@@ -117,7 +166,7 @@ def test_what_is_answered_sample_by_sample_and_class_by_class(home, tmp_path):
         shares += [(counted[name, name], count, [float(row["low"]), float(row["high"])])] if count else []
     for hits, count, found in shares:
         assert found == pytest.approx([*binomtest(hits, count).proportion_ci(method="wilson")], abs=1e-12)
-    code, message = command(*arguments, tmp_path / "1")
+    code, message = command(*arguments).answer
     assert code == 2 and "--out" in message
 
 
@@ -127,29 +176,11 @@ def test_names_of_strangers_are_text_to_a_spreadsheet_and_a_terminal(home, tmp_p
     Manifest.load(tmp_path / "data").model_copy(update={"class_names": tuple(names)}).save(tmp_path / "data")
     weights = [home / "npz.npz", "--model", home / "run" / "recipe.yaml"]
     out = tmp_path / "out"
-    assert command("evaluate", *weights, "--data", tmp_path / "data", "--out", out)[0] == 0
+    assert command("evaluate", *weights, "--data", tmp_path / "data", "--out", out).returncode == 0
     with (out / "per_class.csv").open(newline="") as file:
         found = [row["class"] for row in csv.DictReader(file)]
     assert found == [*(f"'{name}" for name in names[:4]), "\\x1b[31m", f"'{names[5]}", names[6]]
     assert "\x1b" not in (out / "predictions.csv").read_text() + (out / "confusion.csv").read_text()
-
-
-@pytest.mark.slow
-def test_four_processes_give_what_one_does(home, tmp_path):
-    """Of the other commands; a fourth process has nothing but fillers at times."""
-    batch = ["--set", "evaluation.batch=5"]
-    by_recipe = ["evaluate", home / "run", *batch, "--set", "evaluation.validation=test", "--json"]
-    alone, shared = json.loads(command(*by_recipe)[1]), json.loads(on_processes(4, *by_recipe))
-    assert set(alone["intervals"]) == {"validation/top1", "validation/top5"}
-    assert shared.pop("validation/loss") == pytest.approx(alone.pop("validation/loss"), rel=1e-6) and shared == alone
-    few = ["fewshot", home / "run", "--train", "train", "--test", "test", *batch, "--json"]
-    assert json.loads(on_processes(4, *few)) == json.loads(command(*few)[1])
-    assert f"{SAMPLES} samples" in on_processes(4, "features", home / "run", "test", "--out", tmp_path / "f", *batch)
-    with open_shard(Manifest.load(home / "data" / "test"), 0) as shard:
-        for slot in range(5):
-            (tmp_path / f"{slot}.jpg").write_bytes(shard.image(slot))
-    shown = on_processes(4, "predict", home / "run", *sorted(tmp_path.glob("*.jpg")), "--json").splitlines()
-    assert [Path(json.loads(line)["file"]).name for line in shown] == [f"{slot}.jpg" for slot in range(5)]
 
 
 def test_a_sample_that_a_process_loses_is_an_error(home):
@@ -158,8 +189,8 @@ def test_a_sample_that_a_process_loses_is_an_error(home):
     manifest = model.dataset("test")
 
     def loses_one():
-        for batch in model.loader(manifest)():
-            batch.mask[0] = False
+        for number, batch in enumerate(model.loader(manifest)()):
+            batch.mask[0] = number > 0
             yield batch
 
     with pytest.raises(DataError, match=r"\b36\b"):
@@ -168,30 +199,24 @@ def test_a_sample_that_a_process_loses_is_an_error(home):
 
 @pytest.mark.parametrize(("method", "keys"), [("knn", ["all/10nn", "all/20nn"]), ("logistic", ["all"])])
 def test_other_methods(home, method, keys):
-    data = ["--train", "train", "--test", "test"]
-    _, shown = command("fewshot", home / "run", *data, "--method", method, "--json")
-    task = json.loads(shown)["tasks"]["train"]
+    shown = command("fewshot", home / "run", *BOTH, "--method", method, "--json")
+    task = json.loads(shown.stdout)["tasks"]["train"]
     assert [key for key in task if key.startswith("all")] == keys and all(task[key]["mean"] > 0.5 for key in keys)
-    assert command("fewshot", home / "run", *data, "--method", method)[0] == 0
+    assert command("fewshot", home / "run", *BOTH, "--method", method).returncode == 0
 
 
-def test_folders_of_features_give_what_the_model_does(home, tmp_path):
+def test_folders_of_features_give_what_the_model_does(home, place):
     """Every method, without the model; the folders know by which view of the images they came about."""
-    for name in ("train", "test"):
-        command("features", home / "run", name, "--out", tmp_path / name, "--view", "fewshot")
-    folders = ["--train", tmp_path / "train", "--test", tmp_path / "test", "--json"]
-    datasets = ["--train", "train", "--test", "test", "--json"]
+    folders, datasets = [*of_folders(place), "--json"], [*BOTH, "--json"]
     for method, shots in (("ridge", "1,5,all"), ("knn", "all"), ("logistic", "all")):
         options = ["--method", method, "--shots", shots]
-        code, found = command("fewshot", *folders, *options)
-        expected = json.loads(command("fewshot", home / "run", *datasets, *options)[1])
-        found = json.loads(found)
-        assert code == 0 and found["tasks"][str(tmp_path / "train")] == expected["tasks"]["train"]
+        found = json.loads(command("fewshot", *folders, *options).stdout)
+        expected = json.loads(command("fewshot", home / "run", *datasets, *options).stdout)
+        assert found["tasks"][str(place / "train")] == expected["tasks"]["train"]
         assert found["policy"] == expected["policy"]
-    heads = json.loads(command("fewshot", *folders, "--method", "heads")[1])["tasks"][str(tmp_path / "train")]["all"]
+    answer = json.loads(command("fewshot", *folders, "--method", "heads").stdout)
+    heads = answer["tasks"][str(place / "train")]["all"]
     assert heads["blocks"] == 1 and not heads["patches"] and heads["mean"] > 0.5
-    shared = json.loads(on_processes(2, "fewshot", *folders))
-    assert shared == json.loads(command("fewshot", *folders)[1])
 
 
 def test_folders_of_features_that_do_not_serve(home, tmp_path):
@@ -203,14 +228,14 @@ def test_folders_of_features_that_do_not_serve(home, tmp_path):
         (["--train", train, "--test", other], 3, "crop"),
         (["--train", train, "--test", test, "--batch", 3], 2, "--batch"),
     ]:
-        code, message = command("fewshot", *arguments)
+        code, message = command("fewshot", *arguments).answer
         assert code == exit_code and word in message, (arguments, code, message)
     content = (test / "labels.npy").read_bytes()
     (test / "labels.npy").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    code, message = command("fewshot", "--train", train, "--test", test)
+    code, message = command("fewshot", "--train", train, "--test", test).answer
     assert code == 3 and "labels.npy" in message and "sha256" in message
     (test / "meta.json").write_text("{}")
-    assert command("fewshot", "--train", train, "--test", test)[0] == 3
+    assert command("fewshot", "--train", train, "--test", test).returncode == 3
 
 
 def test_test_samples_among_the_training_samples_are_refused(home, tmp_path):
@@ -223,47 +248,45 @@ def test_test_samples_among_the_training_samples_are_refused(home, tmp_path):
     shots = ["--shots", "1", "--seeds", "1"]
     for source, place in (([home / "run"], home / "data"), (weights, home / "data"), ([], tmp_path)):
         common = ["--train", place / "train", "--test", place / "part"]
-        code, message = command("fewshot", *source, *common, *shots)
+        code, message = command("fewshot", *source, *common, *shots).answer
         assert code == 3 and "20 of the 20" in message and "--overlap allow" in message, (source, message)
         # One task of two is enough.
-        assert command("fewshot", *source, "--train", place / "part", "--test", place / "test", *common, *shots)[0] == 3
-        assert command("fewshot", *source, *common, *shots, "--overlap", "allow")[0] == 0
+        two = ["--train", place / "part", "--test", place / "test", *common]
+        assert command("fewshot", *source, *two, *shots).returncode == 3
+        assert command("fewshot", *source, *common, *shots, "--overlap", "allow").returncode == 0
     allowed = ["--train", train, "--test", part, *shots, "--set", "evaluation.overlap=allow"]
-    assert command("fewshot", home / "run", *allowed)[0] == 0
-    assert command("fewshot", home / "run", *allowed, "--overlap", "refuse")[0] == 3
+    assert command("fewshot", home / "run", *allowed).returncode == 0
+    assert command("fewshot", home / "run", *allowed, "--overlap", "refuse").returncode == 3
     # Folders whose data have gone are still compared where they are of one dataset.
     meta = json.loads((tmp_path / "train" / "meta.json").read_text()) | {"dataset": "gone"}
     (tmp_path / "train" / "meta.json").write_text(json.dumps(meta))
-    assert command("fewshot", "--train", tmp_path / "train", "--test", tmp_path / "train", *shots)[0] == 3
-    assert command("fewshot", "--train", tmp_path / "train", "--test", tmp_path / "test", *shots)[0] == 0
+    assert command("fewshot", "--train", tmp_path / "train", "--test", tmp_path / "train", *shots).returncode == 3
+    assert command("fewshot", "--train", tmp_path / "train", "--test", tmp_path / "test", *shots).returncode == 0
 
 
 def test_a_shared_strength_is_chosen_on_all_tasks_or_on_the_others(home):
-    data = ["--train", "train", "--test", "test", "--train", "test", "--test", "train"]
+    data = [*BOTH, "--train", "test", "--test", "train"]
     for l2 in ("shared", "others"):
-        _, shown = command("fewshot", home / "run", *data, "--shots", "1", "--l2", l2, "--json")
-        tasks = json.loads(shown)["tasks"]
+        shown = command("fewshot", home / "run", *data, "--shots", "1", "--l2", l2, "--json")
+        tasks = json.loads(shown.stdout)["tasks"]
         assert list(tasks) == ["train", "test"]
         strengths = {task["1shot"]["l2"] for task in tasks.values()}
         assert len(strengths) == 1 or l2 == "others"
 
 
-def test_predict_agrees_with_evaluation(home, tmp_path):
+def test_predict_agrees_with_evaluation(home, place, on_two):
     """The stored JPEGs of the test set, as files: the most probable classes make evaluation's accuracy."""
     manifest, labels = Manifest.load(home / "data" / "test"), {}
     for index in range(2):
         with open_shard(manifest, index) as shard:
             for slot in shard.slots:
-                path = tmp_path / f"{int(shard.file.uid[slot]):03d}.jpg"
-                path.write_bytes(shard.image(slot))
+                path = place / "photos" / f"{int(shard.file.uid[slot]):03d}.jpg"
                 labels[str(path)] = CLASS_NAMES[int(shard.file.label[slot])]
-    shown = on_processes(2, "predict", home / "run", tmp_path, "--json", "--top", 7)
-    lines = [json.loads(line) for line in shown.splitlines()]
+    lines = [json.loads(line) for line in on_two["predict"].splitlines()]
     assert [line["file"] for line in lines] == sorted(labels)
     right = sum(line["top"][0]["class"] == labels[line["file"]] for line in lines)
-    code, evaluated = command("evaluate", home / "run", "--data", "test", "--json")
-    values = json.loads(evaluated)
-    assert code == 0 and values["samples"] == SAMPLES and values["top1"] == right / SAMPLES
+    values = json.loads(command("evaluate", home / "run", "--data", "test", "--json").stdout)
+    assert values["samples"] == SAMPLES and values["top1"] == right / SAMPLES
     assert values["policy"]["classes"] == "same" and values["policy"]["dataset"] == manifest.sha256
     # The run was trained by the sigmoid loss, which has every class by itself.
     model = FinishedModel(home / "run")
@@ -273,8 +296,8 @@ def test_predict_agrees_with_evaluation(home, tmp_path):
     found = {entry["class"]: entry["probability"] for entry in first["top"]}
     torch.testing.assert_close(torch.tensor([found[name] for name in CLASS_NAMES]), expected.cpu(), atol=1e-5, rtol=0)
     of_weights = command("predict", home / "npz.npz", next(iter(labels)), "--model", home / "run/recipe.yaml")
-    assert of_weights[0] == 0 and "class " in of_weights[1]
-    refused, said = command("predict", home / "run", home / "data" / "test")
+    assert of_weights.returncode == 0 and "class " in of_weights.stdout
+    refused, said = command("predict", home / "run", home / "data" / "test").answer
     assert refused == 3 and "vitscale evaluate" in said
 
 
@@ -283,19 +306,15 @@ def test_what_is_no_image_is_told_and_the_others_are_answered(home, tmp_path):
         (tmp_path / "good.jpg").write_bytes(shard.image(0))
     (tmp_path / "empty.jpg").touch()
     (tmp_path / "text.png").write_text("no picture")
-    from typer.testing import CliRunner
-
-    from vitscale.cli.main import app
-
-    result = CliRunner().invoke(app, ["predict", str(home / "run"), str(tmp_path), "--json"])
+    result = command("predict", home / "run", tmp_path, "--json")
     found = {Path(line["file"]).name: line for line in map(json.loads, result.stdout.splitlines())}
     assert "top" in found["good.jpg"] and "error" in found["empty.jpg"] and "error" in found["text.png"]
-    assert getattr(result.exception, "exit_code", None) == 3
+    assert result.returncode == 3
 
 
 def test_bad_input(home, tmp_path):
     run, timm, recipe = home / "run", home / "timm.safetensors", home / "run" / "recipe.yaml"
-    data = ["--train", "train", "--test", "test"]
+    data = BOTH
     names = tmp_path / "names.txt"
     names.write_text("a\nb\nc\nd\ne\nf\ng\n")
     for arguments, exit_code, word in [
@@ -312,5 +331,5 @@ def test_bad_input(home, tmp_path):
         (["fewshot", run, "--train", "train", "--train", "test", "--test", "test"], 2, "--test"),
         (["predict", run, tmp_path / "nothing.jpg"], 3, "nothing.jpg"),
     ]:
-        code, message = command(*arguments)
+        code, message = command(*arguments).answer
         assert code == exit_code and word in message, (arguments, code, message)

@@ -135,7 +135,7 @@ def test_sizes_that_do_not_divide(model, size):
     check(recipe_of(model, size))
 
 
-@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "model",
     [

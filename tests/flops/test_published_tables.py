@@ -3,7 +3,6 @@
 import pytest
 
 from vitscale.flops.published import table_2, table_5, table_6, table_7, table_8, table_9
-from vitscale.recipe.families import architecture
 
 ACCURACIES = ("imagenet", "imagenet_real", "cifar10", "cifar100", "pets", "flowers")
 
@@ -34,25 +33,11 @@ def test_table_5_repeats_table_6():
             assert all(getattr(row, name) == getattr(longest[row.model], name) for name in ACCURACIES)
 
 
-def test_means_of_table_9():
-    vtab = {(row.model, row.pretraining): row.vtab for row in table_2()}
-    for run, scores in table_9().items():
-        mean = scores["mean"]
-        tasks = [score for task, score in scores.items() if task != "mean"]
-        assert len(tasks) == 19 and sum(tasks) / 19 == pytest.approx(mean, abs=0.051)
-        assert vtab[run] == pytest.approx(mean, abs=0.051)
-
-
 def test_twice_the_epochs_are_twice_the_compute():
     """But for one row, which the paper has wrong."""
     of = {(row.model, row.epochs): row.exaflops for row in table_6()}
     for model in {model for model, epochs in of if epochs == 14 and (model, 7) in of}:
         assert (of[model, 14] == pytest.approx(2 * of[model, 7], abs=1.01)) == (model != "R50x1+ViT-L/16")
-
-
-def test_every_model_is_one_of_ours():
-    for row in (*table_5(), *table_6(), *table_7()):
-        architecture(row.model)
 
 
 def test_standard_deviations_belong_to_means():

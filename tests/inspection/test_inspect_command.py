@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from browser import Read, open_page
-from evaluation.test_finished_models import command
+from commands import command
 from messages import assert_messages
 from models.weights.exported import TINY, described, finished_run, valued, write
 from pictures import encoded, make_picture
@@ -42,7 +42,7 @@ def home(tmp_path_factory) -> Path:
 
 
 def inspect(home: Path, out: Path, *arguments: object, images: str = "pictures") -> tuple[int, str]:
-    return command("inspect", *arguments, "--images", home / images, "--out", out)
+    return command("inspect", *arguments, "--images", home / images, "--out", out).answer
 
 
 def figures(out: Path) -> set[str]:
@@ -57,21 +57,15 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_two_exports_of_one_model_give_equal_bytes(home, tmp_path):
-    block = home / "run" / "recipe.yaml"
-    assert inspect(home, tmp_path / "ours", home / "ours" / "model.safetensors")[0] == 0
+def test_another_format_and_a_model_spread_over_memory_and_disk_give_equal_bytes(home, tmp_path):
+    block, source = home / "run" / "recipe.yaml", home / "ours" / "model.safetensors"
+    assert inspect(home, tmp_path / "ours", source)[0] == 0
     assert inspect(home, tmp_path / "google", home / "google" / "model.npz", "--model", block)[0] == 0
+    assert inspect(home, tmp_path / "spread", source, "--max-memory", 1e-4)[0] == 0
     assert figures(tmp_path / "ours") == OF_VITS
     for path in (tmp_path / "ours").iterdir():
-        assert path.read_bytes() == (tmp_path / "google" / path.name).read_bytes(), path.name
-
-
-def test_a_model_that_is_spread_over_memory_and_disk_gives_the_same_bytes(home, tmp_path):
-    source = home / "ours" / "model.safetensors"
-    assert inspect(home, tmp_path / "whole", source)[0] == 0
-    assert inspect(home, tmp_path / "spread", source, "--max-memory", 1e-4)[0] == 0
-    for path in (tmp_path / "whole").iterdir():
-        assert path.read_bytes() == (tmp_path / "spread" / path.name).read_bytes(), path.name
+        for other in ("google", "spread"):
+            assert path.read_bytes() == (tmp_path / other / path.name).read_bytes(), (other, path.name)
 
 
 def test_names_tell_models_apart(home, tmp_path):

@@ -1,14 +1,12 @@
 """Every registered model: whole on the meta device, and small enough to compute with."""
 
-from dataclasses import replace
-
 import torch
 
 from vitscale.models import Model
 from vitscale.models.resnet import ResNet
 from vitscale.models.swin import Swin
 from vitscale.models.vit import ViT
-from vitscale.recipe.families import ResNetShape, Shape, SwinShape, ViTShape, architecture
+from vitscale.recipe.families import ResNetShape, Shape, SwinShape, architecture
 
 # The authors' own test table, 1000 classes, output layer alone.
 AUTHORS_COUNTS = {
@@ -49,27 +47,23 @@ def count(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def computable(name: str, largest: float) -> Shape:
-    """The shape of a registered model; of one with more parameters one block, or a few (narrow) ones a stage."""
-    if count(on_meta(name)) < largest:
-        return architecture(name)
-    shape = shallow(name)
-    with torch.device("meta"):
-        is_small = count(build(shape)) < largest
-    if is_small or isinstance(shape, ViTShape):
-        return shape
-    return replace(shape, **({"width": 32} if isinstance(shape, SwinShape) else {"width_factor": 1}))
-
-
-def shallow(name: str) -> Shape:
-    """One block, or one unit a stage, or two blocks of a Swin, of which one has shifted windows."""
+def small_block(name: str) -> dict:
+    """The `model` block of a registered model with one small block, or a few narrow ones a stage."""
     shape = architecture(name)
     if isinstance(shape, ResNetShape):
-        return replace(shape, blocks=(1,) * len(shape.blocks))
-    if isinstance(shape, SwinShape):
-        return replace(shape, blocks=(2,) * len(shape.blocks), num_heads=1)
-    stem = shape.stem and replace(shape.stem, blocks=(1,) * len(shape.stem.blocks))
-    return replace(shape, depth=1, stem=stem)
+        return {"name": name, "blocks": [1] * len(shape.blocks), "width_factor": 1}
+    if isinstance(shape, SwinShape):  # two blocks, of which one has shifted windows
+        return {"name": name, "width": 32, "num_heads": 1, "blocks": [2] * len(shape.blocks), "window": 2}
+    stem = {} if shape.stem is None else {"blocks": [1] * len(shape.stem.blocks)}
+    return {"name": name, "depth": 1, "width": 96, "mlp_dim": 80, "num_heads": 2} | stem
+
+
+def computable_block(name: str) -> dict:
+    """The `model` block of a registered model; above 100 million parameters it has one block, or a unit a stage."""
+    if count(on_meta(name)) < 100e6:
+        return {"name": name}
+    small = small_block(name)
+    return {key: small[key] for key in ("name", "depth", "blocks", "width_factor") if key in small}
 
 
 def with_values(model: Model, seed: int = 0) -> Model:

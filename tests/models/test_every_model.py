@@ -5,10 +5,19 @@ from functools import cache
 
 import pytest
 import torch
-from models.small_models import AUTHORS_COUNTS, build, computable, count, images, on_meta, with_values
+from models.small_models import (
+    AUTHORS_COUNTS,
+    build,
+    computable_block,
+    count,
+    images,
+    on_meta,
+    small_block,
+    with_values,
+)
 
 from vitscale.models import compile_blocks
-from vitscale.recipe.families import REGISTRY, ResNetShape, Shape, ViTShape, architecture
+from vitscale.recipe.families import REGISTRY, ResNetShape, Shape, ViTShape, architecture, model_of
 
 # Convolution weights without the head in millions, as the authors' table has them.
 CONVOLUTIONS = {
@@ -41,7 +50,7 @@ TIMM_NAMES = {
 SIZE = 64
 
 every_model = pytest.mark.parametrize("name", REGISTRY)
-up_to = pytest.mark.parametrize("largest", [10e6, pytest.param(100e6, marks=pytest.mark.slow)])
+BLOCKS = [small_block, pytest.param(computable_block, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("name", "expected"), AUTHORS_COUNTS.items())
@@ -53,13 +62,6 @@ def test_parameter_counts_of_the_authors_table(name, expected):
 def test_convolution_weights_of_the_resnets(name, millions):
     convolutions = sum(p.numel() for p in on_meta(name).parameters() if p.ndim == 4)
     assert convolutions / 1e6 == pytest.approx(millions, abs=0.1)
-
-
-@pytest.mark.parametrize(("name", "peer"), TIMM_NAMES.items())
-def test_parameter_counts_of_timm(name, peer):
-    timm = pytest.importorskip("timm")
-    with torch.device("meta"):
-        assert count(on_meta(name)) == count(timm.create_model(peer, num_classes=1000))
 
 
 def test_the_other_depths_and_widths_of_timm():
@@ -89,22 +91,22 @@ def test_whole_on_the_meta_device(name):
 
 # Several names have one small shape; it is computed once.
 @cache
-def without_gradient(shape: Shape) -> list[str]:
-    """Parameters that a backward pass leaves without a gradient, with zeros alone, or with what is not finite."""
-    model = with_values(build(shape, image_size=SIZE, num_classes=7))
-    model(images(SIZE)).logits.square().sum().backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return [
-        name
-        for name, gradient in gradients.items()
-        if gradient is None or not gradient.isfinite().all() or gradient.abs().max() == 0
-    ]
+def gradients(shape: Shape, checkpoint_every: int) -> dict[str, torch.Tensor | None]:
+    dropout = {"dropout": 0.3} if isinstance(shape, ViTShape) else {}
+    model = with_values(build(shape, image_size=SIZE, num_classes=7, checkpoint_every=checkpoint_every, **dropout))
+    torch.manual_seed(5)
+    model.train()(images(SIZE)).logits.square().sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@up_to
+@pytest.mark.parametrize("block_of", BLOCKS)
 @every_model
-def test_the_backward_pass_reaches_every_parameter(name, largest):
-    assert without_gradient(computable(name, largest)) == []
+def test_the_backward_pass_reaches_every_parameter_and_recomputation_changes_no_gradient(name, block_of):
+    shape = model_of(**block_of(name)).shape()
+    plain, recomputed = gradients(shape, 0), gradients(shape, 2)
+    for key, gradient in plain.items():
+        assert gradient is not None and gradient.isfinite().all() and gradient.abs().max() > 0, key
+        assert torch.equal(gradient, recomputed[key]), key
 
 
 @cache
@@ -122,25 +124,7 @@ def error_in_bf16(shape: Shape) -> float:
 @every_model
 def test_bf16_is_near_fp32(name):
     """One unit a stage: through 50 layers of random weights a rounding grows to 15 %, in timm's ResNet to 18 %."""
-    assert error_in_bf16(computable(name, largest=0)) < 0.05
-
-
-@cache
-def recomputation_is_exact(shape: Shape) -> bool:
-    dropout = {"dropout" if isinstance(shape, ViTShape) else "drop_path": 0.3}
-    gradients = []
-    for every in (0, 2):
-        model = with_values(build(shape, image_size=SIZE, num_classes=7, checkpoint_every=every, **dropout))
-        torch.manual_seed(5)
-        model.train()(images(SIZE)).logits.square().sum().backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-
-
-@up_to
-@every_model
-def test_recomputation_changes_no_gradient(name, largest):
-    assert recomputation_is_exact(computable(name, largest))
+    assert error_in_bf16(model_of(**small_block(name)).shape()) < 0.05
 
 
 def blocks_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, tuple]]:
@@ -158,22 +142,24 @@ def blocks_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, tuple]]:
     return seen
 
 
-FAMILIES = [
-    ("ViT-Ti/16", {}),
-    ("ViT-Ti/16", {"position": "relative"}),
-    ("ViT-Ti/16", {"position": "2d", "position_at": "every_layer"}),
-    ("Axial-ViT-b/16", {}),
-    ("R26+ViT-S/32", {}),
-    ("ResNet50x1", {}),
-    ("AxialResNet50", {}),
-    ("Swin-T", {"drop_path": 0.3}),
-    ("DINOv3-S/16", {"position": "rope", "drop_path": 0.3}),
-    ("EVA02-B/14", {"position": "1d_rope", "pool": "normed_mean", "drop_path": 0.3}),
+TWO_UNITS = {"blocks": [2]}  # one that projects its shortcut, one that does not
+FAMILIES: list[tuple[str, dict, dict]] = [  # name, what replaces its dimensions, options
+    ("ViT-Ti/16", {}, {}),
+    ("ViT-Ti/16", {}, {"position": "relative"}),
+    ("ViT-Ti/16", {}, {"position": "2d", "position_at": "every_layer"}),
+    ("Axial-ViT-b/16", {}, {}),
+    ("R26+ViT-S/32", {}, {}),
+    ("ResNet50x1", TWO_UNITS, {}),
+    ("AxialResNet50", TWO_UNITS, {}),
+    ("Swin-T", {"blocks": [2, 2]}, {"drop_path": 0.3}),
+    ("DINOv3-S/16", {}, {"position": "rope", "drop_path": 0.3}),
+    ("EVA02-B/14", {}, {"position": "1d_rope", "pool": "normed_mean", "drop_path": 0.3}),
 ]
 
 
-def compiled_blocks_agree(name: str, options: dict, backend: str) -> None:
-    model = with_values(build(architecture(name), image_size=SIZE, num_classes=7, **options))
+def compiled_blocks_agree(name: str, dimensions: dict, options: dict, backend: str) -> None:
+    shape = model_of(**small_block(name) | dimensions).shape()
+    model = with_values(build(shape, image_size=SIZE, num_classes=7, **options))
     blocks = blocks_of(model)
     ends = [(copy.deepcopy(block), block, inputs) for block, inputs in (blocks[0], blocks[-1])]
     torch._dynamo.reset()
@@ -189,15 +175,15 @@ def compiled_blocks_agree(name: str, options: dict, backend: str) -> None:
         assert torch.allclose(*results, rtol=1e-3, atol=1e-3 * results[0].abs().max().item())
 
 
-@pytest.mark.parametrize(("name", "options"), FAMILIES)
-def test_blocks_compile_without_graph_breaks(name, options):
-    compiled_blocks_agree(name, options, "aot_eager")
+@pytest.mark.parametrize(("name", "dimensions", "options"), FAMILIES)
+def test_blocks_compile_without_graph_breaks(name, dimensions, options):
+    compiled_blocks_agree(name, dimensions, options, "aot_eager")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "options"), FAMILIES)
-def test_blocks_compile_to_native_code(name, options):
-    compiled_blocks_agree(name, options, "inductor")
+@pytest.mark.parametrize(("name", "dimensions", "options"), FAMILIES)
+def test_blocks_compile_to_native_code(name, dimensions, options):
+    compiled_blocks_agree(name, dimensions, options, "inductor")
 
 
 def test_parameter_names_of_resnets_are_frozen():
@@ -205,18 +191,8 @@ def test_parameter_names_of_resnets_are_frozen():
         v2 = build(ResNetShape((1, 1)), num_classes=5)
         v1 = build(ResNetShape((1,), variant="v1"), num_classes=5)
         axial = build(ResNetShape((1,), mixing="axial"), num_classes=5)
-    unit = [
-        "norm1.weight",
-        "norm1.bias",
-        "conv1.weight",
-        "norm2.weight",
-        "norm2.bias",
-        "conv2.weight",
-        "norm3.weight",
-        "norm3.bias",
-        "conv3.weight",
-        "proj.weight",
-    ]
+    thirds = (("norm{0}.weight", "norm{0}.bias", "conv{0}.weight"),) * 3
+    unit = [name.format(third) for third, names in enumerate(thirds, 1) for name in names] + ["proj.weight"]
     ends = ["norm.weight", "norm.bias", "head.weight", "head.bias"]
     assert [name for name, _ in v2.named_parameters()] == [
         "features.root.conv.weight",

@@ -25,7 +25,9 @@ from vitscale.training.beginning.tensors import model_parameters, step_tensors
 MODEL = {"name": "ViT-B/16", "num_classes": 1000}
 TINY = {"name": "ViT-Ti/16", "depth": 2, "num_classes": 10}
 H100 = find_device("h100")
-WAYS = [(stage, again, micro) for stage in range(4) for again in range(3) for micro in (1, 8)]
+# Stage, recomputation and micro-batch: each value with every other at least once.
+WAYS = [(0, 0, 1), (0, 1, 8), (0, 2, 1), (1, 0, 8), (1, 1, 1), (1, 2, 8), (2, 0, 1), (2, 1, 8), (2, 2, 1), (3, 0, 8)]
+WAYS += [(3, 1, 1), (3, 2, 8)]
 
 
 def time_of(cluster: Cluster, stage: int, again: int, micro: int, **blocks) -> tuple[StepTime, float]:
@@ -92,12 +94,6 @@ def test_what_is_hidden_is_not_waited_for():
     for stage in (1, 2):
         assert time_of(cluster, stage, 0, 8, **overlapped)[0].waiting < time_of(cluster, stage, 0, 8)[0].waiting
     assert time_of(cluster, 0, 0, 8, **overlapped) == time_of(cluster, 0, 0, 8)
-
-
-def test_with_1024_devices_latencies_are_most_of_what_is_waited_for_in_stage_3():
-    """A gather of each layer and of each small weight, and 1,023 hops for each of them."""
-    few, many = (time_of(make_cluster(H100, count), 3, 0, 128)[0] for count in (8, 1024))
-    assert few.latency < 0.05 * few.total and many.latency > 0.5 * many.waiting > 0.5 * many.compute
 
 
 def plan_of(cluster: Cluster) -> ClusterPlan:

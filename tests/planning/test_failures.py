@@ -62,7 +62,7 @@ def test_useful_time_and_the_best_interval_are_those_of_a_simulated_cluster(fail
     shares = {}
     for factor in (0.25, 1, 4):
         every = max(best * factor, saving.write)
-        shares[factor] = simulate(failures, saving, every, spares, 20_000)
+        shares[factor] = simulate(failures, saving, every, spares, 10_000)
         assert failures.useful(every, saving, spares) == pytest.approx(shares[factor], rel=0.02)
     assert shares[1] == max(shares.values())
 
@@ -73,7 +73,7 @@ def test_restarts_as_long_as_those_of_chaos_are_planned_by_their_median(mtbf_hou
     saving = Saving(0.5, 4)
     best = failures.best_interval(saving)
     shares = {
-        factor: simulate(failures, saving, factor * best, 0, 20_000, CHAOS_RESTARTS)
+        factor: simulate(failures, saving, factor * best, 0, 10_000, CHAOS_RESTARTS)
         for factor in (0.25, 0.7, 1, 1.4, 4)
     }
     for factor, share in shares.items():

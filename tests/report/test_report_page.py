@@ -322,32 +322,28 @@ def test_data_that_have_gone_are_told(root, tmp_path):
     assert [row["status"] for row in content["deduplication"]] == ["unknown"] and read.holes == []
 
 
-@pytest.mark.parametrize("torn", ["metrics", "DONE", "nothing", "no run", "missing", "twice", "two studies", "entries"])
-def test_bad_input_is_told(study, pretrained, root, tmp_path, torn):
+@pytest.mark.parametrize(
+    ("file", "content", "expected"),
+    [
+        ("run/metrics.jsonl", '{"step": 10, "los', RecipeError),
+        ("run/metrics.jsonl", None, RecipeError),
+        ("run/DONE", '{"step": 4', DataError),
+        ("results.json", '{"version": 1, "entries": [{"name": "a"}]}', DataError),
+    ],
+)
+def test_a_damaged_source_is_told(root, tmp_path, file, content, expected):
     (tmp_path / "tiny.yaml").write_text(RECIPE)
-    run = tmp_path / "run"
-    write_run(run, tmp_path / "tiny.yaml", [f"data.root={root}", "data.train=pets/full"])
-    sources, expected = [run], RecipeError
-    if torn == "metrics":
-        (run / "metrics.jsonl").write_text('{"step": 10, "los')
-    elif torn == "DONE":
-        (run / "DONE").write_text('{"step": 4')
-        expected = DataError
-    elif torn == "nothing":
-        (run / "metrics.jsonl").unlink()
-    elif torn == "no run":
-        sources = [tmp_path]
-    elif torn == "missing":
-        sources = [tmp_path / "nowhere"]
-    elif torn == "twice":
-        sources = [run, run]
-    elif torn == "entries":
-        (tmp_path / "results.json").write_text('{"version": 1, "entries": [{"name": "a"}]}')
-        sources, expected = [tmp_path], DataError
-    else:
-        sources = [study, study]
+    write_run(tmp_path / "run", tmp_path / "tiny.yaml", [f"data.root={root}", "data.train=pets/full"])
+    path = tmp_path / file
+    path.unlink() if content is None else path.write_text(content)
     with pytest.raises(expected):
-        gather(sources)
+        gather([path.parent])
+
+
+def test_what_is_no_source_is_told(study, pretrained, tmp_path):
+    for sources in ([tmp_path], [tmp_path / "nowhere"], [pretrained, pretrained], [study, study]):
+        with pytest.raises(RecipeError):
+            gather(sources)
 
 
 def test_the_command_writes_both_files_and_replaces_only_a_report(study, tmp_path):
@@ -420,25 +416,25 @@ def test_inspections_come_onto_the_page_with_their_numbers(study, inspected, tmp
     assert opened.document.count("<svg") == page(gather([study])).count("<svg") + 4
 
 
-@pytest.mark.parametrize("damage", ["missing", "torn", "version", "no drawing", "a key less", "twice"])
-def test_folders_that_no_inspection_has_written_are_told(study, inspected, tmp_path, damage):
+def test_folders_that_no_inspection_has_written_are_told(study, inspected, tmp_path):
+    def error_of(*folders: Path) -> BaseException | None:
+        given = [word for folder in folders for word in ("--inspected", str(folder))]
+        done = CliRunner().invoke(app, ["report", str(study), "-o", str(tmp_path / "out"), *given])
+        assert not (tmp_path / "out").exists()
+        return done.exception
+
     folder = tmp_path / "inspected"
     shutil.copytree(inspected, folder)
     path = folder / "figures.json"
-    content = json.loads(path.read_text())
-    if damage == "missing":
-        path.unlink()
-    elif damage == "torn":
-        path.write_text(path.read_text()[:-100])
-    elif damage == "version":
-        path.write_text(json.dumps(content | {"version": 7}))
-    elif damage == "no drawing":
-        content["figures"][0]["svg"] = "<svg><p></svg>"
-        path.write_text(json.dumps(content))
-    elif damage == "a key less":
-        del content["facts"]
-        path.write_text(json.dumps(content))
-    given = ["--inspected", str(folder)] * (2 if damage == "twice" else 1)
-    done = CliRunner().invoke(app, ["report", str(study), "-o", str(tmp_path / "out"), *given])
-    assert isinstance(done.exception, RecipeError if damage in ("missing", "twice") else DataError)
-    assert not (tmp_path / "out").exists()
+    text = path.read_text()
+    content = json.loads(text)
+    undrawn = [content["figures"][0] | {"svg": "<svg><p></svg>"}, *content["figures"][1:]]
+    without_facts = {key: value for key, value in content.items() if key != "facts"}
+    assert isinstance(error_of(folder, folder), RecipeError)
+    for damaged in (content | {"version": 7}, content | {"figures": undrawn}, without_facts):
+        path.write_text(json.dumps(damaged))
+        assert isinstance(error_of(folder), DataError)
+    path.write_text(text[:-100])
+    assert isinstance(error_of(folder), DataError)
+    path.unlink()
+    assert isinstance(error_of(folder), RecipeError)

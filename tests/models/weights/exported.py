@@ -1,15 +1,17 @@
 """Models with values, and their weights written in a format: what the tests of the weights share."""
 
 import itertools
+import json
 import math
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
-from models.small_models import with_values
+from models.small_models import images, with_values
 
 from vitscale.models import Model
-from vitscale.models.weights import Description, Format, write_weights
+from vitscale.models.weights import Description, Format, load_weights, open_weights, write_weights
 from vitscale.recipe import validate_recipe
 from vitscale.runs.checkpoint import CheckpointIndex, CheckpointStore, Fragment
 from vitscale.runs.names import CHECKPOINTS, RECIPE_FILE
@@ -17,6 +19,7 @@ from vitscale.runs.names import CHECKPOINTS, RECIPE_FILE
 SUFFIX = {"safetensors": ".safetensors", "npz": ".npz", "timm": ".safetensors", "hf": ""}
 TINY = {"patch_size": 8, "width": 48, "depth": 2, "mlp_dim": 96, "num_heads": 3}
 
+LINEAR = TINY | {"head": "linear"}
 NAMES = [f"kind {i}" for i in range(7)]
 
 
@@ -29,18 +32,60 @@ def valued(description: Description, seed: int = 0) -> Model:
     return with_values(description.build().to_empty(device="cpu"), seed).eval()
 
 
-def write(model: Model, description: Description, form: Format, folder: Path, drop_head: bool = False) -> Path:
-    """Write a model's weights in a format; where they are."""
-    path = folder / f"{form}{SUFFIX[form]}"
+def randomised(peer: torch.nn.Module, std: float = 0.3) -> torch.nn.Module:
+    """A model of another library, every parameter random."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in peer.parameters():
+            parameter.normal_(0, std, generator=generator)
+    return peer.eval()
+
+
+def transformers_config(**changes: object):
+    """Transformers' configuration of `TINY`."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 96}
+    ours = {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6, "image_size": 64, "patch_size": 8}
+    return transformers.ViTConfig(**sizes | ours | changes)
+
+
+def write(
+    model: Model, description: Description, form: Format, folder: Path, drop_head: bool = False, name: str = ""
+) -> Path:
+    """Write a model's weights in a format; where they are. timm's are a file, or a folder if `name` has no suffix."""
+    path = folder / (name or f"{form}{SUFFIX[form]}")
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     write_weights(path, form, description, values.__getitem__, drop_head)
     return path
+
+
+def loaded(description: Description, path: Path, notes: list[str] | None = None) -> Model:
+    """The described model with the weights that are there; what is reported goes to `notes`."""
+    model = description.build().to_empty(device="cpu").eval()
+    load_weights(model, open_weights(path), report=[].append if notes is None else notes.append)
+    return model
 
 
 def differing(a: Model, b: Model) -> list[str]:
     """Parameters that are not equal."""
     theirs = dict(b.named_parameters())
     return [name for name, parameter in a.named_parameters() if not torch.equal(parameter, theirs[name])]
+
+
+def assert_equal_logits(model: Model, peer: torch.nn.Module, size: int = 64) -> None:
+    """Compare with a model of another library, which takes (B, 3, H, W), on the pixels that our patches see."""
+    pixels = images(size)
+    seen = size // model.shape.stride * model.shape.stride
+    with torch.no_grad():
+        ours, theirs = model(pixels).logits, peer(pixels.permute(0, 3, 1, 2)[:, :, :seen, :seen])
+    assert ours.std() > 0.1
+    assert (ours - getattr(theirs, "logits", theirs)).abs().max() < 1e-4
+
+
+def edited(path: Path, **changes: object) -> None:
+    """A JSON file with other values; None takes a key away."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
 def _fragments(model: torch.nn.Module, layout: str, ranks: int) -> list[Fragment]:
@@ -58,6 +103,11 @@ def _fragments(model: torch.nn.Module, layout: str, ranks: int) -> list[Fragment
         found += [Fragment(name, a, {"master": flat[a:b]}) for a, b in itertools.pairwise(edges)]
         place += length
     return found
+
+
+def run_of(folder: Path, block: dict = LINEAR, **options) -> Path:
+    """The directory of a run that has ended with this block's model; options as `finished_run` takes them."""
+    return finished_run(folder, valued(described(block)), block, **options)
 
 
 def finished_run(

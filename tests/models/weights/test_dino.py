@@ -1,12 +1,10 @@
 """DINOv2 with registers and DINOv3 of transformers: the same tokens from the same weights, in and out, key by key."""
 
-import json
-
 import pytest
 import torch
 from messages import refusal
 from models.small_models import images
-from models.weights.exported import described, differing, finished_run, valued, write
+from models.weights.exported import described, differing, edited, finished_run, randomised, valued, write
 from safetensors.torch import load_file
 
 from vitscale.cli.export import export
@@ -60,12 +58,7 @@ def theirs_of(case: str) -> torch.nn.Module:
     """Transformers' model, every parameter random."""
     _, name, settings = CASES[case]
     config = getattr(transformers, f"{name}Config")(**THEIRS, **settings)
-    peer = getattr(transformers, f"{name}Model")(config).eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in peer.parameters():
-            parameter.normal_(0.0, 0.3, generator=generator)
-    return peer
+    return randomised(getattr(transformers, f"{name}Model")(config))
 
 
 def assert_same_tokens(ours: Model, peer: torch.nn.Module) -> None:
@@ -150,21 +143,13 @@ def test_a_bare_state_dict_of_theirs(tmp_path):
 def test_a_config_of_another_model(case, changes, tmp_path):
     description, model = ours_of(case)
     folder = write(model, description, "hf", tmp_path, drop_head=True)
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    edited(folder / "config.json", **changes)
     with refusal((CheckpointError, RecipeError), "weights", f"{case} {changes}", {tmp_path: "FOLDER"}):
         describe(open_weights(folder), OURS | CASES[case][0])
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"norm": "rms"},
-        {"qk_norm": True},
-        {"pool": "mean"},
-        {"mlp_dim": 100},
-        {"class_position": False},
-    ],
+    "change", [{"norm": "rms"}, {"qk_norm": True}, {"pool": "mean"}, {"mlp_dim": 100}, {"class_position": False}]
 )
 def test_what_neither_of_them_is_has_no_folder(change, tmp_path):
     description = described(OURS | CASES["v2"][0] | change, SIZE)

@@ -5,9 +5,10 @@ import pytest
 import torch
 from models.small_models import images
 from models.weights.exported import described
+from models.weights.exported import loaded as read_back
 
 from vitscale.ground.errors import CheckpointError
-from vitscale.models.weights import describe, load_weights, open_weights
+from vitscale.models.weights import describe, open_weights
 
 D, HEADS, DEPTH, MLP, PATCH, GRID, CLASSES = 192, 3, 2, 768, 16, 4, 7
 SIZE = PATCH * GRID
@@ -82,9 +83,7 @@ def saved(path, arrays: dict[str, np.ndarray], compressed: bool = False):
 
 def loaded(path, **block):
     notes: list[str] = []
-    model = described(TI | block, SIZE, CLASSES).build().to_empty(device="cpu").eval()
-    load_weights(model, open_weights(path), report=notes.append)
-    return model, notes
+    return read_back(described(TI | block, SIZE, CLASSES), path, notes), notes
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -213,9 +212,8 @@ def test_group_norms_of_four_dimensions(tmp_path):
 def test_positions_are_resampled_as_scipy_does(tmp_path):
     zoom = pytest.importorskip("scipy.ndimage").zoom
     path = saved(tmp_path / "weights.npz", authors())
-    model = described(TI, 96, CLASSES).build().to_empty(device="cpu")
     notes: list[str] = []
-    load_weights(model, open_weights(path), report=notes.append)
+    model = read_back(described(TI, 96, CLASSES), path, notes)
     old = authors()["Transformer/posembed_input/pos_embedding"][0]
     grid = zoom(old[1:].reshape(GRID, GRID, D).astype(np.float64), (6 / 4, 6 / 4, 1), order=1)
     expected = np.concatenate([old[:1], grid.reshape(-1, D)])

@@ -7,14 +7,12 @@ import numpy as np
 import peers  # noqa: F401 (makes timm importable)
 import pytest
 import torch
-from models.small_models import images
-from models.weights.exported import TINY, described, write
+from models.weights.exported import TINY, assert_equal_logits, described, loaded, transformers_config, write
 from models.weights.test_weights_peers import TANH, prepared
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from vitscale.models.vit.positions import resample_positions
-from vitscale.models.weights import load_weights, open_weights
 
 timm = pytest.importorskip("timm")
 zoom = pytest.importorskip("scipy.ndimage").zoom
@@ -64,18 +62,7 @@ def at_the_new_resolution(state: dict[str, torch.Tensor]) -> torch.nn.Module:
 def of_transformers(path: Path) -> torch.nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(2)
-    config = transformers.ViTConfig(
-        hidden_size=TINY["width"],
-        num_hidden_layers=TINY["depth"],
-        num_attention_heads=TINY["num_heads"],
-        intermediate_size=TINY["mlp_dim"],
-        hidden_act="gelu_pytorch_tanh",
-        layer_norm_eps=1e-6,
-        image_size=OLD,
-        patch_size=TINY["patch_size"],
-        num_labels=CLASSES,
-        initializer_range=0.2,
-    )
+    config = transformers_config(image_size=OLD, num_labels=CLASSES, initializer_range=0.2)
     old = transformers.ViTForImageClassification(config)
     old.save_pretrained(path / "weights")
     state = old.state_dict()
@@ -90,15 +77,10 @@ def of_transformers(path: Path) -> torch.nn.Module:
 def test_logits_equal_the_peer_s_on_the_same_resampled_positions(saved, tmp_path):
     peer = saved(tmp_path)
     (path,) = tmp_path.iterdir()
-    model = described(TINY, NEW, CLASSES).build().to_empty(device="cpu").eval()
     notes: list[str] = []
-    load_weights(model, open_weights(path), report=notes.append)
+    model = loaded(described(TINY, NEW, CLASSES), path, notes)
     assert len(notes) == 1 and "resampled from (8, 8) to (12, 12)" in notes[0]
-    pixels = images(NEW)
-    with torch.no_grad():
-        ours, theirs = model(pixels).logits, peer(pixels.permute(0, 3, 1, 2))
-    theirs = getattr(theirs, "logits", theirs)
-    assert ours.std() > 0.1 and (ours - theirs).abs().max() < 1e-4
+    assert_equal_logits(model, peer, NEW)
 
 
 # ---- How others resample ---------------------------------------------------------------------------------------------

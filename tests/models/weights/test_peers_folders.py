@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from models.weights.exported import TINY, described, finished_run, valued, write
+from models.weights.exported import TINY, described, edited, run_of, valued, write
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -202,9 +202,7 @@ ARGUMENTS: list[tuple[str, dict, bool]] = [  # and whether it is refused
 def test_an_argument_of_timm_s_is_computed_or_refused(name, changes, is_refused, tmp_path):
     """timm's logits, or an error: no argument is passed over."""
     peer = saved_by_timm(name, tmp_path, **changes)
-    content = json.loads((tmp_path / "config.json").read_text()) | {"model_args": TIMM[name] | changes}
-    del content["global_pool"]  # which timm does not read
-    (tmp_path / "config.json").write_text(json.dumps(content))
+    edited(tmp_path / "config.json", model_args=TIMM[name] | changes, global_pool=None)  # which timm does not read
     if is_refused:
         with pytest.raises(CheckpointError):
             opened(tmp_path)
@@ -234,8 +232,7 @@ def test_an_argument_of_timm_s_is_computed_or_refused(name, changes, is_refused,
 )
 def test_a_config_that_lies(changes, words, tmp_path):
     saved_by_timm("vit_tiny_patch16_224", tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text()) | changes
-    (tmp_path / "config.json").write_text(json.dumps(content))
+    edited(tmp_path / "config.json", **changes)
     with pytest.raises((CheckpointError, RecipeError), match=words) as caught:
         open_model(str(tmp_path)).fit(report=lambda note: None)
     assert len(str(caught.value)) < 1000 and str(caught.value).isprintable()
@@ -296,9 +293,8 @@ def test_a_folder_with_both_formats(tmp_path):
 )
 def test_timm_s_crop_is_done_or_told(changes, is_told, tmp_path):
     saved_by_timm("vit_tiny_patch16_224", tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
-    content["pretrained_cfg"] |= changes
-    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"]
+    edited(tmp_path / "config.json", pretrained_cfg=config | changes)
     description, _, notes = opened(tmp_path)
     assert any("preprocessing" in note for note in notes) == is_told
     if not is_told:
@@ -313,9 +309,7 @@ def test_timm_s_crop_is_done_or_told(changes, is_told, tmp_path):
 def test_a_run_takes_gelu_and_epsilon(tmp_path):
     peer = transformers.ViTForImageClassification(transformers.ViTConfig(**SIZED))
     peer.save_pretrained(tmp_path / "folder")
-    block = TINY | {"head": "linear"}
-    settings = {"init": {"from": str(tmp_path / "folder")}}
-    run = finished_run(tmp_path / "run", valued(described(block)), block, **settings)
+    run = run_of(tmp_path / "run", init={"from": str(tmp_path / "folder")})
     recipe = read_recipe(run / "recipe.yaml")
     settled, words = settle_functions(recipe, tmp_path / "new")
     assert (settled.model.mlp, settled.model.norm_eps) == ("exact_gelu", 1e-12)
@@ -336,22 +330,20 @@ def test_a_state_dict_alone_gives_its_gelu_where_a_recipe_or_a_name_leaves_it_op
     for given, expected in (({}, "exact_gelu"), ({"mlp": "gelu"}, "gelu")):
         description, _, _ = open_model(str(tmp_path / "theirs.pth")).fit(block | given, report=lambda note: None)
         assert description.model["mlp"] == expected
-    head = block | {"head": "linear"}
-    settings = {"init": {"from": str(tmp_path / "theirs.pth")}}
-    run = finished_run(tmp_path / "run", valued(described(head)), head, **settings)
+    run = run_of(tmp_path / "run", block | {"head": "linear"}, init={"from": str(tmp_path / "theirs.pth")})
     settled, words = settle_functions(read_recipe(run / "recipe.yaml"), tmp_path / "new")
     assert settled.model.mlp == "exact_gelu" and words is not None and "exact_gelu" in words
 
 
 def test_the_model_card(tmp_path):
     huggingface_hub = pytest.importorskip("huggingface_hub")
-    block, evil = TINY | {"head": "linear"}, "photos<script>|x](http://evil)\n---\nlicense: mit"
-    run = finished_run(tmp_path / "run", valued(described(block)), block, data={"train": evil})
+    evil = "photos<script>|x](http://evil)\n---\nlicense: mit"
+    run = run_of(tmp_path / "run", data={"train": evil})
     values = {"validation/top1": 0.75, "a|b\n# c": 0.5}
     line = {"step": 3} | {f"{OF_EVALUATIONS}{key}": value for key, value in values.items()}
     (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     export(str(run), "timm", tmp_path / "out", licence="apache-2.0")
-    local = finished_run(tmp_path / "local", valued(described(block)), block, data={"train": "photos/train"})
+    local = run_of(tmp_path / "local", data={"train": "photos/train"})
     export(str(local), "timm", tmp_path / "of_photos")  # a folder here, and perhaps somebody's dataset on the hub
     assert huggingface_hub.ModelCard.load(tmp_path / "of_photos" / "README.md").data.datasets is None
     text = (tmp_path / "out" / "README.md").read_text()

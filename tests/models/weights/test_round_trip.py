@@ -3,12 +3,12 @@
 import shutil
 
 import pytest
-from models.small_models import count, on_meta, shallow
-from models.weights.exported import TINY, described, differing, valued, write
+from models.test_every_model import BLOCKS
+from models.weights.exported import TINY, described, differing, loaded, valued, write
 
 from vitscale.ground.errors import RecipeError
-from vitscale.models.weights import describe, load_weights, open_weights
-from vitscale.recipe.families import REGISTRY, ResNetShape, SwinShape, ViTShape, architecture
+from vitscale.models.weights import describe, open_weights
+from vitscale.recipe.families import REGISTRY, ViTShape, architecture
 
 FORMATS = ("safetensors", "npz", "timm", "hf")
 SUPPORTED = {
@@ -32,27 +32,14 @@ def family(name: str) -> str:
     return "AxialResNet" if name.startswith("Axial") and "ViT" not in name else name.rstrip("0123456789x").split("-")[0]
 
 
-def block_of(name: str, largest: float) -> dict:
-    """The model block of a registered model; of one with more parameters one block, or a few narrow ones a stage."""
-    if count(on_meta(name)) < largest:
-        return {"name": name}
-    shape = shallow(name)
-    if isinstance(shape, ResNetShape):
-        return {"name": name, "blocks": list(shape.blocks), "width_factor": 1}
-    if isinstance(shape, SwinShape):  # windows that fit into every stage's map
-        return {"name": name, "width": 32, "num_heads": 1, "blocks": list(shape.blocks), "window": 2}
-    stem = {} if shape.stem is None else {"blocks": list(shape.stem.blocks)}
-    return {"name": name, "depth": shape.depth} | stem
-
-
 def test_every_format_is_in_the_table():
     assert {family(name) for name in REGISTRY} == SUPPORTED.keys()
 
 
-@pytest.mark.parametrize("largest", [10e6, pytest.param(100e6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("block_of", BLOCKS)
 @pytest.mark.parametrize("name", REGISTRY)
-def test_every_model_through_every_format(name, largest, tmp_path):
-    description = described(block_of(name, largest))
+def test_every_model_through_every_format(name, block_of, tmp_path):
+    description = described(block_of(name))
     model = valued(description)
     for form in FORMATS:
         if form not in SUPPORTED[family(name)]:
@@ -61,9 +48,7 @@ def test_every_model_through_every_format(name, largest, tmp_path):
             assert list(tmp_path.iterdir()) == []
             continue
         path = write(model, description, form, tmp_path)
-        again = description.build().to_empty(device="cpu")
-        load_weights(again, open_weights(path))
-        assert differing(model, again) == []
+        assert differing(model, loaded(description, path)) == []
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
@@ -88,9 +73,7 @@ def test_variants_of_the_transformer(options, formats, tmp_path):
             with pytest.raises(RecipeError, match=rf"\b{form}\b"):
                 write(model, description, form, tmp_path)
             continue
-        again = description.build().to_empty(device="cpu")
-        load_weights(again, open_weights(write(model, description, form, tmp_path)))
-        assert differing(model, again) == []
+        assert differing(model, loaded(description, write(model, description, form, tmp_path))) == []
 
 
 def test_post_activation_resnets_are_ours_and_timm_s(tmp_path):
@@ -99,9 +82,7 @@ def test_post_activation_resnets_are_ours_and_timm_s(tmp_path):
     with pytest.raises(RecipeError, match=r"\bnpz\b.*\btimm\b"):
         write(model, description, "npz", tmp_path)
     for form in ("safetensors", "timm"):
-        again = description.build().to_empty(device="cpu")
-        load_weights(again, open_weights(write(model, description, form, tmp_path)))
-        assert differing(model, again) == []
+        assert differing(model, loaded(description, write(model, description, form, tmp_path))) == []
         (tmp_path / f"{form}.safetensors").unlink()
 
 
@@ -125,11 +106,9 @@ def test_our_own_file_says_it_all(tmp_path):
     names = [f"class {i} ü" for i in range(7)]
     description = described(TINY | {"pool": "mean", "position": {"kind": "2d"}}, class_names=names)
     model = valued(description)
-    source = open_weights(write(model, description, "safetensors", tmp_path))
-    found = describe(source)
+    path = write(model, description, "safetensors", tmp_path)
+    found = describe(open_weights(path))
     assert (found.image_size, found.num_classes, found.class_names) == (64, 7, names)
-    again = found.build().to_empty(device="cpu")
-    load_weights(again, source)
-    assert differing(model, again) == []
+    assert differing(model, loaded(found, path)) == []
     with pytest.raises(RecipeError, match="width 48, not 768"):
-        describe(source, {"name": "ViT-B/16"})
+        describe(open_weights(path), {"name": "ViT-B/16"})

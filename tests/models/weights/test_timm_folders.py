@@ -6,24 +6,28 @@ import peers  # noqa: F401 (makes timm importable)
 import pytest
 import torch
 from models.small_models import images
-from models.weights.exported import NAMES, TINY, described, differing, finished_run, valued, write
-from models.weights.test_weights_peers import assert_equal_logits, prepared
+from models.weights.exported import (
+    NAMES,
+    TINY,
+    assert_equal_logits,
+    described,
+    differing,
+    edited,
+    finished_run,
+    loaded,
+    valued,
+    write,
+)
+from models.weights.test_weights_peers import prepared
 
 from vitscale.cli.export import export
 from vitscale.ground.errors import RecipeError
-from vitscale.models import Model
-from vitscale.models.weights import Description, describe, load_weights, open_weights, write_weights
+from vitscale.models.weights import Description, describe, open_weights, write_weights
 from vitscale.recipe import EvalCrop, Normalise
 from vitscale.recipe.families import REGISTRY, architecture
 
 timm = pytest.importorskip("timm")
 SIZE = 64
-
-
-def written(model: Model, description: Description, out, **options):
-    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    write_weights(out, "timm", description, values.__getitem__, **options)
-    return out
 
 
 @pytest.mark.parametrize(
@@ -40,20 +44,19 @@ def written(model: Model, description: Description, out, **options):
 )
 def test_timm_opens_the_folder(block, tmp_path):
     description, model = prepared(block)
-    peer = timm.create_model(f"local-dir:{written(model, description, tmp_path / 'timm')}", pretrained=True).eval()
+    out = write(model, description, "timm", tmp_path, name="timm")
+    peer = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
     assert_equal_logits(model, peer)
     config = timm.data.resolve_model_data_config(peer)
     assert tuple(config["input_size"]) == (3, SIZE, SIZE)
     assert [*config["mean"], *config["std"]] == [0.5] * 6
-    again = description.build().to_empty(device="cpu")
     notes: list[str] = []
-    load_weights(again, open_weights(tmp_path / "timm"), report=notes.append)
-    assert differing(model, again) == [] and notes == []
+    assert differing(model, loaded(description, out, notes)) == [] and notes == []
 
 
 def test_without_a_head(tmp_path):
     description, model = prepared({"name": "ViT-Ti/16", "depth": 2})
-    out = written(model, description, tmp_path / "timm", drop_head=True)
+    out = write(model, description, "timm", tmp_path, drop_head=True, name="timm")
     peer = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
     with torch.no_grad():
         assert (peer(images(SIZE).permute(0, 3, 1, 2)) - model(images(SIZE)).tokens[:, 0]).abs().max() < 1e-4
@@ -87,7 +90,7 @@ def test_every_model_has_a_name_or_is_refused(name, tmp_path):
 def test_what_the_folder_says(crop, mode, interpolation, tmp_path):
     normalise = Normalise(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225]) if crop else None
     description = Description(TINY | {"head": "linear"}, SIZE, 7, NAMES, eval_crop=crop, normalise=normalise)
-    out = written(valued(description), description, tmp_path / "timm")
+    out = write(valued(description), description, "timm", tmp_path, name="timm")
     peer = timm.create_model(f"local-dir:{out}", pretrained=True)
     assert peer.pretrained_cfg["label_names"] == NAMES
     config = timm.data.resolve_model_data_config(peer)
@@ -108,11 +111,10 @@ def test_what_the_folder_says(crop, mode, interpolation, tmp_path):
 
 def test_what_a_folder_leaves_out_is_what_timm_takes(tmp_path):
     description = described(TINY)
-    out = written(valued(description), description, tmp_path / "timm")
-    content = json.loads((out / "config.json").read_text())
-    for key in ("mean", "std", "interpolation"):
-        del content["pretrained_cfg"][key]
-    (out / "config.json").write_text(json.dumps(content))
+    out = write(valued(description), description, "timm", tmp_path, name="timm")
+    config = json.loads((out / "config.json").read_text())["pretrained_cfg"]
+    left = {key: value for key, value in config.items() if key not in ("mean", "std", "interpolation")}
+    edited(out / "config.json", pretrained_cfg=left)
     config = timm.data.resolve_model_data_config(timm.create_model(f"local-dir:{out}", pretrained=True))
     expected = Normalise(mean=list(config["mean"]), std=list(config["std"]))
     found = describe(open_weights(out), TINY)
@@ -133,15 +135,13 @@ def test_the_printed_line_opens_a_file(tmp_path, monkeypatch, capsys):
 def test_other_heads_and_activations_are_the_folder_s(tmp_path):
     description = described(TINY)
     model = valued(description)
-    out = written(model, description, tmp_path / "timm")
-    config = json.loads((out / "config.json").read_text())
-    config["model_args"] |= {"num_heads": 6}
-    (out / "config.json").write_text(json.dumps(config))
+    out = write(model, description, "timm", tmp_path, name="timm")
+    arguments = json.loads((out / "config.json").read_text())["model_args"]
+    edited(out / "config.json", model_args=arguments | {"num_heads": 6})
     with pytest.raises(RecipeError, match=r"num_heads 6, not 3"):
         describe(open_weights(out), TINY)
-    del config["model_args"]["act_layer"]
-    config["model_args"]["num_heads"] = 3
-    (out / "config.json").write_text(json.dumps(config))
+    del arguments["act_layer"]
+    edited(out / "config.json", model_args=arguments)
     assert describe(open_weights(out), TINY).model["mlp"] == "exact_gelu"
     with pytest.raises(RecipeError, match=r"mlp 'exact_gelu', not 'gelu'"):
         describe(open_weights(out), TINY | {"mlp": "gelu"})

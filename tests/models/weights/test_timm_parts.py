@@ -6,12 +6,20 @@ import json
 import pytest
 import torch
 from messages import refusal
-from models.small_models import images
-from models.weights.exported import described, differing, valued, write
+from models.weights.exported import (
+    assert_equal_logits,
+    described,
+    differing,
+    edited,
+    loaded,
+    randomised,
+    valued,
+    write,
+)
 from safetensors.torch import load_file, save_file
 
 from vitscale.ground.errors import CheckpointError, RecipeError
-from vitscale.models.weights import Description, describe, load_weights, open_weights, write_weights
+from vitscale.models.weights import Description, describe, load_weights, open_weights
 from vitscale.models.weights.table import table, their_shapes
 from vitscale.recipe.families import model_of
 
@@ -57,20 +65,7 @@ every_case = pytest.mark.parametrize("name", CASES)
 
 def theirs_of(name: str, num_classes: int = 7) -> torch.nn.Module:
     """timm's model, every parameter random."""
-    peer = timm.create_model(name, num_classes=num_classes, **THEIRS, **CASES[name][1]).eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in peer.parameters():
-            parameter.normal_(0.0, 0.3, generator=generator)
-    return peer
-
-
-def assert_equal_logits(ours: torch.nn.Module, peer: torch.nn.Module) -> None:
-    pixels = images(SIZE)
-    with torch.no_grad():
-        found, expected = ours(pixels).logits, peer(pixels.permute(0, 3, 1, 2))
-    assert found.std() > 0.1
-    assert (found - expected).abs().max() < 1e-4
+    return randomised(timm.create_model(name, num_classes=num_classes, **THEIRS, **CASES[name][1]))
 
 
 @every_case
@@ -92,13 +87,10 @@ def test_weights_in_and_out(name, tmp_path):
 def test_timm_opens_our_folder(name, tmp_path):
     description = described(OURS | CASES[name][0], SIZE)
     model = valued(description)
-    values = {key: parameter.detach() for key, parameter in model.named_parameters()}
-    write_weights(tmp_path / "folder", "timm", description, values.__getitem__)
-    peer = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True).eval()
-    assert_equal_logits(model, peer)
-    returned, notes = valued(description, seed=1), []
-    load_weights(returned, open_weights(tmp_path / "folder"), report=notes.append)
-    assert differing(model, returned) == [] and notes == []
+    out = write(model, description, "timm", tmp_path, name="folder")
+    assert_equal_logits(model, timm.create_model(f"local-dir:{out}", pretrained=True).eval())
+    notes: list[str] = []
+    assert differing(model, loaded(description, out, notes)) == [] and notes == []
 
 
 def test_what_timm_does_not_have(tmp_path):
@@ -150,22 +142,11 @@ def test_the_shapes_of_eva_02_are_timm_s(name, theirs):
     assert counted == sum(parameter.numel() for parameter in published.parameters())
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_heads": 6},
-        {"rope_temperature": 100.0},
-        {"ref_feat_shape": [24, 24]},
-    ],
-)
+@pytest.mark.parametrize("changes", [{"num_heads": 6}, {"rope_temperature": 100.0}, {"ref_feat_shape": [24, 24]}])
 def test_a_folder_of_another_eva_02(changes, tmp_path):
     description = described(OURS | CASES["eva02_base_patch14_224"][0], SIZE)
-    model = valued(description)
-    values = {key: parameter.detach() for key, parameter in model.named_parameters()}
-    write_weights(tmp_path / "folder", "timm", description, values.__getitem__)
-    config = json.loads((tmp_path / "folder" / "config.json").read_text())
-    config["model_args"] |= changes
-    (tmp_path / "folder" / "config.json").write_text(json.dumps(config))
+    config = write(valued(description), description, "timm", tmp_path, name="folder") / "config.json"
+    edited(config, model_args=json.loads(config.read_text())["model_args"] | changes)
     with refusal((CheckpointError, RecipeError), "weights", f"EVA-02 {changes}", {tmp_path: "FOLDER"}):
         describe(open_weights(tmp_path / "folder"), OURS | CASES["eva02_base_patch14_224"][0])
 
@@ -175,10 +156,7 @@ def test_exact_gelu_and_another_epsilon_go_to_transformers(tmp_path):
     description = described(OURS | {"norm_eps": 1e-3}, SIZE)
     model = valued(description)
     folder = write(model, description, "hf", tmp_path)
-    peer = transformers.ViTForImageClassification.from_pretrained(folder).eval()
-    with torch.no_grad():
-        difference = model(images(SIZE)).logits - peer(images(SIZE).permute(0, 3, 1, 2)).logits
-    assert difference.abs().max() < 1e-4
+    assert_equal_logits(model, transformers.ViTForImageClassification.from_pretrained(folder).eval())
     notes: list[str] = []
     load_weights(model, open_weights(folder), report=notes.append)
     assert notes == []

@@ -9,7 +9,16 @@ import pytest
 import torch
 from models.small_models import images, on_meta
 from models.test_every_model import TIMM_NAMES
-from models.weights.exported import TINY, described, valued, write
+from models.weights.exported import (
+    NAMES,
+    TINY,
+    assert_equal_logits,
+    described,
+    randomised,
+    transformers_config,
+    valued,
+    write,
+)
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -45,16 +54,6 @@ def prepared(block: dict):
             if parameter.ndim == 4:
                 parameter.mul_(parameter[0].numel() ** 0.5)
     return description, model
-
-
-def assert_equal_logits(model: torch.nn.Module, peer: torch.nn.Module) -> None:
-    pixels = images(SIZE)
-    with torch.no_grad():
-        ours = model(pixels).logits
-        theirs = peer(pixels.permute(0, 3, 1, 2))
-    theirs = getattr(theirs, "logits", theirs)
-    assert ours.std() > 0.1
-    assert (ours - theirs).abs().max() < 1e-4
 
 
 @of_timm
@@ -145,24 +144,18 @@ def opened_by_transformers(folder, complaints: list[str]) -> torch.nn.Module:
 # 60 is no multiple of 8: the last pixels are not seen, and transformers is given the ones that are.
 @pytest.mark.parametrize("size", [64, 60])
 def test_transformers_opens_our_folder_and_computes_our_logits(size, complaints, tmp_path):
-    names = [f"kind {i}" for i in range(CLASSES)]
-    description = described(TINY, size, CLASSES, names)
+    description = described(TINY, size, CLASSES, NAMES)
     model = valued(description)
     peer = opened_by_transformers(write(model, description, "hf", tmp_path), complaints)
-    assert [peer.config.id2label[i] for i in range(CLASSES)] == names and peer.config.label2id["kind 3"] == 3
-    seen = size // 8 * 8
-    assert peer.config.image_size == seen
-    pixels = images(size)
-    with torch.no_grad():
-        difference = model(pixels).logits - peer(pixels.permute(0, 3, 1, 2)[:, :, :seen, :seen]).logits
-    assert difference.abs().max() < 1e-4
+    assert [peer.config.id2label[i] for i in range(CLASSES)] == NAMES and peer.config.label2id["kind 3"] == 3
+    assert peer.config.image_size == size // 8 * 8
+    assert_equal_logits(model, peer, size)
 
 
 def test_the_pipeline_of_transformers_prepares_images_as_we_do(complaints, tmp_path):
     from transformers import pipeline
 
-    names = [f"kind {i}" for i in range(CLASSES)]
-    description = described(TINY, SIZE, CLASSES, names)
+    description = described(TINY, SIZE, CLASSES, NAMES)
     model = valued(description)
     classify = pipeline("image-classification", model=str(write(model, description, "hf", tmp_path)), device="cpu")
     picture = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
@@ -170,8 +163,7 @@ def test_the_pipeline_of_transformers_prepares_images_as_we_do(complaints, tmp_p
     with torch.no_grad():
         pixels = torch.from_numpy(picture)[None].float() / 127.5 - 1
         expected = model(pixels).logits.softmax(-1)[0]
-    assert answers.keys() == set(names)
-    assert all(answers[name] == pytest.approx(float(expected[i]), abs=1e-4) for i, name in enumerate(names))
+    assert answers == pytest.approx(dict(zip(NAMES, expected.tolist(), strict=True)), abs=1e-4)
 
 
 def test_a_pretraining_head_leaves_transformers_the_representation_alone(complaints, tmp_path):
@@ -191,27 +183,16 @@ def test_a_pretraining_head_leaves_transformers_the_representation_alone(complai
 def test_what_transformers_writes_is_read(how, tmp_path):
     import transformers
 
-    _, model = prepared({"name": "ViT-Ti/16"})
-    config = transformers.ViTConfig(
-        hidden_size=192,
-        num_hidden_layers=12,
-        num_attention_heads=3,
-        intermediate_size=768,
-        hidden_act="gelu_pytorch_tanh",
-        layer_norm_eps=1e-6,
-        image_size=SIZE,
-        patch_size=16,
-        id2label={i: f"kind {i}" for i in range(CLASSES)},
-        label2id={f"kind {i}": i for i in range(CLASSES)},
-    )
-    peer = transformers.ViTForImageClassification(config).eval()
+    _, model = prepared(TINY)
+    labels = {"id2label": dict(enumerate(NAMES)), "label2id": {name: i for i, name in enumerate(NAMES)}}
+    peer = randomised(transformers.ViTForImageClassification(transformers_config(**labels)))
     path = tmp_path / "folder"
     if how == "modules' names":
         torch.save(peer.state_dict(), path := tmp_path / "state.bin")
     else:
-        peer.save_pretrained(path, max_shard_size="4MB" if how == "in shards" else "1GB")
+        peer.save_pretrained(path, max_shard_size="40KB" if how == "in shards" else "1GB")
         assert (len(list(path.glob("*.safetensors"))) > 1) == (how == "in shards")
-        assert describe(open_weights(path), {"name": "ViT-Ti/16"}).class_names == [f"kind {i}" for i in range(CLASSES)]
+        assert describe(open_weights(path), TINY).class_names == NAMES
     notes: list[str] = []
     load_weights(model, open_weights(path), report=notes.append)
     assert notes == []
@@ -221,9 +202,7 @@ def test_what_transformers_writes_is_read(how, tmp_path):
 def test_the_activation_is_the_folder_s(tmp_path):
     import transformers
 
-    config = transformers.ViTConfig(
-        hidden_size=48, num_hidden_layers=2, num_attention_heads=3, intermediate_size=96, image_size=64, patch_size=8
-    )
+    config = transformers_config(hidden_act="gelu", layer_norm_eps=1e-12)  # its own defaults
     transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "folder")
     found = describe(open_weights(tmp_path / "folder"), TINY).model
     assert (found["mlp"], found["norm_eps"]) == ("exact_gelu", 1e-12)
@@ -233,17 +212,7 @@ def test_the_headless_model_of_transformers(tmp_path):
     """Its names have no `vit.` before them, and its pooler is the dense layer of a pre-training head."""
     import transformers
 
-    config = transformers.ViTConfig(
-        hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        intermediate_size=96,
-        hidden_act="gelu_pytorch_tanh",
-        layer_norm_eps=1e-6,
-        image_size=SIZE,
-        patch_size=8,
-    )
-    peer = transformers.ViTModel(config).eval()
+    peer = transformers.ViTModel(transformers_config()).eval()
     peer.save_pretrained(tmp_path / "folder")
     source = open_weights(tmp_path / "folder")
     _, model = prepared(TINY)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from models.weights.exported import TINY, described, finished_run, valued, write
+from models.weights.exported import TINY, described, edited, run_of, valued, write
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -20,16 +20,9 @@ from vitscale.recipe import Normalise
 IMAGENET = Normalise(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
 
 
-def edited(path, **changes):
-    """A JSON file with other values; None takes a key away."""
-    content = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
-
-
 def folder(tmp_path, class_names=None):
     description = described(TINY, class_names=class_names)
-    model = valued(description)
-    return model, write(model, description, "hf", tmp_path)
+    return write(valued(description), description, "hf", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +48,7 @@ def folder(tmp_path, class_names=None):
     ],
 )
 def test_a_config_of_another_model(changes, words, tmp_path):
-    _, path = folder(tmp_path)
+    path = folder(tmp_path)
     edited(path / "config.json", **changes)
     with pytest.raises((CheckpointError, RecipeError), match=words) as caught:
         describe(open_weights(path), TINY)
@@ -83,13 +76,13 @@ def test_what_a_config_leaves_out_is_what_transformers_takes():
     ],
 )
 def test_how_a_preprocessor_normalises(changes, expected, tmp_path):
-    _, path = folder(tmp_path)
+    path = folder(tmp_path)
     edited(path / "preprocessor_config.json", **changes)
     assert describe(open_weights(path), TINY).normalise == expected
 
 
 def test_a_preprocessor_that_cannot_be_read(tmp_path):
-    _, path = folder(tmp_path)
+    path = folder(tmp_path)
     (path / "preprocessor_config.json").write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match=r"preprocessor_config\.json"):
         open_weights(path)
@@ -99,8 +92,7 @@ def test_an_exported_run_keeps_its_normalisation(tmp_path):
     """Through a file of ours to a folder of transformers', whose processor prepares an image as the run does."""
     transformers = pytest.importorskip("transformers")
     data = {"normalise": IMAGENET.model_dump(), "eval_crop": {"kind": "square", "fraction": 1.0}}
-    block = TINY | {"head": "linear"}
-    run = finished_run(tmp_path / "run", valued(described(TINY)), block, data=data, precision="fp32")
+    run = run_of(tmp_path / "run", data=data, precision="fp32")
     export(str(run), "safetensors", tmp_path / "own.safetensors")
     export(str(tmp_path / "own.safetensors"), "hf", tmp_path / "hf")
     own = describe(open_weights(tmp_path / "own.safetensors"))
@@ -116,14 +108,7 @@ def test_an_exported_run_keeps_its_normalisation(tmp_path):
 
 @pytest.mark.parametrize("loss", ["sigmoid", "softmax", "bce"])
 def test_weights_keep_the_loss_that_turns_outputs_into_probabilities(loss, tmp_path):
-    block = TINY | {"head": "linear"}
-    run = finished_run(
-        tmp_path / "run",
-        valued(described(block)),
-        block,
-        objective={"kind": "classification", "loss": loss},
-        precision="fp32",
-    )
+    run = run_of(tmp_path / "run", objective={"kind": "classification", "loss": loss}, precision="fp32")
     places = {"hf": "hf", "timm": "timm", "safetensors": "ours.safetensors"}
     for form, place in places.items():
         export(str(run), form, tmp_path / place)
@@ -155,7 +140,7 @@ def test_of_runs_from_before_there_was_a_choice_the_normalisation_is_known(tmp_p
 
 
 def test_classes_of_one_name_are_told_apart(tmp_path, capsys):
-    _, path = folder(tmp_path, ["crane", "ox", "crane", "crane (0)", "ox (4)", "a", "b"])
+    path = folder(tmp_path, ["crane", "ox", "crane", "crane (0)", "ox (4)", "a", "b"])
     config = json.loads((path / "config.json").read_text())
     labels = [config["id2label"][str(i)] for i in range(7)]
     assert labels == ["crane (0) (0)", "ox", "crane (2)", "crane (0) (3)", "ox (4)", "a", "b"]
@@ -206,7 +191,7 @@ def test_an_index_of_a_thousand_brackets(tmp_path):
 
 
 def test_an_index_names_files_beside_it(tmp_path):
-    _, path = folder(tmp_path)
+    path = folder(tmp_path)
     (path / "model.safetensors").unlink()
     index = path / "model.safetensors.index.json"
     for name in ("a\0.safetensors", "\ud800.safetensors", "../x.safetensors", "gone.safetensors"):
@@ -233,7 +218,7 @@ def test_an_index_names_files_beside_it(tmp_path):
     ],
 )
 def test_a_preprocessor_that_is_not_followed_is_told(changes, tmp_path):
-    _, path = folder(tmp_path)
+    path = folder(tmp_path)
     source = open_weights(path)
     assert not source.notes and not source.seen_otherwise
     edited(path / "preprocessor_config.json", **changes)
