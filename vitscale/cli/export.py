@@ -57,7 +57,7 @@ def export(
     options |= {"num-classes": num_classes, "image-size": image_size, "head": head}
     try:
         kind = kind_of(source)
-        idle = {f"--{name}": value for name, value in options.items() if name not in _OPTIONS[kind]}
+        idle = {f"--{name}": value for name, value in sorted(options.items()) if name not in _OPTIONS[kind]}
         refuse(f"{source} is {kind}", idle)
         is_fresh = kind == "a model's name"
         if is_fresh and num_classes is None and not drop_head:
