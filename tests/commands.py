@@ -42,6 +42,7 @@ def command(*arguments: object, app: Any = vitscale_app) -> Ended:
 
 def on_processes(processes: int, *commands: Sequence[object]) -> list[str]:
     """Standard output of several commands of `vitscale`, one after the other in one `accelerate launch`."""
+    # Known fault: for --cpu the accelerate of constraints.txt starts one process; --multi_gpu starts all, on CPUs too.
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes)]
     launcher += ["--num_machines", "1", "--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]
     words = json.dumps([[str(word) for word in arguments] for arguments in commands])
