@@ -16,7 +16,12 @@ from vitscale.models.weights import describe, load_weights, open_weights
 timm = pytest.importorskip("timm")
 SMALL = {"name": "Swin-T", "width": 32, "num_heads": 2, "blocks": [2, 2, 2, 2]}
 # (block, side of the images): as published; windows of 12; every stage's windows in whole; later stages' clamped.
-SIZES = [({"name": "Swin-T"}, 224), ({**SMALL, "window": 12}, 384), ({**SMALL, "window": 2}, 64), ({**SMALL, "window": 4}, 64)]
+SIZES = [
+    ({"name": "Swin-T"}, 224),
+    ({**SMALL, "window": 12}, 384),
+    ({**SMALL, "window": 2}, 64),
+    ({**SMALL, "window": 4}, 64),
+]
 sizes = pytest.mark.parametrize(("block", "size"), SIZES, ids=["published", "12", "2", "clamped"])
 
 
