@@ -8,7 +8,7 @@ from ranks import run_smoke_forms, start
 
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.recipe import list_recipes, load_recipe, override, smoke_form
-from vitscale.recipe.families import ResNetShape
+from vitscale.recipe.families import ResNetShape, SwinShape
 from vitscale.runs.checkpoint import CheckpointStore
 
 RECIPES = sorted(list_recipes())
@@ -70,6 +70,8 @@ def test_the_smoke_form_keeps_what_chooses_between_code_paths(stem, tmp_path):
     assert type(one) is type(other)
     if isinstance(one, ResNetShape):
         assert (one.variant, one.mixing, len(one.blocks)) == (other.variant, other.mixing, len(other.blocks))
+    elif isinstance(one, SwinShape):
+        assert (one.patch_size, len(one.blocks)) == (other.patch_size, len(other.blocks))
     else:
         assert (one.attention, one.patch_size) == (other.attention, other.patch_size)
         assert (one.stem is None) == (other.stem is None)
