@@ -115,7 +115,7 @@ def test_every_parameter_is_trained_and_evaluated(root, family, stage):
 )
 def test_a_run_of_any_stage_leaves_in_a_format_and_comes_back(root, family, form, stage, tmp_path):
     run_dir = root / "runs" / f"{family}-zero{stage}"
-    out = tmp_path / ("weights.npz" if form == "npz" else "weights.safetensors")
+    out = tmp_path / {"npz": "weights.npz", "hf": "folder"}.get(form, "weights.safetensors")
     export(str(run_dir), form, out)
     recipe, reader = open_run(run_dir)
     trained = load_model(recipe, reader)

@@ -8,7 +8,7 @@ from ranks import asked, on_ranks, quick_of, run_smoke_forms
 
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.recipe import list_recipes, load_recipe, override, smoke_form
-from vitscale.recipe.families import ResNetShape
+from vitscale.recipe.families import ResNetShape, SwinShape
 
 RECIPES = sorted(list_recipes())
 # One of each code path in every run of the tests; all of them in `make test-all`.
@@ -65,6 +65,8 @@ def test_the_smoke_form_keeps_what_chooses_between_code_paths(stem, tmp_path):
     assert type(one) is type(other)
     if isinstance(one, ResNetShape):
         assert (one.variant, one.mixing, len(one.blocks)) == (other.variant, other.mixing, len(other.blocks))
+    elif isinstance(one, SwinShape):
+        assert (one.patch_size, len(one.blocks)) == (other.patch_size, len(other.blocks))
     else:
         assert (one.attention, one.patch_size) == (other.attention, other.patch_size)
         assert (one.stem is None) == (other.stem is None)

@@ -16,7 +16,7 @@ Reads = Literal["class token", "patches", "pooling"]
 class Windows(NamedTuple):
     """The windows of a layer: how many an image has, positions along a side of one, and the pixels between two."""
 
-    count: int
+    number: int
     side: int
     stride: int
 

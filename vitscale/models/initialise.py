@@ -52,6 +52,15 @@ def normal(std: float) -> Initialiser:
     return fill
 
 
+def uniform(bound: float) -> Initialiser:
+    """Uniform between `-bound` and `bound`."""
+
+    def fill(tensor: Tensor, generator: torch.Generator) -> None:
+        tensor.uniform_(-bound, bound, generator=generator)
+
+    return fill
+
+
 def lecun_normal(tensor: Tensor, generator: torch.Generator) -> None:
     """Variance 1 / fan_in from a normal truncated at two standard deviations (flax's default for dense and conv)."""
     truncated_std = 0.87962566103423978  # standard deviation of a unit normal truncated to [-2, 2]

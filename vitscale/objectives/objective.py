@@ -139,11 +139,12 @@ class Objective(nn.Module):
     def forward(
         self, images: Tensor | Sequence[Tensor], labels: Tensor | None = None, plan: Plan = ()
     ) -> Losses | Outputs | Tensor:
-        """The engine's only entry: the losses of views with labels, what they are prepared by without; the outputs for
-        images."""
-        if isinstance(images, Tensor):
-            return self.predict(images)
-        return self.prepare(images, plan) if labels is None else self.losses(images, labels, plan)
+        """The engine's only entry: with labels losses, of images as of one view each; without them the outputs for
+        images, and what losses of views are prepared by.
+        """
+        if labels is None:
+            return self.predict(images) if isinstance(images, Tensor) else self.prepare(images, plan)
+        return self.losses((images[:, None],) if isinstance(images, Tensor) else images, labels, plan)
 
     def learn_from(self, teacher: Model) -> None:
         """Take the teacher that `build_teacher` has made, with its values; it does not become a submodule."""

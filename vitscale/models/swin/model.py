@@ -7,12 +7,11 @@ classes.
 from collections.abc import Sequence
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitscale.models.anatomy import Anatomy, AttentionLayer, Windows
-from vitscale.models.initialise import Initialiser, constant, normal
+from vitscale.models.initialise import Initialiser, constant, normal, uniform
 from vitscale.models.layers import (
     CHANNELS,
     LayerNorm,
@@ -183,8 +182,7 @@ class Swin(Model):
         """How the parameter `name` is filled at the start of training: as in the authors' code."""
         layer, _, kind = name.rpartition(".")
         if layer == "embedding":  # a convolution, of which they leave torch's own
-            bound = self.shape.patch_dim**-0.5
-            return lambda tensor, generator: torch.nn.init.uniform_(tensor, -bound, bound, generator)
+            return uniform(self.shape.patch_dim**-0.5)
         if layer.endswith(("norm", "norm1", "norm2")):
             return constant(1.0 if kind == "weight" else 0.0)
         if kind == "bias":

@@ -25,14 +25,14 @@ _TIMM_NAMES = {
     f"swin_{word}_patch4_window7_224": architecture(f"Swin-{word[0].upper()}")
     for word in ("tiny", "small", "base", "large")
 }
-_IN_BLOCK_OF_TIMM = (
-    *(("norm1", "norm1"), ("attention.qkv", "attn.qkv"), ("attention.out", "attn.proj"), ("norm2", "norm2")),
-    *(("mlp.fc1", "mlp.fc1"), ("mlp.fc2", "mlp.fc2")),
-)
-_IN_BLOCK_OF_TRANSFORMERS = (
-    *(("norm1", "layernorm_before"), ("attention.out", "attention.output.dense"), ("norm2", "layernorm_after")),
-    *(("mlp.fc1", "intermediate.dense"), ("mlp.fc2", "output.dense")),
-)
+# Our names in a block -> timm's, and those in the files of transformers.
+_IN_BLOCK = {
+    "norm1": ("norm1", "layernorm_before"),
+    "attention.out": ("attn.proj", "attention.output.dense"),
+    "norm2": ("norm2", "layernorm_after"),
+    "mlp.fc1": ("mlp.fc1", "intermediate.dense"),
+    "mlp.fc2": ("mlp.fc2", "output.dense"),
+}
 _PATCHES = {"timm": "patch_embed.proj.weight", "hf": "swin.embeddings.patch_embeddings.projection.weight"}
 _BLOCK = re.compile(r"(?:swin\.encoder\.)?layers\.(\d{1,4})\.blocks\.(\d{1,4})\.(?:norm1|layernorm_before)\.weight$")
 # Arguments of timm's that show in the tensors; and others, with the values that we compute.
@@ -60,38 +60,32 @@ class SwinWeights(ForeignWeights):
 
     def rules(self, form: Format) -> list[Rule]:
         """As `ForeignWeights.rules`."""
-        return list(self._timm_rules() if form == "timm" else self._transformers_rules())
+        return list(self._rules(is_timm=form == "timm"))
 
-    def _timm_rules(self) -> Iterator[Rule]:
-        yield from torch_patches("embedding", "patch_embed.proj", self._shape.patch_size)
-        yield from renamed("embedding_norm", "patch_embed.norm")
+    def _rules(self, *, is_timm: bool) -> Iterator[Rule]:
+        """The rules; for transformers by the names that versions 4 and 5 both read and write."""
+        embedding = "patch_embed" if is_timm else "swin.embeddings"
+        patches = "proj" if is_timm else "patch_embeddings.projection"
+        stages = "layers" if is_timm else "swin.encoder.layers"
+        yield from torch_patches("embedding", f"{embedding}.{patches}", self._shape.patch_size)
+        yield from renamed("embedding_norm", f"{embedding}.norm")
         for index, (stage, place) in enumerate(self._shape.stages()):
-            ours, theirs = f"blocks.{index}", f"layers.{stage}.blocks.{place}"
+            ours, theirs = f"blocks.{index}", f"{stages}.{stage}.blocks.{place}"
             if stage > 0 and place == 0:
-                yield from _merging(ours, f"layers.{stage}.downsample")
-            yield _table(ours, f"{theirs}.attn")
-            for our_layer, their_layer in _IN_BLOCK_OF_TIMM:
-                yield from renamed(f"{ours}.{our_layer}", f"{theirs}.{their_layer}")
-        yield from renamed("norm", "norm")
-        yield from renamed("head", "head.fc")
-
-    def _transformers_rules(self) -> Iterator[Rule]:
-        """The rules, by the names that transformers 4 and 5 both read and write."""
-        yield from torch_patches("embedding", "swin.embeddings.patch_embeddings.projection", self._shape.patch_size)
-        yield from renamed("embedding_norm", "swin.embeddings.norm")
-        for index, (stage, place) in enumerate(self._shape.stages()):
-            ours, theirs = f"blocks.{index}", f"swin.encoder.layers.{stage}.blocks.{place}"
-            if stage > 0 and place == 0:
-                yield from _merging(ours, f"swin.encoder.layers.{stage - 1}.downsample")
-            of_attention = f"{theirs}.attention.self"
-            yield _table(ours, of_attention)
-            yield from stacked(
-                f"{ours}.attention.qkv", [f"{of_attention}.{part}" for part in ("query", "key", "value")]
-            )
-            for our_layer, their_layer in _IN_BLOCK_OF_TRANSFORMERS:
-                yield from renamed(f"{ours}.{our_layer}", f"{theirs}.{their_layer}")
-        yield from renamed("norm", "swin.layernorm")
-        yield from renamed("head", "classifier")
+                merging = f"{stages}.{stage if is_timm else stage - 1}.downsample"
+                yield from renamed(f"{ours}.merging.norm", f"{merging}.norm")
+                yield same(f"{ours}.merging.reduction.weight", f"{merging}.reduction.weight")
+            attention = f"{theirs}.attn" if is_timm else f"{theirs}.attention.self"
+            yield _table(f"{ours}.attention", attention)
+            if is_timm:
+                yield from renamed(f"{ours}.attention.qkv", f"{attention}.qkv")
+            else:
+                parts = [f"{attention}.{part}" for part in ("query", "key", "value")]
+                yield from stacked(f"{ours}.attention.qkv", parts)
+            for our_layer, (of_timm, of_transformers) in _IN_BLOCK.items():
+                yield from renamed(f"{ours}.{our_layer}", f"{theirs}.{of_timm if is_timm else of_transformers}")
+        yield from renamed("norm", "norm" if is_timm else "swin.layernorm")
+        yield from renamed("head", "head.fc" if is_timm else "classifier")
 
     def resampling(self, name: str, shape: tuple[int, ...]) -> Resampling | None:
         """As `ForeignWeights.resampling`: of a window's biases, by bicubic interpolation, as in the authors' code."""
@@ -115,9 +109,9 @@ class SwinWeights(ForeignWeights):
             for stage, place in shape.stages()
         ):
             return None
-        own = _timm_arguments(shape)
+        own = _dimensions(shape)
         alike = {
-            name: {key: value for key, value in own.items() if _timm_arguments(named)[key] != value}
+            name: {key: value for key, value in own.items() if _dimensions(named)[key] != value}
             for name, named in _TIMM_NAMES.items()
             if isinstance(named, SwinShape)
         }
@@ -146,15 +140,14 @@ class SwinWeights(ForeignWeights):
             "architectures": ["SwinForImageClassification"],
             "model_type": "swin",
             "image_size": image_size,
-            **{"patch_size": shape.patch_size, "embed_dim": shape.width, "depths": list(shape.blocks)},
-            "num_heads": [shape.heads_of(stage) for stage in range(len(shape.blocks))],
-            "window_size": shape.window,
+            **_dimensions(shape),
             **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0},
             **_OF_TRANSFORMERS,
         }
 
 
-def _timm_arguments(shape: SwinShape) -> dict[str, Any]:
+def _dimensions(shape: SwinShape) -> dict[str, Any]:
+    """The dimensions by the names that they have in timm and in transformers."""
     return {
         "patch_size": shape.patch_size,
         "embed_dim": shape.width,
@@ -162,11 +155,6 @@ def _timm_arguments(shape: SwinShape) -> dict[str, Any]:
         "num_heads": [shape.heads_of(stage) for stage in range(len(shape.blocks))],
         "window_size": shape.window,
     }
-
-
-def _merging(ours: str, theirs: str) -> Iterator[Rule]:
-    yield from renamed(f"{ours}.merging.norm", f"{theirs}.norm")
-    yield same(f"{ours}.merging.reduction.weight", f"{theirs}.reduction.weight")
 
 
 def _table(ours: str, theirs: str) -> Rule:
@@ -177,7 +165,7 @@ def _table(ours: str, theirs: str) -> Rule:
         return values[0].view(side, side, -1)
 
     return Rule(
-        f"{ours}.attention.relative_bias",
+        f"{ours}.relative_bias",
         (f"{theirs}.relative_position_bias_table",),
         lambda value: (value.flatten(0, 1),),
         join,
@@ -217,8 +205,6 @@ def recognise(source: Source) -> tuple[dict[str, Any], int | None] | None:
 
 
 def _check_config(source: Source, shape: SwinShape) -> None:
-    theirs = {"patch_size": shape.patch_size, "embed_dim": shape.width, "window_size": shape.window}
-    theirs |= {"depths": list(shape.blocks), "num_heads": [shape.heads_of(at) for at in range(len(shape.blocks))]}
-    for key, expected in (_OF_TRANSFORMERS | theirs).items():
+    for key, expected in (_OF_TRANSFORMERS | _dimensions(shape)).items():
         if (value := source.config[key]) != expected:
             raise contradicted(source, key, value, repr(expected))
