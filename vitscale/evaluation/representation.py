@@ -82,8 +82,8 @@ def measure(model: FinishedModel, tasks: Sequence[tuple[str, str]], how: Measuri
 
     def measured() -> dict[str, Any]:
         splits = [
-            Task.of(name, manifests[0].class_names, *pair)
-            for (name, _), manifests, pair in zip(tasks, opened, pairs, strict=True)
+            Task.of(name, manifests[0].class_names, train, test)
+            for (name, _), manifests, (train, test) in zip(tasks, opened, pairs, strict=True)
         ]
         return _measured(splits, how, layout, device) | {"policy": policy}
 

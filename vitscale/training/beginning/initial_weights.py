@@ -145,19 +145,20 @@ class _Assignment:
     """
 
     def __init__(self, recipe: Recipe, class_names: list[str], weights: OpenWeights) -> None:
-        assert recipe.init is not None
-        if recipe.init.head != "keep":
+        init = recipe.init
+        assert init is not None
+        if init.head != "keep":
             recipe = _pooled_as(weights, recipe)
         self._weights = weights
         with torch.device("meta"):
             objective = build_objective(recipe, len(class_names))
         model = objective.backbone
         names = [name for name, _ in model.named_parameters()]
-        drop = [] if recipe.init.head == "keep" else [name for name in names if name in _OUTPUT_LAYERS]
+        drop = [] if init.head == "keep" else [name for name in names if name in _OUTPUT_LAYERS]
         # No format but these two has a place for the layer `pre_logits`.
         may_have_it = weights.source.form in ("safetensors", "npz")
         has_pre_logits = may_have_it and any(key.startswith("pre_logits") for key in weights.source.entries)
-        if recipe.init.head == "initial" and not has_pre_logits:
+        if init.head == "initial" and not has_pre_logits:
             drop = [name for name in names if name in HEAD]
         self.notes = list(weights.source.notes)  # for people
         self.readers: dict[str, Reader] = parameters(  # of what is taken
@@ -165,20 +166,20 @@ class _Assignment:
             weights.source,
             drop,
             report=lambda note: None,
-            resample=recipe.init.positions == "resample",
+            resample=init.positions == "resample",
             advice=_ADVICE,
         )
         self.readers |= _beside(recipe, objective, weights)
         for reader in self.readers.values():
             if reader.compares:  # now, not when the ranks have met
                 reader()
-        self.zeros = frozenset(drop) if recipe.init.head == "zero" else frozenset()
+        self.zeros = frozenset(drop) if init.head == "zero" else frozenset()
         self.fresh = [name for name in drop if name not in self.zeros]  # which begin as without `init`
         normalise = recipe.data.normalise
-        check_model(Named.by_init(recipe.init), weights, recipe.model, "the recipe's", normalise, "data.normalise")
+        check_model(Named.by_init(init), weights, recipe.model, "the recipe's", normalise, "data.normalise")
         if weights.normalise is None:
             self.notes.append(f"does not say how its images are normalised; here they are by {in_yaml(normalise)}")
-        if recipe.init.head == "keep":
+        if init.head == "keep":
             check_classes(weights, class_names, "init.head: keep", "use init.head: zero, or ")
 
     def describe(self) -> str:
