@@ -151,9 +151,9 @@ class _Assignment:
     """
 
     def __init__(self, recipe: Recipe, class_names: list[str], weights: OpenWeights) -> None:
-        assert recipe.init is not None
-        if recipe.init.head != "keep":
+        if recipe.init is not None and recipe.init.head != "keep":
             recipe = _pooled_as(weights, recipe)
+        assert recipe.init is not None
         self._weights = weights
         with torch.device("meta"):
             objective = build_objective(recipe, len(class_names))
