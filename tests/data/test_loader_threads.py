@@ -145,7 +145,7 @@ def test_what_goes_wrong_wakes_a_consumer_that_waits(manifest):
 def test_no_memory_for_a_picture(manifest, monkeypatch):
     """Is no damage of it, whatever the policy for that is."""
 
-    def without_memory(*arguments, resize):
+    def without_memory(*arguments):
         arguments[-1][:] = batch_reader_module.NO_MEMORY
 
     monkeypatch.setattr(batch_reader_module, "decode_slice", without_memory)

@@ -123,6 +123,7 @@ class Task:
         class_names: Sequence[str],
         train: Features | None,
         test: Features | None,
+        *,
         kind: str = "few-shot",
     ) -> Self:
         """Raises `DataError`, which names the `kind` of evaluator, for a split without samples, and for labels outside

@@ -41,7 +41,7 @@ class NearestNeighbours(Evaluator):
         test = extract_features(self.make_test_loader, predict, self.test_samples, f"{what}, test")
 
         def measured() -> list[float]:
-            task = Task.of(self.name, self.class_names, train, test, "nearest-neighbour")
+            task = Task.of(self.name, self.class_names, train, test, kind="nearest-neighbour")
             if (count := len(task.train.labels)) < max(self.numbers):
                 raise DataError(f"{what}: {max(self.numbers)} neighbours of only {count} training samples")
             splits = task.train.features, task.train.labels, task.test.features, task.test.labels

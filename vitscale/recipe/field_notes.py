@@ -7,12 +7,12 @@ from vitscale.recipe.comparing import FREE_ON_BRANCHING, FREE_ON_RESUME
 NO_UNIT = "none"
 
 _KEYS_BY_UNIT = {
-    "images": "batch.global batch.micro_max evaluation.batch evaluation.inspect.count",
+    "images": "batch.global batch.micro_max evaluation.batch evaluation.inspect.count objective.group",
     "images per class": "evaluation.fewshot.shots",
-    "views per sample": "data.repeats",
+    "views per sample": "data.repeats data.views.N.count",
     "batches": "data.prefetch",
-    "pixels": "data.image_size model.patch_size data.operations.N.radius",
-    "channels": "model.width model.mlp_dim objective.decoder_width",
+    "pixels": "data.image_size model.patch_size data.operations.N.radius data.views.N.size",
+    "channels": "model.width model.mlp_dim objective.decoder_width objective.hidden objective.outputs",
     "classes": "model.num_classes",
     "tokens": "model.registers",
     "tokens along a side": "model.window",
@@ -42,7 +42,7 @@ _KEYS_BY_UNIT = {
     "probability, 0 to 1": "data.flip data.operations.N.probability objective.mixing.probability "
     "objective.mixing.cutmix_share objective.on objective.off objective.label_smoothing objective.threshold",
     "share, 0 to 1": "model.dropout model.drop_path data.check_rate data.crop.area data.crop.fraction "
-    "data.eval_crop.fraction data.operations.N.area objective.keep objective.share objective.removed "
+    "data.eval_crop.fraction data.operations.N.area data.operations.N.hue objective.keep objective.share objective.removed "
     "objective.mixing.cutmix_sides evaluation.fewshot.crop.fraction evaluation.knn.crop.fraction "
     "parallelism.activation_budget",
     NO_UNIT: "seed model.width_factor model.norm_eps model.layer_scale model.position.base "
@@ -51,7 +51,8 @@ _KEYS_BY_UNIT = {
     "objective.mixing.cutmix optimizer.lr optimizer.betas optimizer.eps optimizer.weight_decay optimizer.layer_decay "
     "optimizer.groups.N.lr_factor optimizer.groups.N.weight_decay optimizer.momentum optimizer.beta2_cap "
     "schedule.end_lr schedule.min_lr schedule.factor schedule.cycle_factor schedule.restart_factor "
-    "schedule.weight_decay.to schedule.momentum.to parallelism.zero_stage evaluation.fewshot.l2 ema.decay",
+    "schedule.weight_decay.to schedule.momentum.to parallelism.zero_stage evaluation.fewshot.l2 ema.decay objective.temperature "
+    "objective.weight objective.directions",
 }
 _UNITS = {key: unit for unit, keys in _KEYS_BY_UNIT.items() for key in keys.split()}
 
@@ -126,8 +127,9 @@ class Notes(NamedTuple):
 
 
 def notes(key: str) -> Notes:
-    """The notes on a field, by its dotted key with N for an index; a teacher's fields share `model`'s and `data`'s."""
+    """The notes on a field, by its dotted key with N for an index; those of a teacher and a view are shared."""
     told = key.replace("objective.teacher.model.", "model.").replace("objective.teacher.normalise.", "data.normalise.")
+    told = told if told in _UNITS else told.replace("data.views.N.", "data.")
     if _is_in(key, FREE_ON_RESUME):
         resuming = "a resumed run may change it"
     elif _is_in(key, FREE_ON_BRANCHING):

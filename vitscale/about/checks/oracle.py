@@ -18,7 +18,6 @@ from torch import Tensor
 from vitscale.data.batch import Batch
 from vitscale.data.image_operations import TrainingInput
 from vitscale.objectives import build_objective
-from vitscale.objectives.objective import Plan
 from vitscale.recipe import Recipe, matches, validate_recipe
 from vitscale.runs.checkpoint import MASTER
 from vitscale.training.optimizers.rule import Update, rule_of
@@ -112,7 +111,9 @@ class Oracle:
                     squares[name] += float(gradient.double().square().sum())
         return sums, {name: math.sqrt(square) for name, square in squares.items()}, ways
 
-    def _agreed(self, inputs: Sequence[Tensor], plan: Plan, batch: Batch, rows: int, dtype: torch.dtype) -> Plan:
+    def _agreed(
+        self, inputs: Sequence[Tensor], plan: Sequence[Tensor], batch: Batch, rows: int, dtype: torch.dtype
+    ) -> Sequence[Tensor]:
         """What the objective has to know of the whole global batch."""
         prepared = []
         with torch.no_grad():

@@ -145,10 +145,10 @@ class _Assignment:
     """
 
     def __init__(self, recipe: Recipe, class_names: list[str], weights: OpenWeights) -> None:
+        if recipe.init is not None and recipe.init.head != "keep":
+            recipe = _pooled_as(weights, recipe)
         init = recipe.init
         assert init is not None
-        if init.head != "keep":
-            recipe = _pooled_as(weights, recipe)
         self._weights = weights
         with torch.device("meta"):
             objective = build_objective(recipe, len(class_names))
