@@ -5,8 +5,8 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loader_processes import global_batches, in_processes, processes, read, world_of
 from picture_shards import write_pictures
-from rank_processes import global_batches, in_processes, processes, read, world_of
 
 from vitscale.data.shards import SelectFirst
 

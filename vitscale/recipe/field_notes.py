@@ -42,8 +42,8 @@ _KEYS_BY_UNIT = {
     "probability, 0 to 1": "data.flip data.operations.N.probability objective.mixing.probability "
     "objective.mixing.cutmix_share objective.on objective.off objective.label_smoothing objective.threshold",
     "share, 0 to 1": "model.dropout model.drop_path data.check_rate data.crop.area data.crop.fraction "
-    "data.eval_crop.fraction data.operations.N.area data.operations.N.hue objective.keep objective.share objective.removed "
-    "objective.mixing.cutmix_sides evaluation.fewshot.crop.fraction evaluation.knn.crop.fraction "
+    "data.eval_crop.fraction data.operations.N.area data.operations.N.hue objective.keep objective.share "
+    "objective.removed objective.mixing.cutmix_sides evaluation.fewshot.crop.fraction evaluation.knn.crop.fraction "
     "parallelism.activation_budget",
     NO_UNIT: "seed model.width_factor model.norm_eps model.layer_scale model.position.base "
     "model.position.registers_base data.crop.aspect data.operations.N.jitter data.operations.N.brightness "
@@ -51,8 +51,8 @@ _KEYS_BY_UNIT = {
     "objective.mixing.cutmix optimizer.lr optimizer.betas optimizer.eps optimizer.weight_decay optimizer.layer_decay "
     "optimizer.groups.N.lr_factor optimizer.groups.N.weight_decay optimizer.momentum optimizer.beta2_cap "
     "schedule.end_lr schedule.min_lr schedule.factor schedule.cycle_factor schedule.restart_factor "
-    "schedule.weight_decay.to schedule.momentum.to parallelism.zero_stage evaluation.fewshot.l2 ema.decay objective.temperature "
-    "objective.weight objective.directions",
+    "schedule.weight_decay.to schedule.momentum.to parallelism.zero_stage evaluation.fewshot.l2 ema.decay "
+    "objective.temperature objective.weight objective.directions",
 }
 _UNITS = {key: unit for unit, keys in _KEYS_BY_UNIT.items() for key in keys.split()}
 
