@@ -38,7 +38,7 @@ def evaluate(
 ) -> None:
     """Evaluate a run, as its recipe says, or any weights on --data.
 
-    Under `accelerate launch -m vitscale` several processes share the images.
+    Under `torchrun -m vitscale` several processes share the images.
     """
     from vitscale.evaluation.finished import evaluate_finished
     from vitscale.evaluation.scoring import scores
@@ -87,7 +87,7 @@ def features(
 ) -> None:
     """Write a dataset's representations: .npy files.
 
-    Beside them are labels, uids and meta.json, which says how they came about. Under `accelerate launch -m vitscale`
+    Beside them are labels, uids and meta.json, which says how they came about. Under `torchrun -m vitscale`
     several processes share the images; the files are the same.
     """
     from vitscale.evaluation.build import samples_expected

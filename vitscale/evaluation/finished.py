@@ -1,6 +1,6 @@
 """Opens finished models for inference: a run's checkpoint, or weights in any format.
 
-Under `accelerate launch` every process has the model, spread over several devices if need be, and its own part of the
+Under `torchrun` every process has the model, spread over several devices if need be, and its own part of the
 images.
 """
 

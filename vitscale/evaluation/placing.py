@@ -20,7 +20,7 @@ _ROOM = 0.8
 
 
 def join(on_cpu: bool = False) -> Accelerator:
-    """Accelerate's view of this process, alone or among those that `accelerate launch` started.
+    """Accelerate's view of this process, alone or among those that `torchrun` started.
 
     On a machine without an accelerator, Accelerate must be told to use the CPU: otherwise its processes would not find
     each other, and each would evaluate everything. `on_cpu` uses the CPU even if there is an accelerator.

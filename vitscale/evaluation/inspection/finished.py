@@ -79,7 +79,7 @@ def inspect_model(
     Raises `RecipeError` for parts that the model does not have, and under several processes.
     """
     if model.accelerator.num_processes > 1:
-        raise RecipeError("inspection is one process: start it without accelerate launch").on_all_ranks()
+        raise RecipeError("inspection is one process: start it without torchrun").on_all_ranks()
     among = None if neighbours is None else model.dataset(neighbours)
     backbone = model.backbone
     with model.reading(backbone.anatomy().embedding), progress("pictures", len(seen.images)) as done:
