@@ -1,4 +1,4 @@
-from vitscale.ground.wording import counted, listed, ranges
+from vitscale.ground.wording import counted, listed, quoted, ranges
 
 
 def test_numbers_and_nouns():
@@ -18,6 +18,10 @@ def test_ranges():
 
 
 def test_the_first_few_of_many():
-    assert listed([], 2) == "" and listed(["a", "b"], 2) == "'a', 'b'"
-    assert listed(iter("abc"), 2) == "'a', 'b' ..."
-    assert listed(["a"], 2, total=1) == "'a'" and listed(["a"], 2, total=3) == "'a' ..."
+    assert quoted([], 2) == "" and quoted(["a", "b"], 2) == "'a', 'b'"
+    assert quoted(iter("abc"), 2) == "'a', 'b' ..."
+    assert quoted(["a"], 2, total=1) == "'a'" and quoted(["a"], 2, total=3) == "'a' ..."
+
+
+def test_a_list_says_how_many_more_there_are():
+    assert listed(["a", "b"], 2) == "a, b" and listed(range(1203), 2) == "0, 1 and 1,201 more"
