@@ -279,8 +279,8 @@ def test_folders_that_are_none_of_ours(tmp_path):
     (tmp_path / "readme.md").write_text("nothing")
     with pytest.raises(CheckpointError, match=r"config\.json.*recipe\.yaml.*readme\.md"):
         open_weights(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "swin"}')
-    with pytest.raises(CheckpointError, match="'swin'"):
+    (tmp_path / "config.json").write_text('{"model_type": "convnext"}')
+    with pytest.raises(CheckpointError, match="'convnext'"):
         open_weights(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
