@@ -4,7 +4,7 @@ Their values are unset: `models.initialise` and the readers of weights are the o
 a weight starts as never depends on how or where a module was built.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,12 @@ def cut_patches(x_BHWC: Tensor, patch_size: int) -> Tensor:
     B, H, W, C = x_BHWC.shape
     P, h, w = patch_size, H // patch_size, W // patch_size
     return x_BHWC.reshape(B, h, P, w, P, C).permute(0, 1, 3, 2, 4, 5).reshape(B, h * w, P * P * C)
+
+
+def check_layers(layers: Sequence[int], count: int) -> None:
+    """Raise `ValueError` for a layer beyond 1 to `count`."""
+    if beyond := [layer for layer in layers if not 1 <= layer <= count]:
+        raise ValueError(f"layers {beyond}: this model has the layers 1 to {count}")
 
 
 def run_block(block: Callable[..., Tensor], *inputs: Tensor | None, recompute: bool) -> Tensor:

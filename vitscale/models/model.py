@@ -71,6 +71,18 @@ class Model(nn.Module):
         """
         return BlockTokens(self(images).pooled[:, None], None)
 
+    def feature_maps(self, images: Tensor, layers: Sequence[int] | None = None) -> list[Tensor]:
+        """Feature maps of hidden layers, each (B, C, h, w), for detection and segmentation: with no norm after them.
+
+        Args:
+            images: (B, H, W, 3) in [-1, 1].
+            layers: counted from 1, in the order wanted: the blocks of a Transformer, the stages of a Swin or ResNet. By
+                default the last block, or all stages.
+
+        Raises `ValueError` for a layer that there is none of, and `NotImplementedError` in families without maps.
+        """
+        raise NotImplementedError
+
     # ---- Of a model that cuts the picture itself into patches: `patches` of its block --------------------------------
     # Its `forward` takes `edit`: patch embeddings (B, N, D) -> those that are used instead; and `kept`, the patches (B,
     # C) that are used further, unless `operations_of_part` of its block refuses.

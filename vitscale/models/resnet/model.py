@@ -7,7 +7,7 @@ are kept as published.
 Shape legend: B batch, H W image height and width, C channels, h w rows and columns of a feature map, K classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Self
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from vitscale.models.anatomy import Anatomy
 from vitscale.models.initialise import Initialiser, constant, lecun_normal, normal
-from vitscale.models.layers import CHANNELS, OutputLayer, check_size, drop_path, run_block
+from vitscale.models.layers import CHANNELS, OutputLayer, check_layers, check_size, drop_path, no_record, run_block
 from vitscale.models.model import Model
 from vitscale.models.outputs import Outputs
 from vitscale.models.resnet.axial import AxialAttention2d
@@ -195,11 +195,14 @@ class Features(nn.Module):
         """The root's filters (F, 7, 7, 3), standardised."""
         return self.root.conv.standardised().permute(0, 2, 3, 1)
 
-    def forward(self, images_BHWC: Tensor) -> Tensor:
-        x_BChw = self.root(images_BHWC.permute(0, 3, 1, 2))
-        for index, unit in enumerate(self.units()):
-            recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
-            x_BChw = run_block(unit, x_BChw, recompute=recompute)
+    def forward(self, images_BHWC: Tensor, keep: Callable[[str, Tensor], None] = no_record) -> Tensor:
+        """The last feature map; `keep` is called with that of each stage, `stage_1` ..."""
+        x_BChw, index = self.root(images_BHWC.permute(0, 3, 1, 2)), 0
+        for number, stage in enumerate(self.stages, 1):
+            for unit in stage.children():
+                recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
+                x_BChw, index = run_block(unit, x_BChw, recompute=recompute), index + 1
+            keep(f"stage_{number}", x_BChw)
         return x_BChw
 
 
@@ -252,6 +255,14 @@ class ResNet(Model):
         pooled_BC = x_BChw.mean(dim=(2, 3))
         logits = None if self.head is None else self.head(pooled_BC)
         return Outputs(x_BChw.flatten(2).transpose(1, 2), pooled_BC, logits)
+
+    def feature_maps(self, images: Tensor, layers: Sequence[int] | None = None) -> list[Tensor]:
+        """As `Model.feature_maps`: of the stages."""
+        layers = range(1, len(self.shape.blocks) + 1) if layers is None else layers
+        check_layers(layers, len(self.shape.blocks))
+        maps: dict[str, Tensor] = {}
+        self.features(images, maps.__setitem__)
+        return [maps[f"stage_{layer}"] for layer in layers]
 
     def units(self) -> Sequence[nn.Module]:
         """As `Model.units`."""

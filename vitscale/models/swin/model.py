@@ -4,7 +4,7 @@ Shape legend: B batch, H W image height and width, P patch size, h w rows and co
 classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -17,9 +17,11 @@ from vitscale.models.layers import (
     LayerNorm,
     Linear,
     OutputLayer,
+    check_layers,
     check_size,
     cut_patches,
     drop_path,
+    no_record,
     run_block,
 )
 from vitscale.models.model import Model
@@ -132,18 +134,32 @@ class Swin(Model):
 
     def forward(self, images_BHWC: Tensor) -> Outputs:
         """Tokens (B, h w, C): the last feature map, row by row, normed; its mean (B, C); logits (B, K)."""
+        tokens_BTC = self.norm(self._last_map(images_BHWC)).flatten(1, 2)
+        pooled_BC = tokens_BTC.mean(dim=1)
+        return Outputs(tokens_BTC, pooled_BC, None if self.head is None else self.head(pooled_BC))
+
+    def feature_maps(self, images: Tensor, layers: Sequence[int] | None = None) -> list[Tensor]:
+        """As `Model.feature_maps`: of the stages, before the patch merging after them."""
+        layers = range(1, len(self.shape.blocks) + 1) if layers is None else layers
+        check_layers(layers, len(self.shape.blocks))
+        maps: dict[str, Tensor] = {}
+        self._last_map(images, maps.__setitem__)
+        return [maps[f"stage_{layer}"].permute(0, 3, 1, 2) for layer in layers]
+
+    def _last_map(self, images_BHWC: Tensor, keep: Callable[[str, Tensor], None] = no_record) -> Tensor:
+        """The last feature map (B, h, w, C); `keep` is called with that of each stage, `stage_1` ..."""
         check_size(images_BHWC, self.image_size)
         P, side = self.shape.patch_size, self.shape.size_of(0, self.image_size)
         pad = side * P - self.image_size
         whole_BHWC = F.pad(images_BHWC, (0, 0, 0, pad, 0, pad)) if pad else images_BHWC
         patches_BND = cut_patches(whole_BHWC, P)
         x_BhwC = self.embedding_norm(self.embedding(patches_BND)).view(len(images_BHWC), side, side, self.shape.width)
-        for index, block in enumerate(self.blocks):
+        for index, (block, (stage, place)) in enumerate(zip(self.blocks, self.shape.stages(), strict=True)):
             recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
             x_BhwC = run_block(block, x_BhwC, recompute=recompute)
-        tokens_BTC = self.norm(x_BhwC).flatten(1, 2)
-        pooled_BC = tokens_BTC.mean(dim=1)
-        return Outputs(tokens_BTC, pooled_BC, None if self.head is None else self.head(pooled_BC))
+            if place == self.shape.blocks[stage] - 1:
+                keep(f"stage_{stage + 1}", x_BhwC)
+        return x_BhwC
 
     def units(self) -> Sequence[nn.Module]:
         """As `Model.units`."""

@@ -23,7 +23,16 @@ from vitscale.models.initialise import (
     xavier_uniform,
     xavier_uniform_stacked,
 )
-from vitscale.models.layers import CHANNELS, Linear, OutputLayer, check_size, cut_patches, no_record, run_block
+from vitscale.models.layers import (
+    CHANNELS,
+    Linear,
+    OutputLayer,
+    check_layers,
+    check_size,
+    cut_patches,
+    no_record,
+    run_block,
+)
 from vitscale.models.model import Model
 from vitscale.models.outputs import BlockTokens, Outputs
 from vitscale.models.resnet.model import Features, resnet_initialiser
@@ -266,6 +275,16 @@ class ViT(Model):
         if self.pool != "cls":
             return BlockTokens(torch.stack(means, dim=1), None)
         return BlockTokens(torch.stack([tokens[:, 0] for tokens in normed], dim=1), means[0])
+
+    def feature_maps(self, images: Tensor, layers: Sequence[int] | None = None) -> list[Tensor]:
+        """As `Model.feature_maps`: the tokens of the patches after the blocks, by row and column."""
+        layers = [len(self.blocks)] if layers is None else layers
+        check_layers(layers, len(self.blocks))
+        kept: dict[str, Tensor] = {}
+        self.encode(self.embed(images), kept.__setitem__)
+        grid = self.shape.grid(self.image_size)
+        tokens = [self.patch_tokens(kept[f"block_{layer - 1}"]) for layer in layers]
+        return [tokens_BND.transpose(1, 2).unflatten(2, (grid, grid)) for tokens_BND in tokens]
 
     def patch_tokens(self, tokens_BTD: Tensor) -> Tensor:
         """As `Model.patch_tokens`."""
