@@ -65,6 +65,14 @@ def test_where_no_draw_fits_the_box_is_torchvisions_fallback(height, width):
     assert (found == expected).all(axis=1).any() and (found[:, :2] + found[:, 2:] <= [height, width]).all()
 
 
+def test_boxes_of_thin_pictures_have_a_pixel():
+    for aspect, height, width in (((0.1, 0.2), 1, 60), ((3.0, 4.0), 1, 1), ((3.0, 4.0), 60, 1)):
+        found = ResizedTransform(aspect=aspect).boxes(
+            np.arange(50, dtype=np.uint64), *np.full((2, 50), [[height], [width]])
+        )
+        assert (found[:, 2:] >= 1).all() and (found[:, :2] + found[:, 2:] <= [height, width]).all()
+
+
 # ---- Pixels ----------------------------------------------------------------------------------------------------------
 
 

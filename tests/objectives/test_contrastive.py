@@ -57,7 +57,11 @@ MISTAKES = [
     ({"data": {"views": [{"name": "global", "count": 2}], "bad_samples": "mask"}}, "substitute"),
     ({"data": {"views": [{"name": "a/b", "count": 2}]}}, "name"),
     ({"data": {"views": [{"name": "global", "count": 65}]}}, "64"),
-    ({"objective": {"kind": "contrastive", "group": 5}}, "4"),
+    ({"objective": {"kind": "contrastive", "group": 5}}, "4 or global"),
+    ({"batch": {"global": 9}, "objective": {"kind": "contrastive", "group": 2}}, "use global"),
+    ({"data": {"repeats": 2}}, "views"),
+    ({"data": {"views": [{"name": "a", "operations": [{"kind": "gaussian_blur", "kernel": 4}]}]}}, "odd"),
+    ({"objective": {"kind": "contrastive", "temperature": 1e-39}}, "temperature"),
     ({"objective": {"kind": "classification"}}, "data.views"),
     ({"objective": {"kind": "masked_patches"}}, "data.views"),
     ({"model": {"name": "ViT-Ti/16", "num_classes": 10}}, "num_classes"),
@@ -132,3 +136,13 @@ def test_the_operations_counted_are_those_of_torch(group):
     macs = sum(each.macs + each.backward_macs for each in work.operations)
     assert counter.get_total_flops() == 2 * 4 * (macs - (similarities if group == "global" else 0))
     assert work.params == sum(parameter.numel() for parameter in objective.parameters())
+
+
+def test_an_image_whose_label_no_other_has_attracts_nothing():
+    losses, _ = contrastive_losses(projections(3), torch.tensor([5, 7, 7]), 0.1)
+    assert losses[0] == 0 and (losses[1:] > 0).all()
+
+
+def test_micro_batches_that_are_left_to_the_device_hold_whole_groups():
+    content = {**RECIPE, "batch": {"global": 768}, "objective": {"kind": "contrastive", "group": 192}}
+    assert validate_recipe(content, "test").split(1) == (192, 4)

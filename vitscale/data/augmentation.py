@@ -122,6 +122,7 @@ class ResizedTransform:
         aspect = np.clip(widths / heights, self.aspect[0], self.aspect[1])
         h = np.where(widths / heights < aspect, np.rint(widths / aspect), heights)
         w = np.where(widths / heights > aspect, np.rint(heights * aspect), widths)
+        h, w = np.maximum(h, 1), np.maximum(w, 1)
         return np.stack([(heights - h) // 2, (widths - w) // 2, h, w], axis=1).astype(np.int32)
 
     def flips(self, keys: np.ndarray) -> np.ndarray:

@@ -81,7 +81,7 @@ def kernel_weights(deviations: np.ndarray, reach: int) -> np.ndarray:
     They are whole multiples of 2^-12, in that unit, and a kernel of 2 reach + 1 sums to one.
     """
     # exp(-1 / (2 s^2)) by its series and repeated squares: every processor multiplies and adds alike.
-    small = 1 / (2 * deviations**2) / 2**12
+    small = 1 / (2 * np.maximum(deviations, 0.05) ** 2) / 2**12  # less blurs nothing
     term, total = np.ones_like(small), np.ones_like(small)
     for number in range(1, 12):
         term = term * small / number

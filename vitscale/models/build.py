@@ -72,8 +72,9 @@ def compile_blocks(
         functorch_config.activation_memory_budget = activation_budget
     inductor_config.triton.mix_order_reduction = False  # saves nothing in our blocks; was wrong in torch 2.10
     blocks = model.units()
-    # Torch counts by code, which blocks share. Units differ in shape, and each has one shape in training.
-    config.recompile_limit = max(config.recompile_limit, len(blocks) + 8)
+    # Torch counts by code, which blocks share. Units differ in shape, and each has one shape in training. Where a pass
+    # without gradients goes first, that is compiled besides.
+    config.recompile_limit = max(config.recompile_limit, 2 * len(blocks) + 8)
     for block in blocks:
         forward = torch.compile(type(block).forward, fullgraph=True, dynamic=False, backend=backend)
         block.forward = MethodType(forward, block)  # as a method it is bound anew when the block is copied

@@ -25,7 +25,7 @@ def contrastive_losses(projected_RD: Tensor, labels: Tensor, temperature: float)
 
     Args:
         projected_RD: fp32; only its directions count.
-        labels: int64 (R,); views of equal labels attract each other. Each has a partner.
+        labels: int64 (R,); views of equal labels attract each other. The loss of one that is alone is 0.
         temperature: divisor of the cosines.
 
     Returns:
@@ -38,7 +38,7 @@ def contrastive_losses(projected_RD: Tensor, labels: Tensor, temperature: float)
     logits = (cosines_RR / temperature).masked_fill(itself, -torch.inf)
     attracts = is_alike & ~itself
     log_shares = (logits - logits.logsumexp(dim=1, keepdim=True)).masked_fill(~attracts, 0.0)
-    losses = -log_shares.sum(dim=1) / attracts.sum(dim=1)
+    losses = -log_shares.sum(dim=1) / attracts.sum(dim=1).clamp(min=1)
     repelled = cosines_RR.detach().masked_fill(is_alike, 0.0).sum(dim=1) / (~is_alike).sum(dim=1).clamp(min=1)
     return losses, repelled
 

@@ -63,19 +63,24 @@ class LeJEPA(JointEmbedding):
     _width: int
     _center: Sequence[int]
     _batch: int
+    _drawn: Tensor | None
 
     def plan(self, keys: np.ndarray, step: int) -> Plan:
         """As `Objective.plan`: nothing by row; the directions are those of the batch, which is planned before it is
         computed.
         """
-        self._batch = step
+        self._batch, self._drawn = step, None
         return ()
 
     def directions(self, device: torch.device) -> Tensor:
         """Random directions of the batch, fp32 (D, S), the same on every rank and device."""
+        if self._drawn is not None:
+            return self._drawn
         keys = hashes(self._width * self._directions, self._seed, Purpose.DIRECTION, self._batch)
         drawn = normal(keys, Purpose.DIRECTION).reshape(self._width, self._directions)
-        return torch.from_numpy((drawn / np.sqrt((drawn**2).sum(axis=0))).astype(np.float32)).to(device)
+        columns = (drawn / np.sqrt((drawn**2).sum(axis=0))).astype(np.float32)
+        self._drawn = torch.from_numpy(columns).to(device)
+        return self._drawn
 
     def compare(self, projected_GVD: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         """As `JointEmbedding.compare`: the loss, the invariance of the image's views, and SIGReg of the group."""

@@ -289,7 +289,7 @@ def _kind(field: dict[str, Any]) -> str:
     if "$ref" in field:
         return _DURATION
     if "enum" in field:
-        return any_of([str(choice) for choice in field["enum"]])
+        return any_of(field["enum"])
     if "const" in field:
         return str(field["const"])
     if field["type"] == "array" and "enum" in field["items"]:

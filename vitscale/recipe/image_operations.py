@@ -101,10 +101,13 @@ class GaussianBlur(LoaderOperation):
     kind: Literal["gaussian_blur"] = Field(description="chooses this operation")
     probability: _Probability = Field(0.5, description="probability of changing an image")
     radius: _Range = Field([0.1, 2.0], description="lowest and highest standard deviation in pixels, at most 50")
-    kernel: Literal[3, 5, 7, 9] | None = None
-    """pixels of the kernel along each side, as torchvision's kernel_size, mirrored at the border; DINOv2 has 9"""
+    kernel: int | None = Field(None, ge=3, le=9)
+    """pixels of the kernel along each side, an odd number, as torchvision's kernel_size, mirrored at the border; DINOv2
+    has 9"""
 
     def _contradictions(self) -> Iterator[str]:
+        if self.kernel is not None and self.kernel % 2 == 0:
+            yield f"kernel {self.kernel}: expected an odd number, 3 to 9"
         if not self.radius[0] <= self.radius[1] <= 50:
             yield f"radius must be [low, high] with 0 < low <= high <= 50, not {self.radius}"
 

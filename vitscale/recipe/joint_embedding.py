@@ -9,6 +9,8 @@ from pydantic import Field
 from vitscale.ground.operations import Operation, dense, parameters, product
 from vitscale.recipe.objectives import Context, Objective
 
+_MOST_COMPONENTS = 2**26  # of all directions
+
 
 class JointEmbedding(Objective):
     """The base of objectives that compare the projections of all views of the images in a group.
@@ -48,11 +50,18 @@ class JointEmbedding(Objective):
                 f"one size; leave its size out"
             )
         if self.group != "global" and context.batch.global_size % self.group:
-            near = max(size for size in range(1, self.group) if context.batch.global_size % size == 0)
+            sizes = [size for size in range(2, self.group) if context.batch.global_size % size == 0]
             raise ValueError(
-                f"objective.group {self.group} does not divide batch.global {context.batch.global_size}; use a number "
-                f"that does, such as {near}"
+                f"objective.group {self.group} does not divide batch.global {context.batch.global_size}; use "
+                f"{f'{sizes[-1]} or global' if sizes else 'global'}"
             )
+        if data.repeats > 1:
+            raise ValueError(
+                f"data.repeats {data.repeats}: objective.kind: {self.kind} takes the repeats of an image for other "
+                f"images; give data.views a higher count instead"
+            )
+        width = context.model.representation_width  # families that do not say it are refused
+        assert width > 0, width
         if data.bad_samples == "mask":
             raise ValueError(
                 f"data.bad_samples: mask leaves a group without one of its images, and objective.kind: {self.kind} "
@@ -100,8 +109,9 @@ class JointEmbedding(Objective):
         return [*operations, *(replace(each, **again) for each in operations)]  # type: ignore[arg-type]
 
     def smoke_form(self) -> Self:
-        """As `Objective.smoke_form`: with two images a group and a small projection."""
-        small: dict[str, Any] = {"group": "global" if self.group == "global" else 2, "hidden": 16, "outputs": 8}
+        """As `Objective.smoke_form`: with two images a group, if two divide it, and a small projection."""
+        is_even = self.group != "global" and self.group % 2 == 0
+        small: dict[str, Any] = {"group": 2 if is_even else "global", "hidden": 16, "outputs": 8}
         return self.model_copy(update=small)
 
 
@@ -117,7 +127,7 @@ class Contrastive(JointEmbedding):
     kind: Literal["contrastive"] = Field(description="chooses this objective")
     loss: Literal["nt_xent", "sup_con"] = "nt_xent"
     """what attracts: nt_xent: views of the same image; sup_con: also images of the same label"""
-    temperature: float = Field(0.1, gt=0, le=100, description="divisor of the cosines; SimCLR's is 0.1, CIFAR's 0.5")
+    temperature: float = Field(0.1, ge=1e-3, le=100, description="divisor of the cosines; SimCLR's is 0.1, CIFAR's 0.5")
 
     @property
     def needed_views(self) -> int:
@@ -142,13 +152,18 @@ class LeJEPA(JointEmbedding):
     kind: Literal["lejepa"] = Field(description="chooses this objective")
     weight: float = Field(0.05, gt=0, lt=1, description="of SIGReg; the authors use 0.01 to 0.1")
     directions: int = Field(1024, ge=1, le=2**20, description="random directions of SIGReg, drawn anew for each update")
-    outputs: int = Field(64, ge=1, le=2**20, description="width of what is compared")
+    outputs: int = Field(64, ge=2, le=2**20, description="width of what is compared")
     center: Annotated[list[str], Field(min_length=1)] | None = None
     """names of the views whose mean is the center; default: all"""
 
     def check(self, context: Context) -> None:
         super().check(context)
         names = [view.name for view in context.data.views]
+        if self.directions * self.outputs > _MOST_COMPONENTS:
+            raise ValueError(
+                f"objective.directions {self.directions} of {self.outputs} outputs: expected at most "
+                f"{_MOST_COMPONENTS:,} numbers"
+            )
         if unknown := [name for name in self.center or () if name not in names]:
             raise ValueError(f"objective.center names {unknown[0]}; data.views are {', '.join(names)}")
 

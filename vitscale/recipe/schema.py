@@ -296,6 +296,8 @@ class Recipe(Block):
             return micro, accumulation
         possible = self.micro_batches(world_size)
         near = max((size for size in possible if size <= micro), default=min(possible, default=None))
+        if near is not None and self.batch.micro_max == "auto":
+            return near, self.batch.global_size // world_size // near
         remedy = (
             f"set batch.micro_max to {near}"
             if near is not None

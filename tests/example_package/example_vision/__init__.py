@@ -52,6 +52,11 @@ class Mixer(families.Model):
         """As `Model.shape`."""
         return MixerShape(self.patch_size, self.width, self.depth, self.token_dim, self.channel_dim)
 
+    @property
+    def representation_width(self) -> int:
+        """As `Model.representation_width`."""
+        return self.width
+
     def describe_dimensions(self) -> str:
         """As `Model.describe_dimensions`."""
         return f"Mixer D{self.width} L{self.depth} /{self.patch_size}"

@@ -1,7 +1,7 @@
 /* One picture's box resampled by a kernel, row by row, as the rows come: what other libraries' evaluations see.
  *
  * Weights and their rounding are Pillow's, so that with antialiasing the pixels are those of its two passes, bit for bit:
- * across, rounded to 8 bits, then down. (Pillow 13 goes down first where that is cheaper: some values are a level apart.) Without
+ * across, rounded to 8 bits, then down. (Pillow 13 goes down first where that is cheaper: other roundings.) Without
  * antialiasing the kernel keeps its width however much a picture shrinks, as TensorFlow's `tf.image.resize` has it by
  * default. Pixels beside the box play their part where the picture has any.
  */
