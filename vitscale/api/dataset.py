@@ -13,13 +13,14 @@ from PIL import Image
 from torch.utils import data as torch_data
 
 from vitscale.api.shown import facts
-from vitscale.data.augmentation import EvalTransform, train_transform
+from vitscale.data.augmentation import EvalTransform
 from vitscale.data.loader import Loader
 from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.settings import Reading
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.cache import PinnedFile, ShardCache
 from vitscale.data.shards.opening import OpenShard, keys_of, open_shard_file
+from vitscale.data.views import view_kinds
 from vitscale.ground.errors import DataError, MachineError, RecipeError, check_numbers
 from vitscale.ground.page import fragment
 from vitscale.ground.storage import is_url
@@ -27,6 +28,7 @@ from vitscale.recipe import Cache, Data, Recipe
 from vitscale.recipe.datasets import find_dataset_or_folder
 
 _OPEN_SHARDS = 64
+_LARGEST = 8192  # pixels along a side, as in recipes
 
 
 class Sample(NamedTuple):
@@ -119,6 +121,10 @@ class Dataset(torch_data.Dataset[Sample]):
         check_numbers(1, image_size=image_size)
         check_numbers(0, seed=seed, start=start, stop=stop)
         data = Data(train="") if recipe is None else recipe.data
+        if image_size is not None:
+            if image_size > _LARGEST:
+                raise RecipeError(f"image_size {image_size}: expected at most {_LARGEST:,} pixels")
+            data = data.model_copy(update={"image_size": image_size})
         if batch is None:
             batch = 256 if recipe is None else recipe.batch.global_size if training else recipe.evaluation.batch * world
         if not (batch > 0 and 0 <= rank < world and batch % world == 0):
@@ -130,9 +136,9 @@ class Dataset(torch_data.Dataset[Sample]):
         return Loader(
             self.manifest,
             TrainOrder(samples, batch, seed, data.repeats) if training else EvalOrder(samples, batch),
-            image_size=data.image_size if image_size is None else image_size,
-            transform=train_transform(data.crop, data.flip) if training else EvalTransform.of(data.eval_crop),
-            operations=data.operations if training else (),
+            image_size=data.image_size,
+            transform=EvalTransform.of(data.eval_crop),
+            views=view_kinds(data) if training else (),
             rank=rank,
             world=world,
             seed=seed,

@@ -161,7 +161,7 @@ def _name_types(command: Any) -> None:
 
 def _type_name(display_type: Callable[[Any], str], is_argument: bool, ctx: Any) -> str:
     shown = display_type(ctx)
-    kind = shown.strip("<>").removeprefix("list[").removesuffix("]").removesuffix(" range")
+    kind = shown.strip("<>").removeprefix("list[").removesuffix("]").removesuffix(" range").lower()
     if kind not in _TYPES:
         return shown
     return "" if is_argument else _TYPES[kind]  # an argument's name says enough
