@@ -11,7 +11,7 @@ _KEYS_BY_UNIT = {
     "images per class": "evaluation.fewshot.shots",
     "views per sample": "data.repeats data.views.N.count",
     "batches": "data.prefetch",
-    "pixels": "data.image_size model.patch_size data.operations.N.radius data.views.N.size",
+    "pixels": "data.image_size model.patch_size data.operations.N.radius data.operations.N.kernel data.views.N.size",
     "channels": "model.width model.mlp_dim objective.decoder_width objective.hidden objective.outputs",
     "classes": "model.num_classes",
     "tokens": "model.registers",
