@@ -18,7 +18,7 @@ from vitscale.models import initial_value, initialise
 from vitscale.models.weights import Description, load_weights, open_weights, parameters_beside, write_weights
 from vitscale.models.weights.table import table
 from vitscale.objectives import build_objective
-from vitscale.objectives.mae import exact_pixels
+from vitscale.objectives.mae import exact_pixels, tells_levels_apart
 from vitscale.recipe import Muon, Normalise, override, validate_recipe
 from vitscale.training.optimizers.parameter_groups import LR_FACTOR, parameter_groups
 
@@ -388,3 +388,29 @@ def test_what_does_not_go_together_is_refused(settings, keys_named):
     with pytest.raises(RecipeError) as caught:
         make_recipe(*settings)
     assert all(each in str(caught.value) for each in keys_named), caught.value
+
+
+@pytest.mark.parametrize(
+    ("normalise", "are_told"),
+    [
+        ({}, True),
+        ({"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}, True),
+        ({"mean": [0.0] * 3, "std": [1.0] * 3}, True),
+        ({"mean": [0.0] * 3, "std": [0.1] * 3}, False),
+        ({"mean": [0.1307] * 3, "std": [0.3081] * 3}, False),
+    ],
+)
+def test_pixels_are_told_only_where_no_level_is_lost(normalise, are_told):
+    """Of all 256 levels in bf16; else targets are the pixels as the model gets them."""
+    settings = Normalise(**normalise)
+    levels = torch.arange(256.0)[:, None].expand(-1, 3) / 255
+    exact = (levels - torch.tensor(settings.mean)) / torch.tensor(settings.std)
+    found = exact_pixels(exact.bfloat16().flatten(), settings).view(256, 3)
+    wrong = int(((found - exact).abs() > 1e-4).sum())
+    assert tells_levels_apart(settings) is are_told and (wrong == 0) is are_told
+
+
+def test_operations_on_floats_are_part_of_the_target():
+    for operation, is_known in (("{kind: random_erasing, mode: mean}", False), ("{kind: gray}", True)):
+        objective = build_objective(make_recipe(f"data.operations=[{operation}]"), 0)
+        assert (objective.normalise is not None) is is_known

@@ -74,12 +74,13 @@ class MaskedAutoencoder(Objective):
         backbone: a Transformer without a head, which cuts the image itself into patches.
         settings: the recipe's block.
         kept: K.
-        normalise: how the images are normalised.
+        normalise: how the images are normalised, if they are of whole pixels, which bf16 tells apart; else None, and
+            targets are the pixels as the model gets them.
         checkpoint_every: as `Decoder`'s.
     """
 
     def __init__(
-        self, backbone: Model, settings: MAE, kept: int, normalise: Normalise, checkpoint_every: int = 0
+        self, backbone: Model, settings: MAE, kept: int, normalise: Normalise | None, checkpoint_every: int = 0
     ) -> None:
         super().__init__(backbone)
         self.kept, self.normalise, self.norm_pix = kept, normalise, settings.norm_pix
@@ -93,8 +94,10 @@ class MaskedAutoencoder(Objective):
         """As `Objective.of`; the classes play no part."""
         settings, backbone = recipe.objective, build_model(recipe, None)
         assert isinstance(settings, MAE)
-        every = recipe.parallelism.activation_checkpointing
-        return cls(backbone, settings, settings.kept(recipe.context), recipe.data.normalise, every)
+        every, normalise = recipe.parallelism.activation_checkpointing, recipe.data.normalise
+        are_whole = all(operation.pixels == "uint8" for operation in recipe.data.operations)
+        known = normalise if are_whole and tells_levels_apart(normalise) else None
+        return cls(backbone, settings, settings.kept(recipe.context), known, every)
 
     def plan(self, keys: np.ndarray, step: int) -> Plan:
         """As `Objective.plan`: the kept patches (B, K) and the removed ones (B, R), int64, in the drawn order."""
@@ -105,7 +108,9 @@ class MaskedAutoencoder(Objective):
         """As `Objective.losses`: the means of squares over removed patches."""
         images, (kept_BK, removed_BR) = views[0][:, 0], plan
         predicted = self.decoder(self.backbone(images, kept=kept_BK).tokens, self.mask, kept_BK, removed_BR)
-        target = exact_pixels(rows(self.backbone.patchify(images), removed_BR), self.normalise)
+        target = rows(self.backbone.patchify(images), removed_BR).float()
+        if self.normalise is not None:
+            target = exact_pixels(target, self.normalise)
         if self.norm_pix:
             spread = (target.var(dim=2, keepdim=True) + _EPSILON).sqrt()  # the unbiased variance, as its authors have
             target = (target - target.mean(dim=2, keepdim=True)) / spread
@@ -133,6 +138,16 @@ class MaskedAutoencoder(Objective):
         if layer.endswith(("norm", "norm1", "norm2")):
             return constant(1.0)
         return xavier_uniform_stacked(3) if layer.endswith("qkv") else xavier_uniform
+
+
+def tells_levels_apart(normalise: Normalise) -> bool:
+    """Whether `exact_pixels` gives back each of the 256 levels of each channel after it was rounded to bf16."""
+    levels = np.arange(256, dtype=np.float32)[:, None]
+    mean, std = (np.array(each, np.float32) for each in (normalise.mean, normalise.std))
+    bits = np.ascontiguousarray((levels / 255 - mean) / std).view(np.uint32)
+    to_even = bits + 0x7FFF + (bits >> 16 & 1)  # not by torch, which may be counting tensors without values
+    rounded = (to_even & 0xFFFF0000).astype(np.uint32).view(np.float32)
+    return bool((np.rint((rounded * std + mean) * 255) == levels).all())
 
 
 def exact_pixels(patches: Tensor, normalise: Normalise) -> Tensor:

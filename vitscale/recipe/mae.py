@@ -57,6 +57,8 @@ class MAE(Objective):
         for key in ("num_classes", "head_bias"):
             if getattr(context.model, key) is not None:
                 raise ValueError(f"model.{key}: with objective.kind: mae the model has no head; set it null")
+        if context.model.pool_or_default() == "map":
+            raise ValueError("model.pool map: with objective.kind: mae nothing trains the pooling; use cls or mean")
         if unseen := size % patches.size:
             raise ValueError(
                 f"data.image_size {size}: objective.kind: mae predicts whole patches, and {size} is no multiple of "

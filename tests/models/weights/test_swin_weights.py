@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 
 from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models.weights import describe, load_weights, open_weights
+from vitscale.recipe import validate_recipe
+from vitscale.training.beginning.initial_weights import check_initial_weights
 
 timm = pytest.importorskip("timm")
 SMALL = {"name": "Swin-T", "width": 32, "num_heads": 2, "blocks": [2, 2, 2, 2]}
@@ -156,3 +159,21 @@ def test_formats_refuse_what_they_would_compute_otherwise(tmp_path):
     assert described({**SMALL, "window": 3}, 100).build().foreign().timm() is None  # padded before it is shifted
     with pytest.raises(RecipeError, match="npz"):
         write(valued(clamped), clamped, "npz", tmp_path)
+
+
+@pytest.mark.parametrize("positions", ["resample", "keep"])
+def test_a_run_with_larger_windows_begins_with_the_weights_of_smaller_ones(positions, tmp_path):
+    description = described({**SMALL, "window": 2}, 64)
+    weights = write(valued(description), description, "safetensors", tmp_path)
+    content = {
+        "model": {**SMALL, "window": 4, "head": "linear"},
+        "data": {"train": "none", "image_size": 128},
+        "batch": {"global": 8},
+        "objective": {"loss": "softmax"},
+        "optimizer": {"name": "adamw", "lr": 1e-3},
+        "schedule": {"duration": {"steps": 1}},
+        "init": {"from": str(weights), "positions": positions},
+    }
+    recipe = validate_recipe(content, "test")
+    with nullcontext() if positions == "resample" else pytest.raises((CheckpointError, RecipeError), match="relative"):
+        check_initial_weights(recipe, list(NAMES), tmp_path / "run")

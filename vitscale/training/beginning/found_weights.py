@@ -151,6 +151,8 @@ def check_model(named: Named, weights: OpenWeights, model: Model, whose: str, no
         theirs, ours = weights.model.facts(), model.facts()
         if {theirs.get("layer_scale"), ours.get("layer_scale")}.isdisjoint({None}):
             theirs["layer_scale"] = ours["layer_scale"]  # only where it begins
+        if "window" in theirs and "window" in ours:
+            theirs["window"] = ours["window"]  # tables of another one are resampled, as positions are, or do not fit
         fixed = {key: ours[key] for key in ("position.kind", "position.table") if ours.get("position.kind") == "sincos"}
         if weights.source.form in ("timm", "hf") and theirs.get("position.kind") == "1d":
             theirs |= fixed  # which such files hold like learned ones, and whose values are compared
