@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from vitscale.models import build_model  # noqa: E402
-from vitscale.objectives import build_objective  # noqa: E402
+from vitscale.objectives import Objective, build_objective  # noqa: E402
 
 SMALL = {"name": "ViT-Ti/16", "depth": 2}
 AXIAL = SMALL | {"attention": "axial"}
@@ -71,6 +71,16 @@ def counted(recipe: Recipe) -> tuple[int, int, int]:
         forward = counter.get_total_flops()
         logits.sum().backward()
     return forward, counter.get_total_flops() - forward, sum(p.numel() for p in model.parameters())
+
+
+def counted_of_objective(objective: Objective) -> tuple[int, int, int]:
+    """The same of an objective, for an image of 64 pixels."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        images, labels = torch.zeros(1, 64, 64, 3), torch.zeros(1, dtype=torch.int64)
+        losses = objective([images[:, None]], labels, objective.plan(np.zeros(1, np.int64), 0)).per_sample
+        forward = counter.get_total_flops()
+        losses.sum().backward()
+    return forward, counter.get_total_flops() - forward, sum(p.numel() for p in objective.parameters())
 
 
 def check(recipe: Recipe) -> None:
@@ -173,13 +183,7 @@ def test_patches_that_are_left_out(model, every):
     content["objective"] |= {"keep": 0.4}
     recipe = validate_recipe(content, "this test")
     objective = build_objective(recipe, 1000).train()
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        images, labels = torch.zeros(1, 64, 64, 3), torch.zeros(1, dtype=torch.int64)
-        losses = objective([images[:, None]], labels, objective.plan(np.zeros(1, np.int64), 0)).per_sample
-        forward = counter.get_total_flops()
-        losses.sum().backward()
-    backward = counter.get_total_flops() - forward
-    work, count = recipe_work(recipe, 1000), sum(p.numel() for p in objective.parameters())
+    work, (forward, backward, count) = recipe_work(recipe, 1000), counted_of_objective(objective)
     both = 2 * (work.backward_macs + work.recomputed(every).macs)
     assert (2 * work.macs, both, work.params) == (forward, backward, count)
 
@@ -193,13 +197,7 @@ def test_masked_patches(target, share, pool):
     content["objective"] = {"kind": "masked_patches", "target": target, "share": share}
     recipe = validate_recipe(content, "this test")
     objective = build_objective(recipe, 0)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        images, labels = torch.zeros(1, 64, 64, 3), torch.zeros(1, dtype=torch.int64)
-        losses = objective([images[:, None]], labels, objective.plan(np.zeros(1, np.int64), 0)).per_sample
-        forward = counter.get_total_flops()
-        losses.sum().backward()
-    backward = counter.get_total_flops() - forward
-    work, count = recipe_work(recipe, 1000), sum(p.numel() for p in objective.parameters())
+    work, (forward, backward, count) = recipe_work(recipe, 1000), counted_of_objective(objective)
     assert (2 * work.macs, 2 * work.backward_macs, work.params) == (forward, backward, count)
 
 
@@ -211,12 +209,6 @@ def test_masked_autoencoders(pool, every):
     content["objective"] = {"kind": "mae", "decoder_width": 24, "decoder_depth": 3, "decoder_heads": 2, "removed": 0.7}
     recipe = validate_recipe(content, "this test")
     objective = build_objective(recipe, 0).train()
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        images, labels = torch.zeros(1, 64, 64, 3), torch.zeros(1, dtype=torch.int64)
-        losses = objective([images[:, None]], labels, objective.plan(np.zeros(1, np.int64), 0)).per_sample
-        forward = counter.get_total_flops()
-        losses.sum().backward()
-    backward = counter.get_total_flops() - forward
-    work, count = recipe_work(recipe, 1000), sum(p.numel() for p in objective.parameters())
+    work, (forward, backward, count) = recipe_work(recipe, 1000), counted_of_objective(objective)
     both = 2 * (work.backward_macs + work.recomputed(every).macs)
     assert (2 * work.macs, both, work.params) == (forward, backward, count)

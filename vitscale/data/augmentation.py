@@ -87,7 +87,7 @@ class ResizeTransform:
 
 
 @dataclass(frozen=True)
-class ResizedTransform:
+class ResizedTransform(TrainTransform):
     """torchvision's RandomResizedCrop, resized as Pillow's antialiased bicubic, and a horizontal flip.
 
     It is what self-supervision's published results use. Its boxes are no inception crop: areas are uniform, aspects
@@ -97,8 +97,6 @@ class ResizedTransform:
     resize: ClassVar = Resize.PIL_BICUBIC
 
     area: tuple[float, ...] = (0.08, 1.0)
-    aspect: tuple[float, ...] = (3 / 4, 4 / 3)
-    flip: float = 0.5
 
     def boxes(self, keys: np.ndarray, heights: np.ndarray, widths: np.ndarray) -> np.ndarray:
         """Random boxes, int32 (B, 4): the first of ten draws that fits, else the largest central one in `aspect`."""
@@ -124,10 +122,6 @@ class ResizedTransform:
         w = np.where(widths / heights > aspect, np.rint(heights * aspect), widths)
         h, w = np.maximum(h, 1), np.maximum(w, 1)
         return np.stack([(heights - h) // 2, (widths - w) // 2, h, w], axis=1).astype(np.int32)
-
-    def flips(self, keys: np.ndarray) -> np.ndarray:
-        """Which pictures are flipped, bool (B,)."""
-        return uniform(keys, Purpose.FLIP) < self.flip
 
 
 @dataclass(frozen=True)
@@ -170,10 +164,10 @@ class EvalTransform:
         return np.zeros(len(keys), bool)
 
 
-Transform = TrainTransform | ResizeTransform | ResizedTransform | EvalTransform
+Transform = TrainTransform | ResizeTransform | EvalTransform
 
 
-def train_transform(crop: Crop, flip: float) -> TrainTransform | ResizeTransform | ResizedTransform:
+def train_transform(crop: Crop, flip: float) -> TrainTransform | ResizeTransform:
     """The training transform that a recipe's crop and flip probability describe."""
     match crop.kind:
         case "resize":

@@ -148,15 +148,14 @@ def make_batch(recipe: Recipe, num_classes: int, step: int) -> Batch:
     It is the same on every rank. If the recipe leaves damaged samples out, one sample does not count.
     """
     generator = torch.Generator().manual_seed(recipe.seed + step)
-    rows, views, keys = recipe.batch.global_size, [], []
+    rows, views = recipe.batch.global_size, []
     for view, side in recipe.data.training_views():
         cells = torch.randint(0, 200, (rows * view.count, 3, _CELLS, _CELLS), generator=generator).float()
         pictures = torch.nn.functional.interpolate(cells, size=side).permute(0, 2, 3, 1).to(torch.uint8)
         noise = torch.randint(0, 56, pictures.shape, generator=generator, dtype=torch.uint8)
         views.append((pictures + noise).unflatten(0, (rows, view.count)))
     labels = torch.randint(0, max(num_classes, 1), (rows,), generator=generator)
-    for each in views:
-        keys.append(torch.randint(-(2**63), 2**63 - 1, each.shape[:2], generator=generator))
+    keys = tuple(torch.randint(-(2**63), 2**63 - 1, each.shape[:2], generator=generator) for each in views)
     mask = torch.ones(rows, dtype=torch.bool)
     if recipe.data.bad_samples == "mask":
         mask[step % rows] = False
@@ -166,7 +165,7 @@ def make_batch(recipe: Recipe, num_classes: int, step: int) -> Batch:
         views=tuple(views),
         labels=labels,
         uids=torch.arange(rows) + step * rows,
-        view_keys=tuple(keys),
+        view_keys=keys,
         mask=mask,
         bad_samples=0,
         digest=None,
