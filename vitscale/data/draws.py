@@ -48,6 +48,8 @@ class Purpose(IntEnum):
     REMOVED = 29  # the order of patches, of which the first are kept and the others removed
     RESIZED = 30  # a resized crop, by attempt and number
     DIRECTION = 31  # the components of directions
+    MASKED = 40  # which crops of a group are masked
+    BLOCK = 41  # blocks of masked patches, by attempt and number
 
 
 # ---- Hashes ----------------------------------------------------------------------------------------------------------
