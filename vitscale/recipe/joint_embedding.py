@@ -76,6 +76,11 @@ class JointEmbedding(Objective):
         """As `Objective.together`: a group, unless that is the whole batch."""
         return 1 if self.group == "global" else self.group
 
+    @property
+    def prepares(self) -> Literal["weights", "average"] | None:
+        """As `Objective.prepares`: if the whole global batch is one group."""
+        return "weights" if self.group == "global" else None
+
     def group_size(self, context: Context) -> int:
         """The number of images that are compared with one another."""
         return context.batch.global_size if self.group == "global" else self.group

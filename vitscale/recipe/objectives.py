@@ -3,7 +3,7 @@
 A block holds what is known without torch; `implementation` names the class that computes it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -13,6 +13,7 @@ from vitscale.ground.block import Block, has_default
 from vitscale.ground.operations import Operation
 from vitscale.ground.storage import is_url
 from vitscale.recipe.data import Batch, Data, Normalise
+from vitscale.recipe.durations import Ramp
 from vitscale.recipe.evaluation import Evaluation
 from vitscale.recipe.families import Model, ModelBlock
 from vitscale.recipe.shares import by_largest_remainder
@@ -125,6 +126,28 @@ class Objective(Block):
 
     def partner(self, slot: int) -> int | None:
         """The slot of the global batch with whose sample that of `slot` is mixed; None if it is not."""
+        return None
+
+    @property
+    def prepares(self) -> Literal["weights", "average"] | None:
+        """What a pass without gradients over the whole global batch computes with before the losses: the weights, or in
+        their place the average named `ema`, in evaluation mode; None for no such pass.
+        """
+        return None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The parameters, as checkpoints call them, that `agree` gets whole after that pass."""
+        return ()
+
+    @property
+    def courses(self) -> Mapping[str, Ramp]:
+        """What of the losses changes with the step, such as temperatures: the torch objective's `scalars`."""
+        return {}
+
+    @property
+    def learns_from(self) -> "Teacher | None":
+        """The model beside its own whose outputs it learns from, which never changes."""
         return None
 
 
@@ -242,6 +265,16 @@ class Distillation(Classification):
     loss: Literal["softmax"] = "softmax"
     """loss of the class token's head; the other head's is also softmax"""
     teacher: Teacher
+
+    @property
+    def prepares(self) -> Literal["weights", "average"] | None:
+        """As `Objective.prepares`: the teacher is asked first."""
+        return "weights"
+
+    @property
+    def learns_from(self) -> Teacher:
+        """As `Objective.learns_from`."""
+        return self.teacher
 
     def check(self, context: Context) -> None:
         super().check(context)

@@ -110,7 +110,7 @@ def memory_of(
     word = 2 if is_bf16 else 4
     share = optimizer_share(trained, stage, world_size)
     kept = share * parameters.kept_bytes // total  # the mean over all parameters
-    ema_word = 4 if recipe.ema is not None else 0
+    ema_word = 4 * len(recipe.all_averages)
     per_rank = math.ceil(total / world_size)
     saved = (4 + ema_word) * (per_rank + frozen) + 4 * per_rank * parameters.kept // total
     pixels = sum(view.count * side**2 for view, side in recipe.data.training_views())
