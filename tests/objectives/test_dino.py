@@ -65,7 +65,7 @@ def test_views_are_compared_with_all_targets_but_their_own(seen):
 
 
 def test_unmasked_views_count_as_no_loss_of_patches():
-    """In DINOv2 the sum over views is divided by all of them, so half of the views masked is half of a cross-entropy."""
+    """In DINOv2 the sum over views is divided by all of them: with half of them masked, half of a cross-entropy."""
     places = torch.tensor([[0, 3, 4, 10, 30], [1, 2, 11, 20, 35]])  # of groups of 2 images with 2 views of 9 patches
     masks = torch.zeros(2, 36, dtype=torch.bool).scatter(1, places, True).view(4, 2, 9)
     student, teacher = random(places.numel(), 7, seed=1), random(places.numel(), 7, seed=2).softmax(dim=1)
@@ -146,7 +146,9 @@ def whole_batch(objective, views, masks, patches_head):
         by_class = published(torch.cat([head(weights, "dino", out.pooled) for out in teacher]) / 0.05).split(8)
         patches = [backbone.patch_tokens(out.tokens) for out in teacher]
         rows = [patches[crop][image][masks[image, crop]] for image in range(8) for crop in range(2)]
-        by_patch = iter(published(head(weights, patches_head, torch.cat(rows)) / 0.05).split([len(each) for each in rows]))
+        by_patch = iter(
+            published(head(weights, patches_head, torch.cat(rows)) / 0.05).split([len(each) for each in rows])
+        )
     edits = [lambda x, crop=crop: torch.where(masks[:, crop, :, None], mask, x) for crop in range(2)]
     students = [backbone(each, edit=edit) for each, edit in zip(globals_, edits, strict=True)]
     students += [backbone([each])[0] for each in locals_]
@@ -177,7 +179,7 @@ def test_loss_gradient_and_targets_are_those_of_the_undivided_batch(prototypes, 
     objective = built({"ibot": {"prototypes": prototypes}}, model)[1].double()
     views = [random(8, count, side, side, 3, seed=side + count).double() for count, side in ((1, 32), (1, 32), (3, 16))]
     keys = hashes(8, 1).view(np.int64)
-    masks, places = objective.plan(keys, 0)
+    masks, _ = objective.plan(keys, 0)
     expected = whole_batch(objective, views, masks, "dino" if prototypes is None else "ibot")
     gradients = torch.autograd.grad(expected, list(objective.parameters()))
     labels, agreed = torch.zeros(8, dtype=torch.int64), {}
@@ -188,7 +190,9 @@ def test_loss_gradient_and_targets_are_those_of_the_undivided_batch(prototypes, 
         objective.zero_grad()
         objective.eval()
         with torch.no_grad():
-            rows = joined([objective([v[part] for v in views], None, plan) for part, plan in zip(parts, plans, strict=True)])
+            rows = joined(
+                [objective([v[part] for v in views], None, plan) for part, plan in zip(parts, plans, strict=True)]
+            )
         objective.train()
         weights = dict(objective.named_weights())
         found = objective.agree(rows, labels, Sums(), {name: weights[name] for name in objective.settings.reads})

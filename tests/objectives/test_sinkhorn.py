@@ -62,4 +62,4 @@ def test_one_group_of_rows_is_not_what_several_micro_batches_are():
     logits = rows(256, 48) / 0.05
     whole = targets(logits, potentials(lambda: [logits], Sums()))
     alone = torch.cat([targets(part, potentials(lambda part=part: [part], Sums())) for part in logits.split(32)])
-    assert 0.01 < float((whole - alone).abs().sum(dim=1).mean() / 2)
+    assert float((whole - alone).abs().sum(dim=1).mean() / 2) > 0.01

@@ -45,7 +45,9 @@ def blocks(stage, micro, **others):
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("dino")
     make_data(root)
-    jobs = [{"name": f"two-{micro}", "blocks": [blocks(stage, micro)], "stops": [None]} for stage, micro in ((1, 8), (2, 2))]
+    jobs = [
+        {"name": f"two-{micro}", "blocks": [blocks(stage, micro)], "stops": [None]} for stage, micro in ((1, 8), (2, 2))
+    ]
     jobs.append({"name": "two-4", "blocks": [blocks(3, 4)] * 2, "stops": [3, None]})
     adamw = {"optimizer": {"name": "adamw", "lr": 1e-3}, "precision": "bf16"}
     adamw["objective"] = {**OBJECTIVE, "ibot": {}}
@@ -68,7 +70,10 @@ def assert_same_update(root, one, other):
         assert column(root, other, key) == pytest.approx(column(root, one, key), rel=1e-5, abs=1e-6), key
     assert column(root, other, "batch_digest") == column(root, one, "batch_digest")
     first, second = checkpoint(root, one, 1), checkpoint(root, other, 1)
-    pairs = [(first.parameter(name, "momentum_buffer"), second.parameter(name, "momentum_buffer")) for name in first.index.shapes]
+    pairs = [
+        (first.parameter(name, "momentum_buffer"), second.parameter(name, "momentum_buffer"))
+        for name in first.index.shapes
+    ]
     error = sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
     assert error <= 2e-6 * sum(float(a.square().sum()) for a, _ in pairs) ** 0.5
     for kind in (MASTER, "ema"):
@@ -101,7 +106,11 @@ def test_the_whole_mesh_of_worlds_and_micro_batches_computes_the_same(root):
     for world in (1, 2, 4):
         each = {micro: blocks(1, micro) for micro in (32 // world, 16 // world, 8 // world)}
         jobs = [
-            {"name": f"wide-{world}-{micro}", "blocks": [{**of_run, "batch": {**of_run["batch"], **wide["batch"]}}], "stops": [None]}
+            {
+                "name": f"wide-{world}-{micro}",
+                "blocks": [{**of_run, "batch": {**of_run["batch"], **wide["batch"]}}],
+                "stops": [None],
+            }
             for micro, of_run in each.items()
         ]
         launch(root, jobs, world)

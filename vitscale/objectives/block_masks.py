@@ -34,9 +34,9 @@ def block_masks(keys: np.ndarray, grid: int, crops: int, counts: Sequence[int]) 
     drawn = np.argsort(of_crops.reshape(-1, group * crops), axis=1, kind="stable")
     wanted = np.empty(drawn.shape, np.int64)
     np.put_along_axis(wanted, drawn, np.broadcast_to(np.asarray(counts, np.int64), drawn.shape), axis=1)
-    masks, wanted = np.zeros((wanted.size, grid**2), bool), wanted.reshape(-1)
+    masks = np.zeros((wanted.size, grid**2), bool)
     masked = np.flatnonzero(wanted)
-    masks[masked] = _masks(of_crops.reshape(-1)[masked], grid, wanted[masked])
+    masks[masked] = _masks(of_crops.reshape(-1)[masked], grid, wanted.reshape(-1)[masked])
     return masks.reshape(len(keys), crops, grid**2)
 
 

@@ -1,11 +1,12 @@
 """Self-distillation: DINO (Caron et al., 2021), with iBOT's masked patches and KoLeo DINOv2 and DINOv3.
 
-The teacher is the average of the weights, put in their place for a pass over the whole global batch. Of what it sees are
-kept the rows that its heads' last layers compare with prototypes, a few hundred numbers each, and not the logits. From
-them follow the targets, which use all prototypes equally (`sinkhorn`), and which the passes that learn compute anew.
+The teacher is the average of the weights, put in their place for a pass over the whole global batch. What is kept of
+this pass are the rows that the heads' last layers compare with prototypes, a few hundred numbers each, and not the
+logits. From the rows follow targets that use all prototypes equally (`sinkhorn`); the passes that learn compute the
+logits anew.
 
-Shape legend: B batch, V views of an image, G global ones, N patches, D width, E width of what is compared, K prototypes,
-Q groups, R rows and C masked patches of a group.
+Shape legend: B batch, V views of an image, G global ones, N patches, D width, E width of what is compared, K
+prototypes, Q groups, R rows and C masked patches of a group.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -163,7 +164,7 @@ class Dino(Objective):
     # ---- Both --------------------------------------------------------------------------------------------------------
 
     def _seen(self, views: Sequence[Tensor], *, teacher: bool, masks_BGN: Tensor | None = None) -> "_Seen":
-        """What the backbone makes of views, in one call; the global ones come first, and are all that a teacher sees."""
+        """What the backbone makes of views in one call: first of the global ones, which are all that a teacher sees."""
         of_kinds = list(zip(views, self.are_global, strict=True))
         batches = [torch.cat([each for each, is_global in of_kinds if is_global], dim=1)]
         if not teacher:

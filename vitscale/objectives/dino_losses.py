@@ -1,7 +1,7 @@
 """The losses of self-distillation: cross-entropies with a teacher's targets, KoLeo, and Gram anchoring.
 
-Shape legend: B batch, V views of an image, G global ones, N patches, D width, K prototypes, C masked patches, Q groups of I
-images.
+Shape legend: B batch, V views of an image, G global ones, N patches, D width, K prototypes, C masked patches, Q groups
+of I images.
 """
 
 import torch

@@ -7,6 +7,7 @@ before anything starts. Nothing is silently ignored.
 from vitscale.recipe.comparing import FREE_ON_BRANCHING, FREE_ON_RESUME, changes, differences, recipe_sha256
 from vitscale.recipe.data import MICRO_MAX_ON_CPU, Cache, Crop, Data, EvalCrop, Normalise, View
 from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
+from vitscale.recipe.dino import IBOT, Dino
 from vitscale.recipe.durations import Course, Duration, Ramp
 from vitscale.recipe.evaluation import Evaluator
 from vitscale.recipe.fields import explain_fields, json_schema

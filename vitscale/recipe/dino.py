@@ -27,9 +27,9 @@ class IBOT(Block):
 
     weight: float = Field(1.0, gt=0, le=1000, description="factor of its loss")
     prototypes: int | None = Field(None, ge=2, le=2**20)
-    """outputs of a head for patches alone (DINOv3's 65,536 untied ones); default: the head for whole images serves both"""
+    """outputs of a head for patches alone, as in DINOv3 (65,536); default: the head for whole images serves both"""
     probability: float = Field(0.5, gt=0, le=1, description="share of the global views that are masked")
-    shares: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.1, 0.5]
+    shares: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field([0.1, 0.5])
     """lowest and highest share of such a view's patches that are masked"""
 
     def _contradictions(self) -> Iterator[str]:
@@ -41,9 +41,9 @@ class Dino(Objective):
     """Self-distillation (DINO, Caron et al., 2021; DINOv2, Oquab et al., 2024; DINOv3, Simeoni et al., 2025).
 
     The teacher is an average of the model and its heads. It sees the global views of an image, and the student, who
-    sees all views, learns to assign them to the same prototypes. All prototypes are used equally over the global batch
-    (Sinkhorn-Knopp), by a pass of the teacher over all of it before the passes that learn, so that targets do not depend
-    on the number of ranks or on micro-batches. KoLeo spreads the images of a group apart.
+    sees all views, learns to assign them to the same prototypes. Targets use all prototypes equally over the global
+    batch (Sinkhorn-Knopp): the teacher sees all of it before the passes that learn, so that targets do not depend on
+    the number of ranks or on micro-batches. KoLeo spreads the images of a group apart.
     """
 
     implementation: ClassVar[str] = "vitscale.objectives.dino:Dino"
@@ -57,14 +57,18 @@ class Dino(Objective):
     """names of the views that the teacher sees, of data.image_size pixels; default: all of that size"""
     prototypes: int = Field(65_536, ge=2, le=2**20, description="outputs of the head for whole images")
     hidden: int = Field(2048, ge=1, le=2**20, description="width of a head's two hidden layers")
-    bottleneck: int = Field(256, ge=1, le=2**16, description="width of what a head's last layer compares with prototypes")
+    bottleneck: int = Field(
+        256, ge=1, le=2**16, description="width of what a head's last layer compares with prototypes"
+    )
     ibot: IBOT | None = IBOT()
     koleo: float = Field(0.1, ge=0, le=1000)
     """factor of KoLeo's loss, the sum over global views; 0: without it. It is the greater the smaller the group"""
     group: int = Field(32, ge=2, le=2**20)
     """number of neighbouring images among which KoLeo and masks are drawn; batch.global and micro-batches are multiples
     of it"""
-    temperature: float = Field(0.1, ge=_LEAST_TEMPERATURE, le=_MOST_TEMPERATURE, description="divisor of the student's logits")
+    temperature: float = Field(
+        0.1, ge=_LEAST_TEMPERATURE, le=_MOST_TEMPERATURE, description="divisor of the student's logits"
+    )
     teacher_temperature: Ramp = _TEACHER_TEMPERATURE
     """divisor of the teacher's logits, as it changes with the step"""
 
@@ -96,18 +100,18 @@ class Dino(Objective):
             if patches is not None and (unseen := side % patches.size):
                 fits = [size for size in (side - unseen, side - unseen + patches.size) if size]
                 raise ValueError(
-                    f"data.views: {name} has {side} pixels, no multiple of the {patches.size} of a patch, and its border "
-                    f"would not be seen; use {' or '.join(map(str, fits))}"
+                    f"data.views: {name} has {side} pixels, no multiple of the {patches.size} of a patch, and its "
+                    f"border would not be seen; use {' or '.join(map(str, fits))}"
                 )
         if data.repeats > 1:
             raise ValueError(
-                f"data.repeats {data.repeats}: {kind} takes the repeats of an image for other images; give data.views a "
-                f"higher count instead"
+                f"data.repeats {data.repeats}: {kind} takes the repeats of an image for other images; give data.views "
+                f"a higher count instead"
             )
         if data.bad_samples == "mask":
             raise ValueError(
-                f"data.bad_samples: mask leaves a batch without one of its images, and {kind} compares all of them; use "
-                f"substitute"
+                f"data.bad_samples: mask leaves a batch without one of its images, and {kind} compares all of them; "
+                f"use substitute"
             )
         for key in ("num_classes", "head_bias"):
             if getattr(model, key) is not None:
@@ -130,8 +134,8 @@ class Dino(Objective):
             return
         if not sum(self.masked(context)):
             raise ValueError(
-                f"objective.ibot masks no patch of {self.group} images of {self._grid(context)} x {self._grid(context)} "
-                f"patches; use higher shares or a higher probability, or set objective.ibot null"
+                f"objective.ibot masks no patch of {self.group} images of {self._grid(context)} x "
+                f"{self._grid(context)} patches; use higher shares or a higher probability, or set objective.ibot null"
             )
 
     @property
@@ -168,7 +172,7 @@ class Dino(Objective):
         ]
 
     def masked(self, context: Context) -> list[int]:
-        """The number of masked patches of each global view in a group, in no order; those of views without any are 0."""
+        """The numbers of masked patches of the global views in a group, in no order; 0 for views without any."""
         assert self.ibot is not None
         crops = self.group * self.num_globals(context)
         return masked_counts(crops, self._grid(context) ** 2, self.ibot.probability, self.ibot.shares)
@@ -228,7 +232,9 @@ class Dino(Objective):
 
     def smoke_form(self) -> Self:
         """As `Objective.smoke_form`: with two images a group and small heads."""
+        whole_run = self.teacher_temperature.model_copy(update={"over": None})
         small: dict[str, Any] = {"group": 2, "hidden": 16, "bottleneck": 8, "prototypes": 64}
+        small |= {"teacher_temperature": whole_run}
         if self.ibot is not None and self.ibot.prototypes is not None:
             small["ibot"] = self.ibot.model_copy(update={"prototypes": 48})
         return self.model_copy(update=small)

@@ -11,6 +11,7 @@ from vitscale.ground.extensions import by_kind
 from vitscale.ground.storage import is_url
 from vitscale.recipe.data import Batch, Data, EvalCrop
 from vitscale.recipe.datasets import find_dataset
+from vitscale.recipe.dino import Dino
 from vitscale.recipe.durations import Duration, Interval
 from vitscale.recipe.evaluation import Evaluation, Selection
 from vitscale.recipe.families import ModelBlock
@@ -207,7 +208,7 @@ class Recipe(Block):
     batch: Batch
     objective: Annotated[
         Annotated[
-            SerializeAsAny[Classification | Contrastive | Distillation | LeJEPA | MaskedPatches | MAE],
+            SerializeAsAny[Classification | Contrastive | Dino | Distillation | LeJEPA | MaskedPatches | MAE],
             Field(discriminator="kind"),
         ],
         by_kind(Objective, "objective"),

@@ -269,7 +269,8 @@ def tensors_by_micro_batch(recipe: Recipe, num_classes: int, largest: int) -> Ca
     several linear functions, so the line between the two points is an upper bound. A single image, which needs fewer
     copies, is treated like the others.
     """
-    low, high = 2, max(largest, 3)
+    low = max(2, recipe.objective.together)
+    high = max(largest, low + recipe.objective.together)
     at_low, at_high = (_of_all_blocks(recipe, num_classes, size) for size in (low, high))
 
     def between(micro_batch: int) -> StepTensors:
