@@ -52,7 +52,7 @@ _KEYS_BY_UNIT = {
     "optimizer.groups.N.lr_factor optimizer.groups.N.weight_decay optimizer.momentum optimizer.beta2_cap "
     "schedule.end_lr schedule.min_lr schedule.factor schedule.cycle_factor schedule.restart_factor "
     "schedule.weight_decay.to schedule.momentum.to parallelism.zero_stage evaluation.fewshot.l2 ema.decay "
-    "objective.temperature objective.weight objective.directions",
+    "averages.N.decay averages.N.to objective.temperature objective.weight objective.directions",
 }
 _UNITS = {key: unit for unit, keys in _KEYS_BY_UNIT.items() for key in keys.split()}
 
