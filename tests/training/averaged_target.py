@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import torch
-from ranks import run_jobs
 from torch import Tensor, nn
 
 from vitscale.ground.ranks import Sums
@@ -82,5 +81,7 @@ class Guess(Objective):
 
 def run_allowed(world: Any, root: Path, jobs: list[dict[str, Any]]) -> None:
     """`run_jobs`, where recipes may name this module."""
+    from ranks import run_jobs  # not where the objective alone is needed
+
     os.environ["VITSCALE_EXTENSIONS"] = "averaged_target"
     run_jobs(world, root, jobs)

@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 from averaged_target import KIND, run_allowed
-from outcomes import assert_same_run, checkpoint, column, everything
+from outcomes import assert_same_run, checkpoint, column, everything, printed
 from rank_faults import replaced
 from ranks import STEPS, begun, job, make_recipe, on_ranks
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from vitscale.cli.main import app
 from vitscale.data.image_operations import TrainingInput
 from vitscale.data.loader import training_loader, training_order
 from vitscale.data.shards import Manifest
+from vitscale.ground.errors import CheckpointError, RecipeError
 
 AVERAGES = [
     {"name": "ema", "decay": 0.5, "to": 1.0},
@@ -88,6 +92,8 @@ def root(root: Path) -> Path:
     jobs = [job(name, of_run) for name, of_run in TWO.items()]
     jobs += [job(f"zero{stage}-stopped", blocks(stage), 1, 4, None) for stage in (2, 3)]
     jobs += [job(f"swapped-{name}", TWO[name], faults=[swapped]) for name in ("overlap", "bf16")]
+    continued = blocks(1, 8, averages=[{"name": "ema", "decay": 1.0}], init={"from": str(root / "runs" / "zero1")})
+    jobs += [job("continued", continued, 2)]
     jobs += [job("traced", blocks(3, 8), 3, faults=[trace_noted])]
     on_ranks(2, run_allowed, root, jobs)
     on_ranks(1, run_allowed, root, [job(name, of_run) for name, of_run in ONE.items()])
@@ -166,6 +172,46 @@ def test_the_first_pass_is_in_evaluation_mode_and_its_targets_the_same_whatever_
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_stopped_run_equals_the_uninterrupted_one_to_the_last_bit(root, stage):
     assert_same_run(root, f"zero{stage}-stopped", f"zero{stage}")
+
+
+def test_what_continues_begins_as_it_was_loaded_with_what_the_objective_adds_anew(root):
+    """An average that keeps everything is still what the run began with: the average of the other."""
+    recipe, before, after = make_recipe(root, **blocks(1)), checkpoint(root, "zero1"), checkpoint(root, "continued", 2)
+    anew = begun(recipe).guess.weight.detach()
+    for name in before.index.shapes:
+        expected = anew if name == "guess.weight" else before.parameter(name, "ema")
+        assert torch.equal(after.parameter(name, "ema"), expected), name
+    assert "guess initial" in printed(root, "continued")
+
+
+def test_any_average_is_exported_by_its_name(root, tmp_path):
+    command = ["export", str(root / "runs" / "zero1"), "--format", "safetensors", "--out"]
+    for name, kind in (("ema", "ema"), ("still", "ema.still"), (None, "ema")):
+        out = tmp_path / f"{name}.safetensors"
+        assert CliRunner().invoke(app, [*command, str(out), *(["--average", name] if name else [])]).exit_code == 0
+        stored = checkpoint(root, "zero1")
+        assert all(torch.equal(value, stored.parameter(key, kind)) for key, value in load_file(out).items())
+    refused = CliRunner().invoke(app, [*command, str(tmp_path / "none"), "--average", "gram"])
+    assert isinstance(refused.exception, CheckpointError) and "still" in str(refused.exception)
+
+
+REFUSED = [
+    ({"averages": [{"name": "slow", "decay": 0.9}]}, "averages"),
+    ({"parallelism": {"offload": "optimizer"}}, "offload"),
+    ({"ema": {"decay": 0.9}}, "ema"),
+    ({"averages": [{"name": "ema", "decay": 0.9, "of": "late"}, {"name": "late", "decay": 0.9}]}, "late"),
+    ({"averages": [{"name": "ema", "decay": 0.9, "every": {"steps": 2}}]}, "every"),
+    ({"averages": [{"name": "ema", "decay": 0.9, "from": {"steps": 2}}]}, "from"),
+    ({"averages": [{"name": "ema", "decay": 0.9, "shape": "linear"}]}, "shape"),
+    ({"averages": [{"name": "ema/still", "decay": 0.9}]}, "name"),
+    ({"averages": [{"name": "ema", "decay": 0.9, "to": 1.1}]}, "to"),
+]
+
+
+@pytest.mark.parametrize(("changes", "key"), REFUSED)
+def test_what_does_not_go_together_is_refused_by_its_key(root, changes, key):
+    with pytest.raises(RecipeError, match=key):
+        make_recipe(root, **blocks(1, **changes))
 
 
 @pytest.mark.parametrize("name", ["overlap", "bf16"])
