@@ -209,5 +209,11 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
 
 def dealt(plan: Plan, count: int) -> list[Plan]:
-    """A plan's rows, dealt to so many micro-batches."""
-    return [tuple(each.chunk(count)[number] for each in plan) for number in range(count)]
+    """A plan's rows, dealt to so many micro-batches in equal parts."""
+    sizes = [len(each) // count for each in plan]
+    assert all(size * count == len(each) for size, each in zip(sizes, plan, strict=True)), "micro-batches part rows"
+    parts = (
+        (each[number * size : (number + 1) * size] for each, size in zip(plan, sizes, strict=True))
+        for number in range(count)
+    )
+    return list(map(tuple, parts))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from vitscale.ground.operations import Operation, dense, parameters, product
-from vitscale.recipe.objectives import Context, Objective
+from vitscale.recipe.objectives import Context, Objective, forward_only
 
 _MOST_COMPONENTS = 2**26  # of all directions
 
@@ -108,10 +108,7 @@ class JointEmbedding(Objective):
         raise NotImplementedError
 
     def _and_prepared(self, operations: list[Operation]) -> list[Operation]:
-        if self.group != "global":
-            return operations
-        again = {"part": "prepared", "params": 0, "is_trained": False, "recomputed_in": None}
-        return [*operations, *(replace(each, **again) for each in operations)]  # type: ignore[arg-type]
+        return operations if self.prepares is None else [*operations, *forward_only(operations, "prepared")]
 
     def smoke_form(self) -> Self:
         """As `Objective.smoke_form`: with two images a group, if two divide it, and a small projection."""

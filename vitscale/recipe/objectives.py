@@ -3,7 +3,7 @@
 A block holds what is known without torch; `implementation` names the class that computes it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -19,6 +19,11 @@ from vitscale.recipe.families import Model, ModelBlock
 from vitscale.recipe.shares import by_largest_remainder
 
 DEFAULT_KIND = "classification"
+
+
+def forward_only(operations: Iterable[Operation], part: str) -> list[Operation]:
+    """Operations of a pass without gradients, by parameters that are counted elsewhere or are not the model's."""
+    return [replace(each, part=part, params=0, is_trained=False, recomputed_in=None) for each in operations]
 
 
 class Mixing(Block):
@@ -293,8 +298,7 @@ class Distillation(Classification):
     def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:
         """As `Objective.model_operations`, and the teacher's forward pass, whose parameters are not the model's."""
         of_teacher = self.teacher.model.operations(context.data.image_size, num_classes)
-        taught = [replace(each, part="teacher", params=0, is_trained=False, recomputed_in=None) for each in of_teacher]
-        return [*super().model_operations(context, num_classes), *taught]
+        return [*super().model_operations(context, num_classes), *forward_only(of_teacher, "teacher")]
 
     def smoke_form(self) -> Self:
         """As `Objective.smoke_form`: with a small teacher that has initial weights."""

@@ -184,7 +184,7 @@ class Average(Block):
     def _contradictions(self) -> Iterator[str]:
         if (self.decay is None) == (self.every is None):
             yield f"{self.name}: give one of decay and every"
-        for key, owner in {"to": "decay", "over": "to", "warmup": "decay", "start": "every"}.items():
+        for key, owner in {"to": "decay", "over": "to", "shape": "to", "warmup": "decay", "start": "every"}.items():
             if not has_default(self, key) and getattr(self, owner) is None:
                 yield f"{self.name}: {'from' if key == 'start' else key} belongs to {owner}"
 

@@ -97,6 +97,15 @@ class CheckpointIndex:
         """The kind that evaluation and export use: the weights' moving average if the run keeps one, else `master`."""
         return EMA if EMA in self.kinds else MASTER
 
+    def kind_of_average(self, name: str) -> str:
+        """The kind of an average by its name. Raises `CheckpointError` if there is none of that name."""
+        if (kind := average_kind(name)) in self.kinds:
+            return kind
+        known = ", ".join(each.removeprefix(f"{EMA}.") for each in self.kinds if is_weights(each) and each != MASTER)
+        raise CheckpointError(
+            f"step {self.step} has no average of the weights named {name!r}; it has {known or 'none'}"
+        )
+
     def shape_of(self, kind: str, name: str) -> list[int] | None:
         """The shape of a parameter's stored state of a kind; None if nothing is stored."""
         return self.state_shapes.get(kind, {}).get(name, self.shapes[name])

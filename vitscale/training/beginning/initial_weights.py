@@ -175,6 +175,8 @@ class _Assignment:
                 reader()
         self.zeros = frozenset(drop) if init.head == "zero" else frozenset()
         self.fresh = [name for name in drop if name not in self.zeros]  # which begin as without `init`
+        added = [name for name, _ in objective.named_weights() if name not in names and name not in self.readers]
+        self.fresh += dict.fromkeys(name.partition(".")[0] for name in added)  # what the objective adds
         normalise = recipe.data.normalise
         check_model(Named.by_init(init), weights, recipe.model, "the recipe's", normalise, "data.normalise")
         if weights.normalise is None:

@@ -153,8 +153,9 @@ class Learner:
         # DeepSpeed averages over ranks and micro-batches: with this factor the gradient is that of the global mean.
         scale = self._world.size * self._plan.accumulation / update.samples
         skipped_before = engine.skipped_steps
-        audit = Audit(self.engine, self._recipe, self._world, rates, self.fragments) if audited else None
         agreed = Agreed(()) if self._recipe.objective.prepares is None else self._agreed(batch, plan, step)
+        # From here on: in the first pass the weights may be those of the average.
+        audit = Audit(self.engine, self._recipe, self._world, rates, self.fragments) if audited else None
         plans = dealt((*plan, *agreed.rows), self._plan.accumulation)
         for micro_step, rows in enumerate(self._micro_batches()):
             is_last = micro_step == self._plan.accumulation - 1
