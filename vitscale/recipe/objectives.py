@@ -3,7 +3,7 @@
 A block holds what is known without torch; `implementation` names the class that computes it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -109,6 +109,13 @@ class Objective(Block):
     def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:
         """The model's operations on one image in training, with their parameters."""
         return context.model.operations(context.data.image_size, num_classes)
+
+    def complaint(self, figures: Mapping[str, Any]) -> str | None:
+        """What a line of `metrics.jsonl` says of a run that learns nothing, a tenth of its steps done; None if nothing.
+
+        Training warns of it once.
+        """
+        return None
 
     def smoke_form(self) -> Self:
         """A form of it that runs in seconds on any machine; by default itself."""

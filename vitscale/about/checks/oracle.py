@@ -1,6 +1,6 @@
 """What an update must be, in plain torch: one process, whole tensors, no DeepSpeed.
 
-It is short so that it can be read and believed. It shares with training the model, the objective with what that draws
+It is short so that it can be read and believed. It shares with training the model, the objective with what they draw
 for a batch, and the operations on pixels. All else is written again: here the mean over the global batch, clipping,
 groups and averages, and beside each optimizer the formula of its paper (`Rule.reference`), which training never runs.
 The forward and backward pass are in fp32, on the weights and pixels that the engine computes with (rounded to bf16
@@ -101,6 +101,7 @@ class Oracle:
             part = slice(start, start + rows)
             labels, mask, *planned = (each[part].to(self._device) for each in (batch.labels, batch.mask, *plan))
             views = tuple(each[part].to(dtype) for each in inputs)
+            self.module.choose_paths([keys[part] for keys in batch.view_keys], self._device)
             losses = self.module(views, labels, tuple(planned)).per_sample
             loss = torch.where(mask, losses, 0.0).sum() / int(batch.mask.sum())
             ways = ways if start else _ways(loss, trained)
@@ -120,6 +121,7 @@ class Oracle:
             for start in range(0, len(batch.labels), rows):
                 part = slice(start, start + rows)
                 views, planned = (tuple(each[part].to(self._device) for each in every) for every in (inputs, plan))
+                self.module.choose_paths([keys[part] for keys in batch.view_keys], self._device)
                 prepared.append(self.module(tuple(view.to(dtype) for view in views), None, planned))
         return self.module.agree(torch.cat(prepared), batch.labels.to(self._device))
 

@@ -157,7 +157,7 @@ class Learner:
         for micro_step, rows in enumerate(self._micro_batches()):
             is_last = micro_step == self._plan.accumulation - 1
             labels, *planned = (self._to_device(each[rows]) for each in (batch.labels, *plan))
-            self._seed_dropout(step, micro_step)
+            self._seed_dropout(step, micro_step, batch, rows)
             with self.own_work.counted(), part("forward"):
                 losses = engine(self._views(batch, rows), labels, tuple(planned))
             if audit is not None:
@@ -205,7 +205,7 @@ class Learner:
         """What the objective has to know of the whole global batch, for this rank's rows, by a pass over all of it."""
         prepared = []
         for micro_step, rows in enumerate(self._micro_batches()):
-            self._seed_dropout(step, micro_step)  # the same dropout as in the pass that learns
+            self._seed_dropout(step, micro_step, batch, rows)  # the same dropout as in the pass that learns
             with self.own_work.counted(), part("forward"):
                 planned = tuple(self._to_device(each[rows]) for each in plan)
                 prepared.append(self.engine.deepspeed(self._views(batch, rows), None, planned))
@@ -247,8 +247,11 @@ class Learner:
             self.engine.optimizer.zero_grad(set_to_none=True)  # torch's optimizers leave out what has no gradient
         return norm
 
-    def _seed_dropout(self, step: int, micro_step: int) -> None:
-        """Dropout is a function of (seed, step, rank, micro-step), so that it needs no state in a checkpoint."""
+    def _seed_dropout(self, step: int, micro_step: int, batch: Batch, rows: slice) -> None:
+        """Dropout is a function of (seed, step, rank, micro-step), so that it needs no state in a checkpoint; drop path
+        is one of the views' keys, as crops are.
+        """
+        self.objective.choose_paths([keys[rows] for keys in batch.view_keys], self._world.device)
         if self._recipe.model.draws:
             key = f"{self._recipe.seed}:{step}:{self._world.rank}:{micro_step}"
             torch.manual_seed(xxhash.xxh64_intdigest(key.encode()) >> 1)
