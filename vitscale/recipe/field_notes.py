@@ -55,7 +55,7 @@ _KEYS_BY_UNIT = {
     "optimizer.groups.N.lr_factor optimizer.groups.N.weight_decay optimizer.momentum optimizer.beta2_cap "
     "schedule.end_lr schedule.min_lr schedule.factor schedule.cycle_factor schedule.restart_factor "
     "schedule.weight_decay.to schedule.momentum.to parallelism.zero_stage evaluation.fewshot.l2 ema.decay "
-"averages.N.decay averages.N.to objective.temperature objective.weight objective.directions "
+    "averages.N.decay averages.N.to objective.temperature objective.weight objective.directions "
     "objective.teacher_temperature.from objective.teacher_temperature.to objective.koleo objective.ibot.weight",
 }
 _UNITS = {key: unit for unit, keys in _KEYS_BY_UNIT.items() for key in keys.split()}
