@@ -57,6 +57,7 @@ OBJECTIVES = {
     "mae": ("mae_b16_i1k", []),
     "nt_xent": ("simclr_s16_i1k", ["data.views=[{name: global, count: 2}, {name: local, size: 96}]"]),
     "lejepa": ("lejepa_l14_i1k", []),  # with local views and drop path
+    "dino": ("dinov2_l16_i1k", []),
 }
 RECIPES = (
     *("b16_i1k", "h14_jft", "r50_b16_jft", "axial_b16_jft", "r50x1_sgd_jft", "deit_b16_i1k", "demo"),
