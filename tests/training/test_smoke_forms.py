@@ -56,7 +56,7 @@ def test_the_smoke_form_keeps_what_chooses_between_code_paths(stem, tmp_path):
     small = smoke_form(recipe, tmp_path)
     assert small.objective == recipe.objective.smoke_form()
     assert (
-        recipe.objective.kind in ("contrastive", "dino", "distillation", "lejepa", "mae")
+        recipe.objective.kind in ("contrastive", "dino", "distillation", "ijepa", "lejepa", "mae")
         or small.objective == recipe.objective
     )
     for block in ("parallelism", "precision", "selection", "deepspeed"):

@@ -11,6 +11,7 @@ from vitscale.recipe.dino import IBOT, Dino
 from vitscale.recipe.durations import Course, Duration, Ramp
 from vitscale.recipe.evaluation import Evaluator
 from vitscale.recipe.fields import explain_fields, json_schema
+from vitscale.recipe.ijepa import IJEPA
 from vitscale.recipe.image_operations import (
     ColorJitter,
     GaussianBlur,

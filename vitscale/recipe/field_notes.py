@@ -11,15 +11,16 @@ _KEYS_BY_UNIT = {
     "images per class": "evaluation.fewshot.shots",
     "views per sample": "data.repeats data.views.N.count",
     "batches": "data.prefetch",
+    "blocks of patches": "objective.blocks",
     "pixels": "data.image_size model.patch_size data.operations.N.radius data.operations.N.kernel data.views.N.size",
     "channels": "model.width model.mlp_dim objective.decoder_width objective.hidden objective.outputs "
-    "objective.bottleneck",
+    "objective.bottleneck objective.predictor_width",
     "classes": "model.num_classes",
     "tokens": "model.registers",
     "tokens along a side": "model.window",
-    "heads": "model.num_heads objective.decoder_heads",
+    "heads": "model.num_heads objective.decoder_heads objective.predictor_heads",
     "ranks": "parallelism.hpz_size",
-    "blocks": "model.depth objective.decoder_depth parallelism.activation_checkpointing",
+    "blocks": "model.depth objective.decoder_depth objective.predictor_depth parallelism.activation_checkpointing",
     "residual units, or Transformer blocks": "model.blocks",
     "parameters along a side": "optimizer.factored_from",
     "operations": "data.operations.N.n",
@@ -45,7 +46,7 @@ _KEYS_BY_UNIT = {
     "objective.mixing.cutmix_share objective.on objective.off objective.label_smoothing objective.threshold",
     "share, 0 to 1": "model.dropout model.drop_path data.check_rate data.crop.area data.crop.fraction "
     "data.eval_crop.fraction data.operations.N.area data.operations.N.hue objective.keep objective.share "
-    "objective.removed objective.ibot.probability objective.ibot.shares "
+    "objective.removed objective.ibot.probability objective.ibot.shares objective.area objective.context "
     "objective.mixing.cutmix_sides evaluation.fewshot.crop.fraction evaluation.knn.crop.fraction "
     "parallelism.activation_budget",
     NO_UNIT: "seed model.width_factor model.norm_eps model.layer_scale model.position.base "

@@ -15,6 +15,7 @@ from vitscale.recipe.dino import Dino
 from vitscale.recipe.durations import Duration, Interval
 from vitscale.recipe.evaluation import Evaluation, Selection
 from vitscale.recipe.families import ModelBlock
+from vitscale.recipe.ijepa import IJEPA
 from vitscale.recipe.joint_embedding import Contrastive, LeJEPA
 from vitscale.recipe.mae import MAE
 from vitscale.recipe.masked_patches import MaskedPatches
@@ -208,7 +209,7 @@ class Recipe(Block):
     batch: Batch
     objective: Annotated[
         Annotated[
-            SerializeAsAny[Classification | Contrastive | Dino | Distillation | LeJEPA | MaskedPatches | MAE],
+            SerializeAsAny[Classification | Contrastive | Dino | Distillation | IJEPA | LeJEPA | MaskedPatches | MAE],
             Field(discriminator="kind"),
         ],
         by_kind(Objective, "objective"),

@@ -1,0 +1,124 @@
+"""I-JEPA: what is seen and predicted, and the loss against plain torch, block by block."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitscale.data.draws import hashes
+from vitscale.flops.work import recipe_work
+from vitscale.ground.errors import RecipeError
+from vitscale.models import initial_value
+from vitscale.models.vit.positions import sincos_positions
+from vitscale.objectives import build_objective
+from vitscale.recipe import validate_recipe
+
+OBJECTIVE = {"kind": "ijepa", "predictor_width": 24, "predictor_depth": 2, "predictor_heads": 2}
+RECIPE = {
+    "model": {
+        "patch_size": 8,
+        "width": 32,
+        "depth": 2,
+        "mlp_dim": 48,
+        "num_heads": 2,
+        "pool": "mean",
+        "position": {"kind": "sincos", "table": "mae"},
+    },
+    "data": {"train": "train", "image_size": 64},
+    "batch": {"global": 8},
+    "objective": OBJECTIVE,
+    "averages": [{"name": "ema", "decay": 0.99}],
+    "optimizer": {"name": "adamw", "lr": 1e-3},
+    "schedule": {"duration": {"steps": 4}},
+}
+
+
+def built(**changes):
+    recipe = validate_recipe({**RECIPE, "objective": {**OBJECTIVE, **changes}}, "test")
+    objective = build_objective(recipe, 0)
+    with torch.no_grad():
+        for name, parameter in objective.named_weights():
+            parameter.copy_(3 * initial_value(objective, name, parameter.shape, 0))
+    return recipe, objective
+
+
+def keys(count=32):
+    return hashes(count, 1).view(np.int64)
+
+
+def test_blocks_are_rectangles_and_what_is_seen_lies_outside():
+    _, objective = built()
+    sizes = set()
+    for step in range(40):
+        seen, blocks = objective.plan(keys(), step)
+        assert seen.shape == (32, 16) and blocks.shape[:2] == (32, 4)
+        rows, columns = blocks // 8, blocks % 8
+        height, width = (int((each.amax(2) - each.amin(2) + 1).unique()) for each in (rows, columns))
+        assert height * width == blocks.shape[2] and 0.1 < height * width / 64 < 0.25
+        sizes.add((height, width))
+        for image in range(32):
+            inside, own = set(blocks[image].flatten().tolist()), seen[image].tolist()
+            assert len(set(own)) == 16
+            assert len(inside & set(own)) == max(16 - (64 - len(inside)), 0)
+    assert len(sizes) > 2
+
+
+def test_parts_of_a_batch_draw_alike():
+    _, objective = built()
+    whole = objective.plan(keys(), 3)
+    parts = [objective.plan(keys()[start : start + 8], 3) for start in range(0, 32, 8)]
+    for number, each in enumerate(whole):
+        assert torch.equal(each, torch.cat([part[number] for part in parts]))
+
+
+def test_the_loss_is_that_of_blocks_predicted_one_by_one():
+    _, objective = built()
+    images, predictor = torch.randn(3, 64, 64, 3, generator=torch.Generator().manual_seed(0)), objective.predictor
+    plan = objective.plan(keys(3), 0)
+    with torch.no_grad():
+        targets = objective([images[:, None]], None, plan)
+        found = objective([images[:, None]], torch.zeros(3).long(), (*plan, targets)).per_sample
+        positions = sincos_positions(8, 24, images, "mae")[0]
+        for image in range(3):
+            teacher = objective.backbone(images[image : image + 1]).tokens[0]
+            expected, seen = [], plan[0][image]
+            context = objective.backbone(images[image : image + 1], kept=seen[None]).tokens
+            for block in plan[1][image]:
+                x = torch.cat([predictor.embedding(context)[0] + positions[seen], objective.mask[0] + positions[block]])
+                for each in predictor.blocks:
+                    x = each(x[None])[0]
+                predicted = predictor.prediction(predictor.norm(x[len(seen) :]))
+                expected.append(F.smooth_l1_loss(predicted, F.layer_norm(teacher[block], (32,))))
+            assert found[image].item() == pytest.approx(torch.stack(expected).mean().item(), rel=1e-5)
+
+
+def test_the_operations_counted_are_those_of_torch():
+    recipe, objective = built(area=[0.17, 0.205])  # in the middle 12 patches
+    step = next(step for step in range(100) if objective.plan(keys(4), step)[1].shape[2] == 12)
+    plan, images = objective.plan(keys(4), step), torch.zeros(4, 1, 64, 64, 3)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        with torch.no_grad():
+            targets = objective([images], None, plan)
+        objective([images], torch.zeros(4).long(), (*plan, targets)).per_sample.sum().backward()
+    work = recipe_work(recipe, 0)
+    macs = sum(each.macs + each.backward_macs for each in work.operations)
+    assert counter.get_total_flops() == 2 * 4 * macs
+    assert work.params == sum(parameter.numel() for parameter in objective.parameters())
+
+
+MISTAKES = [
+    ({"objective": {**OBJECTIVE, "area": [0.3, 0.2]}}, "area"),
+    ({"objective": {**OBJECTIVE, "predictor_width": 25}}, "predictor_width"),
+    ({"objective": {**OBJECTIVE, "context": 0.001}}, "context"),
+    ({"data": {"train": "train", "image_size": 60}}, "64"),
+    ({"model": {**RECIPE["model"], "pool": "map"}}, "pool"),
+    ({"averages": []}, "averages"),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), MISTAKES)
+def test_mistakes_name_the_key_and_what_would_do(changes, told):
+    with pytest.raises(RecipeError, match=told):
+        validate_recipe({**RECIPE, **changes}, "test")
