@@ -4,6 +4,7 @@ import copy
 import json
 import math
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 import torch
 from averaged_target import KIND, run_allowed
 from outcomes import assert_same_run, checkpoint, column, everything, printed
-from rank_faults import replaced
+from rank_faults import leave_out, replaced
 from ranks import STEPS, begun, job, make_recipe, on_ranks
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from vitscale.cli.main import app
+from vitscale.data.batch import Batch
 from vitscale.data.image_operations import TrainingInput
 from vitscale.data.loader import training_loader, training_order
 from vitscale.data.shards import Manifest
@@ -75,6 +77,25 @@ def swapped(trainer: Any) -> Any:
         yield
 
 
+@contextmanager
+def poisoned(trainer: Any) -> Any:
+    """The losses of one batch on one rank are not numbers."""
+    learner, objective = trainer.learner, trainer.learner.objective
+    update, losses, now = learner.update, objective.losses, []
+
+    def updating(batch: Batch, *arguments: Any, **named: Any) -> Any:
+        now[:] = [batch.position == 2 and trainer.world.rank == 1]
+        return update(batch, *arguments, **named)
+
+    def computed(*arguments: Any) -> Any:
+        made = losses(*arguments)
+        return made._replace(per_sample=made.per_sample * math.nan) if now[0] else made
+
+    with replaced(learner, "update", updating), replaced(objective, "losses", computed):
+        yield
+
+
+SKIPPING = {"anomalies": {"non_finite": "skip"}}
 WHOLE = {"check": {"audit_every": 1}}
 TWO = {
     **{f"zero{stage}": blocks(stage, **WHOLE) for stage in range(4)},
@@ -92,6 +113,8 @@ def root(root: Path) -> Path:
     jobs = [job(name, of_run) for name, of_run in TWO.items()]
     jobs += [job(f"zero{stage}-stopped", blocks(stage), 1, 4, None) for stage in (2, 3)]
     jobs += [job(f"swapped-{name}", TWO[name], faults=[swapped]) for name in ("overlap", "bf16")]
+    jobs += [job("skipped", blocks(2, **SKIPPING), faults=[poisoned])]
+    jobs += [job("left-out", blocks(2, **SKIPPING), faults=[partial(leave_out, ranges=[(2, 3)])])]
     continued = blocks(1, 8, averages=[{"name": "ema", "decay": 1.0}], init={"from": str(root / "runs" / "zero1")})
     jobs += [job("continued", continued, 2)]
     jobs += [job("traced", blocks(3, 8), 3, faults=[trace_noted])]
@@ -217,6 +240,10 @@ def test_what_does_not_go_together_is_refused_by_its_key(root, changes, key):
 @pytest.mark.parametrize("name", ["overlap", "bf16"])
 def test_weights_on_their_way_arrive_before_the_average_takes_their_place(root, name):
     assert_same_run(root, f"swapped-{name}", name)
+
+
+def test_an_update_that_is_not_made_moves_no_average(root):
+    assert_same_run(root, "skipped", "left-out")
 
 
 def test_a_group_that_begins_later_keeps_its_values_while_its_moments_follow_the_gradients(root):

@@ -17,7 +17,7 @@ def build_objective(recipe: Recipe, num_classes: int) -> Objective:
     """The recipe's objective around its model, values unset, on whatever device and dtype the context makes tensors.
 
     Raises `RecipeError` if a parameter that the objective adds to the model has no initial value, or is not in the
-    block's `own`.
+    block's `own`, or if its `reads` names what is none.
     """
     objective = objective_class(recipe).of(recipe, num_classes)
     objective.scalars = {name: ramp.start for name, ramp in recipe.objective.courses.items()}
@@ -35,6 +35,8 @@ def build_objective(recipe: Recipe, num_classes: int) -> Objective:
             f"objective.kind {recipe.objective.kind}: its `own` must list the parameters that the objective adds to "
             f"the model; these are missing: {', '.join(unlisted)}"
         )
+    if unknown := set(recipe.objective.reads) - of_model - set(added):
+        raise RecipeError(f"objective.kind {recipe.objective.kind}: its `reads` names no parameters: {sorted(unknown)}")
     return objective
 
 

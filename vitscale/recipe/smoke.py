@@ -39,11 +39,11 @@ def smoke_form(recipe: Recipe, data_root: Path, world_size: int = 1) -> Recipe:
         "warmup": {"steps": 1},
         "boundaries": [{"steps": 1 + index} for index in range(len(recipe.schedule.boundaries))],
     } | _short_parts(recipe.schedule)
-    one = {"steps": 1}
+    half = {"steps": SMOKE_STEPS // 2}
     for average in content.get("averages", []):
-        average |= {"over": None} if average["every"] is None else {"every": one, "from": one}
+        average |= {"over": None} if average["every"] is None else {"every": half, "from": {"steps": 1}}
     for group in content["optimizer"]["groups"]:
-        group |= {"begin": one} if "begin" in group else {}
+        group |= {"begin": half} if "begin" in group else {}
     content["checkpoint"]["every"] = {"steps": 2}
     content["logging"] |= {"every": 1, "batch_digest": True}
     evaluation = content["evaluation"]

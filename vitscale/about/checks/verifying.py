@@ -379,11 +379,11 @@ class _Verification:
         # squares from gradients, of which the mean in fp32 has every bit. Ranks of another number may hide that.
         kinds, names = ({place.split()[0].split("/")[at] for place in places} for at in (0, 1))
         total, equal = sum(counts.values()), sum(counts[name] for name in counts.keys() - names)
-        is_edited = MASTER not in kinds and any(map(is_weights, kinds))
+        weights = set(filter(is_weights, index.kinds))
+        is_edited = MASTER not in kinds and not kinds.isdisjoint(weights)
         if not self.trained.optimizer.kept_in_bf16:  # in which small differences come and go
-            is_edited |= not kinds & {MASTER, *_MEANS} or not {*map(is_weights, kinds)} >= {
-                *map(is_weights, index.kinds)
-            }
+            is_edited |= not kinds & {MASTER, *_MEANS}
+            is_edited |= kinds <= weights < set(index.kinds) and len(weights) > 1
             is_edited |= differing < _FEW * total or equal > total / 2
         if is_same_world and is_edited:
             places[3:] = [f"{len(places) - 3:,} more"] if places[3:] else []

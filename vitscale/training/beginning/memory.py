@@ -89,7 +89,7 @@ def expected_memory(
     micro, accumulation = recipe.split(world_size)
     if micro_batch is not None:
         micro, accumulation = micro_batch, -(-micro * accumulation // micro_batch)
-    tensors = step_tensors(recipe, num_classes, micro, device)
+    tensors = step_tensors(recipe, num_classes, micro, device, world_size)
     return memory_of(recipe, model_parameters(recipe, num_classes), tensors, world_size, accumulation > 1, device)
 
 

@@ -12,7 +12,7 @@ fewer tensors of B x A x T x T than the CPU's plain formula, so the count is too
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,8 +99,13 @@ class StepTensors:
     transient: int  # what the passes hold beyond that at their peak, without parameters' gradients
 
 
-def step_tensors(recipe: Recipe, num_classes: int, micro_batch: int, device: DeviceType = "cpu") -> StepTensors:
-    """Count the tensors of a forward and backward pass over `micro_batch` images."""
+def step_tensors(
+    recipe: Recipe, num_classes: int, micro_batch: int, device: DeviceType = "cpu", ranks: int = 1
+) -> StepTensors:
+    """Count the tensors of a forward and backward pass over `micro_batch` images.
+
+    `ranks` share what is kept of a first pass over the whole global batch.
+    """
     dtype = weight_dtype(recipe)
     with FakeTensorMode():
         with _default_dtype(dtype):
@@ -122,7 +127,7 @@ def step_tensors(recipe: Recipe, num_classes: int, micro_batch: int, device: Dev
             if recipe.objective.prepares is not None:
                 with torch.no_grad():
                     prepared = objective(views, None, plan)
-                plan = (*plan, *_agreed(recipe, objective, prepared, micro_batch))
+                plan = (*plan, *_agreed(recipe, objective, prepared, micro_batch, ranks))
                 del prepared
             with saved_storages(parameters) as saved:
                 losses = objective(views, labels, plan)
@@ -134,16 +139,27 @@ def step_tensors(recipe: Recipe, num_classes: int, micro_batch: int, device: Dev
     return StepTensors(saved_bytes, live.peak - saved_bytes)
 
 
-def _agreed(recipe: Recipe, objective: Objective, prepared: Rows, micro_batch: int) -> Plan:
-    """A micro-batch's part of what an objective derives from the global batch, as if one rank had all of its rows."""
-    parts = -(-recipe.batch.global_size // micro_batch)
-    rows = joined([prepared] * parts)
-    weights = {
-        name: each.detach().clone() for name, each in objective.named_weights() if name in recipe.objective.reads
-    }
+class _AsIfMany(Sums):
+    """Of ranks that are not there: shapes are all that is asked for."""
+
+    def rows(self, values: Tensor) -> Tensor:
+        return torch.cat([values] * self.ranks)
+
+    def total(self, terms: Tensor | Iterable[Tensor]) -> Tensor:
+        return Sums().total(terms)
+
+    def greatest(self, values: Tensor) -> Tensor:
+        return values
+
+
+def _agreed(recipe: Recipe, objective: Objective, prepared: Rows, micro_batch: int, ranks: int) -> Plan:
+    """What one of so many ranks derives from the global batch: a micro-batch's part, which keeps the whole alive."""
+    parts = -(-recipe.batch.global_size // (ranks * micro_batch))
+    rows, settings = joined([prepared] * parts), recipe.objective
+    weights = {name: each.detach().clone() for name, each in objective.named_weights() if name in settings.reads}
     labels = torch.zeros(parts * micro_batch, dtype=torch.int64)
-    agreed = objective.agree(rows, labels, Sums(), weights)
-    return (*(each.clone() for each in dealt(agreed.rows, parts)[0]), *agreed.shared)
+    agreed = objective.agree(rows, labels, _AsIfMany(ranks=ranks), weights)
+    return (*dealt(agreed.rows, parts)[0], *agreed.shared)
 
 
 @contextmanager
