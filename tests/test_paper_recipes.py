@@ -13,7 +13,7 @@ from vitscale.about.studies.reading import load_study
 from vitscale.flops import recipe_work
 from vitscale.models import build_model
 from vitscale.objectives import build_objective
-from vitscale.recipe import load_recipe, override, recipes_dir
+from vitscale.recipe import is_frozen, load_recipe, override, recipes_dir
 
 # Table 3: recipe -> model, epochs, base learning rate. All of JFT: linear decay, weight decay 0.1, no dropout.
 JFT = {
@@ -589,3 +589,40 @@ def test_nothing_is_decayed_but_matrices():
             model = build_model(recipe, 1000)
         decayed = {name for name, _ in model.named_parameters() if not re.search(recipe.optimizer.decay_exclude, name)}
         assert decayed == {name for name, each in model.named_parameters() if each.ndim in (2, 4)}, stem
+
+
+def test_simclr():
+    """MoCo v3's command for a ViT-S (README.md, vits.py), and SimCLR's views, temperature and projection (run.py)."""
+    recipe = load_recipe("simclr_s16_i1k")
+    (view,), optimizer = recipe.data.views, recipe.optimizer
+    jitter, gray, blur = view.operations
+    assert (view.count, view.size, view.crop.area, view.flip) == (2, None, [0.08, 1], 0.5)
+    assert (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue) == (0.8, 0.8, 0.8, 0.2)
+    assert (jitter.probability, gray.probability, blur.probability, blur.radius) == (0.8, 0.2, 0.5, [0.1, 2])
+    assert (recipe.objective.loss, recipe.objective.temperature, recipe.objective.group) == ("nt_xent", 0.1, "global")
+    assert (recipe.objective.hidden, recipe.objective.outputs) == (2048, 128)
+    assert optimizer.lr == pytest.approx(1.5e-4 * 4096 / 256)
+    assert (optimizer.name, optimizer.betas, optimizer.weight_decay) == ("adamw", [0.9, 0.999], 0.1)
+    assert (recipe.batch.global_size, recipe.schedule.duration.epochs, recipe.schedule.warmup.epochs) == (4096, 300, 40)
+    assert (recipe.model.num_heads, recipe.model.position.table) == (12, "mae")
+    with torch.device("meta"):
+        names = [name for name, _ in build_objective(recipe, 1000).named_weights()]
+    assert [name for name in names if is_frozen(optimizer, name)] == ["embedding.weight", "embedding.bias"]
+
+
+def test_lejepa():
+    """The hyper-parameters of the authors' README.md."""
+    recipe = load_recipe("lejepa_l14_i1k")
+    views, optimizer, schedule = recipe.data.views, recipe.optimizer, recipe.schedule
+    assert [(view.name, view.count, view.size, view.crop.area) for view in views] == [
+        ("global", 2, None, [0.3, 1]),
+        ("local", 6, 98, [0.05, 0.3]),
+    ]
+    for view in views:
+        jitter, gray, blur, solarize = view.operations
+        assert (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue) == (0.4, 0.4, 0.2, 0.1)
+        assert [each.probability for each in view.operations] == [0.8, 0.2, 0.5, 0.2] and solarize.threshold == 128
+        assert (gray.kind, blur.kind) == ("gray", "gaussian_blur")
+    assert (recipe.objective.weight, recipe.objective.directions, recipe.objective.center) == (0.05, 1024, ["global"])
+    assert (optimizer.name, optimizer.lr, optimizer.weight_decay, recipe.precision) == ("adamw", 5e-4, 0.05, "bf16")
+    assert (schedule.duration.epochs, schedule.decay, schedule.min_lr) == (100, "cosine", optimizer.lr / 1000)
