@@ -54,7 +54,10 @@ OBJECTIVES = {
     "mixed": ("b32_i1k", ["objective={loss: softmax, label_smoothing: 0.1, mixing: {mixup: 0.8, cutmix: 1.0}}"]),
     "masked": ("b16_jft_masked", []),
     "mae": ("mae_b16_i1k", []),
-    "nt_xent": ("simclr_s16_i1k", ["data.views=[{name: global, count: 2}, {name: local, size: 96}]"]),
+    "nt_xent": (
+        "simclr_s16_i1k",
+        ["data.views=[{name: global, count: 2}, {name: local, size: 96}]", "objective.temperature=0.5"],
+    ),
     "lejepa": ("lejepa_l14_i1k", []),  # with local views and drop path
 }
 RECIPES = (
