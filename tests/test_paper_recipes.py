@@ -13,7 +13,7 @@ from vitscale.about.studies.reading import load_study
 from vitscale.flops import recipe_work
 from vitscale.models import build_model
 from vitscale.objectives import build_objective
-from vitscale.recipe import load_recipe, override, recipes_dir
+from vitscale.recipe import is_frozen, load_recipe, override, recipes_dir
 
 # Table 3: recipe -> model, epochs, base learning rate. All of JFT: linear decay, weight decay 0.1, no dropout.
 JFT = {
@@ -339,7 +339,10 @@ def test_no_recipe_of_the_paper_is_left_out():
     known |= {f"b16_{short}_jft" for short in TABLE_8}
     known |= {"b16_i21k_masked", *(f"b16_jft_masked{ablation}" for ablation in ("", "_cells", "_pixels", "_15pct"))}
     others = {path.stem for path in recipes_dir().glob("*.yaml")} - known
-    assert {stem for stem in others if not stem.startswith("shape_")} == {"demo", "vit4_cifar10", *LATER, *MAE}
+    assert {stem for stem in others if not stem.startswith("shape_")} == {
+        *("demo", "vit4_cifar10", *LATER, *MAE, *TAUGHT),
+        *("simclr_s16_i1k", "lejepa_l14_i1k"),
+    }
     assert {path.stem for path in recipes_dir().glob("finetune/*.yaml")} == {
         *(*TABLE_4, *HYPERRULE, *LAST_EPOCHS, *MAE, "swin_b_384")
     }
@@ -589,3 +592,86 @@ def test_nothing_is_decayed_but_matrices():
             model = build_model(recipe, 1000)
         decayed = {name for name, _ in model.named_parameters() if not re.search(recipe.optimizer.decay_exclude, name)}
         assert decayed == {name for name, each in model.named_parameters() if each.ndim in (2, 4)}, stem
+
+
+def test_simclr():
+    """MoCo v3's command for a ViT-S (README.md, vits.py), and SimCLR's views, temperature and projection (run.py)."""
+    recipe = load_recipe("simclr_s16_i1k")
+    (view,), optimizer = recipe.data.views, recipe.optimizer
+    jitter, gray, blur = view.operations
+    assert (view.count, view.size, view.crop.area, view.flip) == (2, None, [0.08, 1], 0.5)
+    assert (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue) == (0.8, 0.8, 0.8, 0.2)
+    assert (jitter.probability, gray.probability, blur.probability, blur.radius) == (0.8, 0.2, 0.5, [0.1, 2])
+    assert (recipe.objective.loss, recipe.objective.temperature, recipe.objective.group) == ("nt_xent", 0.1, "global")
+    assert (recipe.objective.hidden, recipe.objective.outputs) == (2048, 128)
+    assert optimizer.lr == pytest.approx(1.5e-4 * 4096 / 256)
+    assert (optimizer.name, optimizer.betas, optimizer.weight_decay) == ("adamw", [0.9, 0.999], 0.1)
+    assert (recipe.batch.global_size, recipe.schedule.duration.epochs, recipe.schedule.warmup.epochs) == (4096, 300, 40)
+    assert (recipe.model.num_heads, recipe.model.position.table) == (12, "mae")
+    with torch.device("meta"):
+        names = [name for name, _ in build_objective(recipe, 1000).named_weights()]
+    assert [name for name in names if is_frozen(optimizer, name)] == ["embedding.weight", "embedding.bias"]
+
+
+def test_lejepa():
+    """The hyper-parameters of the authors' README.md."""
+    recipe = load_recipe("lejepa_l14_i1k")
+    views, optimizer, schedule = recipe.data.views, recipe.optimizer, recipe.schedule
+    assert [(view.name, view.count, view.size, view.crop.area) for view in views] == [
+        ("global", 2, None, [0.3, 1]),
+        ("local", 6, 98, [0.05, 0.3]),
+    ]
+    for view in views:
+        jitter, gray, blur, solarize = view.operations
+        assert (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue) == (0.4, 0.4, 0.2, 0.1)
+        assert [each.probability for each in view.operations] == [0.8, 0.2, 0.5, 0.2] and solarize.threshold == 128
+        assert (gray.kind, blur.kind) == ("gray", "gaussian_blur")
+    assert (recipe.objective.weight, recipe.objective.directions, recipe.objective.center) == (0.05, 1024, ["global"])
+    assert (optimizer.name, optimizer.lr, optimizer.weight_decay, recipe.precision) == ("adamw", 5e-4, 0.05, "bf16")
+    assert (schedule.duration.epochs, schedule.decay, schedule.min_lr) == (100, "cosine", optimizer.lr / 1000)
+
+
+# Recipe -> shares of the area, KoLeo's weight, patches' prototypes, updates, batch, rate, drop path, rate of layers.
+TAUGHT = {
+    "dino_s16_i1k": ([0.4, 1], [0.05, 0.4], 0.0, None, None, 512, 1e-3, 0.1, None),
+    "dinov2_l16_i1k": ([0.32, 1], [0.05, 0.32], 0.1, None, 125_000, 2048, 0.004 * 2**0.5, 0.3, 0.9),
+    "dinov3_l16_i1k": ([0.32, 1], [0.05, 0.32], 0.1, 65_536, 125_000, 2048, 0.001 * 4 * 2**0.5, 0.3, 0.9),
+    "ijepa_h14_i1k": None,
+}
+
+
+@pytest.mark.parametrize("stem", [stem for stem, settings in TAUGHT.items() if settings])
+def test_dino(stem):
+    """main_dino.py's defaults, dinov2's ssl_default_config.yaml, dinov3's train/vitl_im1k_lin834.yaml."""
+    whole, part, koleo, of_patches, steps, batch, rate, drop_path, layer_decay = TAUGHT[stem]
+    recipe = load_recipe(stem)
+    views, settings, optimizer, schedule = recipe.data.views, recipe.objective, recipe.optimizer, recipe.schedule
+    assert [(view.count, view.size) for view in views] == [(1, None), (1, None), (8, 96)]
+    assert [view.crop.area for view in views] == [whole, whole, part]
+    for view in views:
+        jitter, gray = view.operations[:2]
+        assert (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue) == (0.4, 0.4, 0.2, 0.1)
+        assert (jitter.probability, gray.probability) == (0.8, 0.2)
+    assert (settings.koleo, settings.prototypes, settings.hidden, settings.bottleneck) == (koleo, 65_536, 2048, 256)
+    assert (settings.ibot is None) == (stem == "dino_s16_i1k") and settings.temperature == 0.1
+    if settings.ibot is not None:
+        found = settings.ibot.weight, settings.ibot.probability, settings.ibot.shares, settings.ibot.prototypes
+        assert found == (1, 0.5, [0.1, 0.5], of_patches) and settings.teacher_temperature.over.steps == 30 * 1250
+    assert (schedule.duration.steps, recipe.batch.global_size) == (steps, batch)
+    assert optimizer.lr == pytest.approx(rate, rel=1e-3) and optimizer.layer_decay == layer_decay
+    assert (optimizer.weight_decay, schedule.weight_decay.to, schedule.min_lr) == (0.04, 0.4, 1e-6)
+    assert (recipe.model.drop_path, recipe.averages[0].to) == (drop_path, 1)
+
+
+def test_ijepa():
+    """configs/in1k_vith14_ep300.yaml."""
+    recipe = load_recipe("ijepa_h14_i1k")
+    settings, optimizer, schedule = recipe.objective, recipe.optimizer, recipe.schedule
+    assert (settings.blocks, settings.area, settings.predictor_width, settings.predictor_depth) == (
+        *(4, [0.15, 0.2]),
+        *(384, 12),
+    )
+    assert (recipe.data.crop.area, recipe.data.flip, recipe.batch.global_size) == ([0.3, 1], 0, 128 * 16)
+    assert (optimizer.lr, optimizer.weight_decay, schedule.weight_decay.to, schedule.min_lr) == (1e-3, 0.04, 0.4, 1e-6)
+    assert (schedule.duration.epochs, schedule.warmup.epochs) == (300, 40)
+    assert (recipe.averages[0].decay, recipe.averages[0].to, recipe.averages[0].shape) == (0.996, 1, "linear")

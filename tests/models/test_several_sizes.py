@@ -109,6 +109,18 @@ def test_compiled_blocks_compute_the_same():
             torch.testing.assert_close(outputs.tokens, other.tokens)
 
 
+def test_float8_takes_tokens_side_by_side():
+    float8 = pytest.importorskip("vitscale.models.float8", reason="needs torchao")
+    model, pixels = made("dinov2").train(), batches()
+    expected = [outputs.tokens.detach() for outputs in model(pixels)]
+    float8.train_in_float8(model.blocks, torch.device("cpu"))
+    found = model(pixels)
+    total(found).backward()
+    for outputs, other in zip(found, expected, strict=True):
+        error = float((outputs.tokens.detach() - other).norm() / other.norm())
+        assert 1e-4 < error < 0.1
+
+
 @pytest.mark.parametrize(
     ("parts", "options"),
     [

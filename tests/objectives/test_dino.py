@@ -15,7 +15,7 @@ from vitscale.ground.errors import RecipeError
 from vitscale.ground.ranks import Sums
 from vitscale.models import initial_value
 from vitscale.objectives import build_objective
-from vitscale.objectives.dino_losses import class_losses, gram, koleo, patch_losses
+from vitscale.objectives.dino_losses import class_losses, koleo, patch_losses
 from vitscale.objectives.objective import joined
 from vitscale.recipe import validate_recipe
 
@@ -97,12 +97,6 @@ def test_koleo_of_copies_is_finite(apart):
     assert loss.isfinite() and gradient.isfinite().all()
     opposite = torch.tensor([1.0, -1.0]).view(2, 1, 1) * random(1, 1, 16)
     assert koleo(opposite, 2)[0].item() == pytest.approx(-math.log(2), rel=1e-5)
-
-
-def test_gram_is_the_difference_of_cosines():
-    student, teacher = random(3, 5, 8, seed=1), random(3, 5, 12, seed=2)
-    cosines = [F.cosine_similarity(each[:, :, None], each[:, None], dim=3) for each in (student, teacher)]
-    torch.testing.assert_close(gram(student, teacher), (cosines[0] - cosines[1]).square().mean(dim=(1, 2)))
 
 
 # ---- The objective ---------------------------------------------------------------------------------------------------

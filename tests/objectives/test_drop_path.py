@@ -32,13 +32,6 @@ def test_branches_are_left_out_as_often_as_they_should_and_independently():
     several = kept_paths(KEYS, [0.5] * 6).reshape(-1, 6)
     correlations = np.corrcoef(several.T) - np.eye(6)
     assert np.abs(correlations).max() < 5 / np.sqrt(KEYS.size)
-    by_sample = kept_paths(KEYS, [0.5])[..., 0]
-    assert np.abs(np.corrcoef(by_sample)[0, 1:]).max() < 0.5  # 200 samples of 100
-
-
-def test_draws_are_the_same_in_every_part():
-    whole = kept_paths(KEYS, SHARES)
-    assert np.array_equal(whole[30:32, 4:9], kept_paths(KEYS[30:32, 4:9], SHARES))
 
 
 def made(model, objective, views):

@@ -52,6 +52,7 @@ def root(tmp_path_factory):
     launch(root, jobs, 2)
     alone = [("alone", blocks(1, 16)), ("whole-alone", blocks(0, 16, "global"))]
     alone.append(("lejepa-alone", blocks(1, 16, **lejepa)))
+    alone.append(("collapsed", blocks(1, 16, "global", optimizer={"name": "adamw", "lr": 10.0})))
     launch(root, [{"name": name, "blocks": [of_run], "stops": [None]} for name, of_run in alone], 1)
     return root
 
@@ -77,6 +78,12 @@ def test_every_world_stage_and_micro_batch_computes_the_same(root, one, other):
             column(root, one, key), rel=1e-4 if key == "grad_norm" else 2e-5
         )
     assert column(root, other, "batch_digest") == column(root, one, "batch_digest")
+
+
+def test_a_run_warns_of_collapse_once(root):
+    assert column(root, "collapsed", "spread")[-1] < 0.05
+    assert (root / "runs" / "collapsed.out").read_text().count("has collapsed") == 1
+    assert "has collapsed" not in (root / "runs" / "whole-alone.out").read_text()
 
 
 def first_batch(root):

@@ -59,6 +59,13 @@ class Estimate:
         images = self.own_images
         return None if self.work is None or images is None else exaflops(self.work.accounting_macs, images)
 
+    @property
+    def tokens(self) -> int | None:
+        """The tokens of one image in training, of all its views; None for a model with a feature map."""
+        views = self.recipe.data.training_views()
+        found = [(self.recipe.model.num_tokens(side), view.count) for view, side in views]
+        return None if found[0][0] is None else sum((tokens or 0) * count for tokens, count in found)
+
     @cached_property
     def recomputed(self) -> Work:
         """What activation checkpointing computes a second time: forward passes that model FLOPs do not count."""

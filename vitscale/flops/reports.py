@@ -90,7 +90,7 @@ def grid_table(estimates: Sequence[Estimate]) -> ResultTable:
                 "recipe": one.name,
                 "model": one.model_name,
                 "epochs": one.epochs,
-                "tokens": one.recipe.model.num_tokens(one.recipe.data.image_size),
+                "tokens": one.tokens,
                 "params": None if work is None else work.params,
                 "gmacs": None if work is None else work.macs / 1e9,
                 "accounting_gmacs": None if work is None else work.accounting_macs / 1e9,

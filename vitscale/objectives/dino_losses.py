@@ -1,4 +1,4 @@
-"""The losses of self-distillation: cross-entropies with a teacher's targets, KoLeo, and Gram anchoring.
+"""The losses of self-distillation: cross-entropies with a teacher's targets, and KoLeo.
 
 Shape legend: B batch, V views of an image, G global ones, N patches, D width, K prototypes, C masked patches, Q groups
 of I images.
@@ -55,9 +55,3 @@ def koleo(rows_BGD: Tensor, group: int) -> Tensor:
     distances = F.pairwise_distance(rows_GID, nearest @ rows_GID, eps=_EPSILON)
     of_rows = -(distances + _EPSILON).log()
     return of_rows.view(-1, rows.shape[1], group).sum(dim=1).flatten()
-
-
-def gram(student_BND: Tensor, teacher_BND: Tensor) -> Tensor:
-    """Gram anchoring (DINOv3) of each image (B,): the mean squared difference of its patches' cosines."""
-    rows, anchors = (F.normalize(each.float(), dim=2) for each in (student_BND, teacher_BND))
-    return (rows @ rows.transpose(1, 2) - anchors @ anchors.transpose(1, 2)).square().mean(dim=(1, 2))

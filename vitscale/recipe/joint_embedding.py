@@ -81,7 +81,9 @@ class JointEmbedding(Objective):
 
     def complaint(self, figures: Mapping[str, Any]) -> str | None:
         """As `Objective.complaint`: projections that are all the same, or not more alike for being of one image."""
-        spread, cosine = figures["spread"], figures.get("view_cosine")
+        spread, cosine = figures.get("spread"), figures.get("view_cosine")
+        if spread is None:
+            return None
         if spread < _LEAST:
             return (
                 f"the projections of all images are nearly the same (spread {spread:.3f}, expected towards 1): the "

@@ -168,8 +168,8 @@ def positions_of_grid(positions_1TD: Tensor, old: int, new: int, class_token: in
     if old == new:
         return positions_1TD
     head, grid = positions_1TD[:, :class_token], positions_1TD[:, class_token:]
-    matrix = torch.from_numpy(_resampling(old, new)).to(grid.device, grid.dtype)
-    return torch.cat([head, matrix @ grid], dim=1)
+    matrix = torch.from_numpy(_resampling(old, new)).to(grid.device)
+    return torch.cat([head, (matrix @ grid.float()).to(grid.dtype)], dim=1)
 
 
 @lru_cache(maxsize=16)
