@@ -61,7 +61,12 @@ def test_the_smoke_form_keeps_what_chooses_between_code_paths(stem, tmp_path):
     )
     for block in ("parallelism", "precision", "selection", "deepspeed"):
         assert getattr(small, block) == getattr(recipe, block)
-    assert small.optimizer == recipe.optimizer and small.schedule.decay == recipe.schedule.decay
+    assert small.schedule.decay == recipe.schedule.decay
+    one, other = (
+        [group.model_copy(update={"begin": None}) for group in each.optimizer.groups] for each in (small, recipe)
+    )
+    assert one == other
+    assert small.optimizer.model_copy(update={"groups": []}) == recipe.optimizer.model_copy(update={"groups": []})
     for key in ("head", "position"):
         assert small.dump()["model"][key] == recipe.dump()["model"][key]
     one, other = small.model.shape(), recipe.model.shape()

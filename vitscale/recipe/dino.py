@@ -222,9 +222,7 @@ class Dino(Objective):
             for inputs, outputs in layers:
                 found += _layer(head, (student[head], teacher[head]), group, inputs, outputs, bias=True)
             found += _layer(head, (student[head], 0), group, self.bottleneck, prototypes, bias=False)
-        # The teacher's logits are computed anew each time.
-        again = {"dino": group * seen, of_patches: masked} if of_patches == "ibot" else {"dino": group * seen + masked}
-        for head, rows_of_group in again.items():
+        for head, rows_of_group in teacher.items():  # whose logits are computed anew each time
             macs = rows_of_group * self.bottleneck * self._prototypes(head) * (_SINKHORN_PASSES + 1) // group
             found.append(_of_teacher(product("targets", macs)))
         compared = product("cross_entropy", num_views(context) * seen * self.prototypes)
