@@ -38,10 +38,10 @@ def test_a_launch_goes_on_when_ranks_are_killed(make_run: MakeRun, undisturbed: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-def test_averages_and_what_is_learned_from_them_outlive_kills(fault_data, tmp_path, monkeypatch, stage):
+def test_averages_and_what_is_learned_from_them_outlive_kills(fault_data, tmp_path, stage):
     """A loss whose targets are one average's, while another is a copy that is made now and then."""
-    monkeypatch.setenv("VITSCALE_EXTENSIONS", "averaged_target")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[1] / "training"))
+    tree = Path(__file__).resolve().parents[2]
+    environment = {"VITSCALE_EXTENSIONS": "averaged_target", "PYTHONPATH": f"{tree}{os.pathsep}{tree}/tests/training"}
     blocks = {
         "objective": {"kind": "averaged_target.AveragedTarget"},
         "parallelism": {"zero_stage": stage},
@@ -56,7 +56,7 @@ def test_averages_and_what_is_learned_from_them_outlive_kills(fault_data, tmp_pa
         folder = tmp_path / str(kills)
         folder.mkdir()
         runs.append(Run(write_recipe(folder / "recipe.yaml", fault_data, **blocks), folder / "run"))
-        with Process(launch(runs[-1]), folder / "log") as process:
+        with Process(launch(runs[-1]), folder / "log", environment) as process:
             for number in range(kills):
                 at = random.randint(30 * number, 30 * number + 29)
                 print("killed after step", at)

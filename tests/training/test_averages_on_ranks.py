@@ -22,6 +22,7 @@ from vitscale.data.batch import Batch
 from vitscale.data.image_operations import TrainingInput
 from vitscale.data.loader import training_loader, training_order
 from vitscale.data.shards import Manifest
+from vitscale.ground import extensions
 from vitscale.ground.errors import CheckpointError, RecipeError
 
 AVERAGES = [
@@ -127,6 +128,7 @@ def root(root: Path) -> Path:
 def _allowed():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VITSCALE_EXTENSIONS", "averaged_target")
+        patch.setattr(extensions, "named", {})  # which other tests of this process would read in their messages
         yield
 
 
