@@ -75,7 +75,7 @@ CASES = {
     f"{objective}-{precision}-zero{stage}": case(objective, precision, stage)
     for objective in OBJECTIVES
     # A rank's piece of a parameter may be two neurons, with more than their part of what NT-Xent makes of rounding.
-    for precision in (("fp32",) if objective == "nt_xent" else ("fp32", "bf16"))
+    for precision in (("fp32",) if objective in ("nt_xent", "dino") else ("fp32", "bf16"))
     for stage in range(4)
 }
 CASES |= {
