@@ -8,10 +8,10 @@ import torch
 from outcomes import checkpoint
 from ranks import job, launch, make_data
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # 48 runs
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # 36 runs
 
 KINDS = ("contrastive", "lejepa")
-MESH = [(world, micro) for world in (1, 2, 4) for micro in (1, 2, 4, 8)]
+MESH = [(world, micro) for world in (1, 2, 4) for micro in (1, 2, 4, 8) if world * micro <= 8]
 WITHIN = {1: 1e-6, 200: 1e-5}  # by updates
 
 
@@ -23,9 +23,9 @@ def blocks(kind: str, world: int, micro: int, updates: int) -> dict[str, Any]:
     directions = {"directions": 16} if kind == "lejepa" else {}
     return {
         "precision": "fp32",
-        "model": {"drop_path": 0.2, "depth": 2},
-        "data": {"views": [{"name": "global", "count": 2}, {"name": "local", "count": 2, "size": 16}]},
-        "batch": {"global": 32, "micro_max": micro},
+        "model": {"drop_path": 0.2, "drop_path_rule": "uniform", "depth": 1},
+        "data": {"views": [{"name": "global", "count": 2}, {"name": "local", "size": 16}]},
+        "batch": {"global": 8, "micro_max": micro},
         "objective": {"kind": kind, "hidden": 16, "outputs": 8} | directions,
         "optimizer": {"name": "sgd", "lr": 0.03, "momentum": 0.9},
         "schedule": {"duration": {"steps": updates}, "warmup": {"steps": 0}},
