@@ -48,6 +48,7 @@ class Purpose(IntEnum):
     REMOVED = 29  # the order of patches, of which the first are kept and the others removed
     RESIZED = 30  # a resized crop, by attempt and number
     DIRECTION = 31  # the components of directions
+    BLOCK = 50  # a block of patches, by attempt and number
 
 
 # ---- Hashes ----------------------------------------------------------------------------------------------------------

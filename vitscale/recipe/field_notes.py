@@ -11,10 +11,12 @@ _KEYS_BY_UNIT = {
     "images per class": "evaluation.fewshot.shots",
     "views per sample": "data.repeats data.views.N.count",
     "batches": "data.prefetch",
-    "pixels": "data.image_size model.patch_size data.operations.N.radius data.operations.N.kernel data.views.N.size",
+    "pixels": "data.image_size model.patch_size data.operations.N.radius data.operations.N.kernel data.views.N.size "
+    "objective.targets.image_size",
     "channels": "model.width model.mlp_dim objective.decoder_width objective.hidden objective.outputs",
     "classes": "model.num_classes",
     "tokens": "model.registers",
+    "numbers": "objective.targets.vocabulary",
     "tokens along a side": "model.window",
     "heads": "model.num_heads objective.decoder_heads",
     "ranks": "parallelism.hpz_size",
@@ -23,7 +25,8 @@ _KEYS_BY_UNIT = {
     "parameters along a side": "optimizer.factored_from",
     "operations": "data.operations.N.n",
     "levels of a pixel, 0 to 255": "data.operations.N.fill data.operations.N.threshold",
-    "pixel values from 0 to 1": "data.normalise.mean data.normalise.std",
+    "pixel values from 0 to 1": "data.normalise.mean data.normalise.std objective.targets.normalise.mean "
+    "objective.targets.normalise.std",
     "logits": "model.head_bias",
     "threads": "data.threads",
     "GB of 10**9 bytes": "data.cache.limit_gb",
