@@ -32,7 +32,7 @@ _KEYS_BY_UNIT = {
     "GB of 10**9 bytes": "data.cache.limit_gb",
     "seconds": "data.stall_s check.step_timeout_s",
     "steps": "init.step objective.teacher.step anomalies.spike.window check.replicas_every check.recompute_every "
-    "check.audit_every logging.every profile.steps",
+    "check.audit_every logging.every profile.steps evaluation.evaluators.N.steps",
     "checkpoints": "checkpoint.keep",
     "saves": "checkpoint.max_failures",
     "evaluations": "selection.patience",
@@ -47,6 +47,7 @@ _KEYS_BY_UNIT = {
     "share, 0 to 1": "model.dropout model.drop_path data.check_rate data.crop.area data.crop.fraction "
     "data.eval_crop.fraction data.operations.N.area data.operations.N.hue objective.keep objective.share "
     "objective.removed objective.mixing.cutmix_sides evaluation.fewshot.crop.fraction evaluation.knn.crop.fraction "
+    "evaluation.evaluators.N.crop.fraction "
     "parallelism.activation_budget",
     NO_UNIT: "seed model.width_factor model.norm_eps model.layer_scale model.position.base "
     "model.position.registers_base data.crop.aspect data.operations.N.jitter data.operations.N.brightness "

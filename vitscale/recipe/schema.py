@@ -341,6 +341,9 @@ class Recipe(Block):
             return validation, self.data.eval_crop
         if metric.startswith("knn/") and self.evaluation.knn is not None:
             return self.evaluation.knn.test, self.evaluation.knn.crop
+        for evaluator in self.evaluation.evaluators:
+            if metric.startswith(f"{evaluator.name}/") and (splits := evaluator.splits()) is not None:
+                return splits[1:]
         for task in fewshot.tasks if fewshot is not None else ():
             if fewshot is not None and metric.startswith(f"fewshot/{task.name}/"):
                 return task.test, fewshot.crop

@@ -127,19 +127,29 @@ class Oracle:
 
     def update(self, name: str, weight: Tensor, kept: Kept, gradient: Tensor, rates: Rates) -> tuple[Tensor, Kept]:
         """A parameter and what is kept for it after an update with this gradient; all in double precision."""
+        update = self._update(name, weight, rates)
+        if update is None:
+            return weight, {}
+        after = dict(self.rule.reference(update, {MASTER: weight, **kept}, gradient))
+        return after.pop(MASTER), after
+
+    def noise(self, name: str, weight: Tensor, kept: Kept, gradient: Tensor, rates: Rates) -> float:
+        """As `Rule.noise`, of a parameter before an update with this gradient."""
+        update = self._update(name, weight, rates)
+        return 0.0 if update is None else self.rule.noise(update, {MASTER: weight, **kept}, gradient)
+
+    def _update(self, name: str, weight: Tensor, rates: Rates) -> Update | None:
         group = self.group(name)
         if group is None:
-            return weight, {}
+            return None
         done, rate, decay_factor, momentum = rates
-        update = Update(
+        return Update(
             shape=self.recipe.axes(name, tuple(weight.shape)),
             number=done + 1,
             rate=rate * group[0],
             decay=group[1] * (1.0 if decay_factor is None else decay_factor),
             momentum=self.recipe.optimizer.first_momentum if momentum is None else momentum,
         )
-        after = dict(self.rule.reference(update, {MASTER: weight, **kept}, gradient))
-        return after.pop(MASTER), after
 
     def average(self, old: Tensor, weight: Tensor, updates: int) -> Tensor:
         """The moving average of a parameter after `updates` updates."""

@@ -173,7 +173,10 @@ class _Assignment:
             resample=init.positions == "resample",
             advice=_ADVICE,
         )
-        self.readers |= _beside(recipe, objective, weights)
+        beside = _beside(recipe, objective, weights)
+        self.readers |= beside
+        if beside and isinstance(recipe.objective, MAE):
+            self.notes += _other_pixels(recipe.objective, weights)
         for reader in self.readers.values():
             if reader.compares:  # now, not when the ranks have met
                 reader()
@@ -229,6 +232,18 @@ def _beside(recipe: Recipe, objective: Objective, weights: OpenWeights) -> dict[
                 f"{shortened(repr(heads))}"
             )
     return parameters_beside(objective, rules, weights.source) if rules else {}
+
+
+def _other_pixels(ours: MAE, weights: OpenWeights) -> list[str]:
+    """What to know of a decoder that learned other targets, which no shape shows."""
+    theirs = None if weights.recipe is None else weights.recipe.objective
+    norm_pix = weights.source.config.get("norm_pix_loss", theirs.norm_pix if isinstance(theirs, MAE) else None)
+    if norm_pix in (None, ours.norm_pix):
+        return []
+    return [
+        f"its decoder predicts pixels with norm_pix {str(bool(norm_pix)).lower()}, and objective.norm_pix is "
+        f"{str(ours.norm_pix).lower()}: the loss begins high"
+    ]
 
 
 def _layers(keys: list[str]) -> list[str]:
