@@ -339,7 +339,8 @@ def test_no_recipe_of_the_paper_is_left_out():
     known |= {f"b16_{short}_jft" for short in TABLE_8}
     known |= {"b16_i21k_masked", *(f"b16_jft_masked{ablation}" for ablation in ("", "_cells", "_pixels", "_15pct"))}
     others = {path.stem for path in recipes_dir().glob("*.yaml")} - known
-    assert {stem for stem in others if not stem.startswith("shape_")} == {"demo", "vit4_cifar10", *LATER, *MAE}
+    own = {"demo", "vit4_cifar10", "beit_b16_i1k", "continue_mae_b16"}
+    assert {stem for stem in others if not stem.startswith("shape_")} == {*own, *LATER, *MAE}
     assert {path.stem for path in recipes_dir().glob("finetune/*.yaml")} == {
         *(*TABLE_4, *HYPERRULE, *LAST_EPOCHS, *MAE, "swin_b_384")
     }
@@ -518,6 +519,55 @@ def test_mae(stem):
         weights = dict(build_objective(recipe, 1000).named_weights())
     decayed = {name for name in weights if not re.search(optimizer.decay_exclude, name)}
     assert decayed == {name for name, each in weights.items() if each.ndim > 1}  # timm 0.3.2's rule
+
+
+def test_beit():
+    """Bao et al. (2022) by the command for ImageNet-1k of beit/README.md and run_beit_pretraining.py's defaults."""
+    recipe = load_recipe("beit_b16_i1k")
+    objective, optimizer, schedule = recipe.objective, recipe.optimizer, recipe.schedule
+    assert (objective.kind, objective.masks, objective.counts(recipe.context)) == (
+        "masked_patches",
+        "blocks",
+        (75, 0, 0),
+    )
+    targets = objective.targets
+    assert (targets.path, targets.vocabulary, targets.image_size) == ("transformers:FlavaImageCodebook", 8192, 112)
+    for mean, std in zip(targets.normalise.mean, targets.normalise.std, strict=True):
+        assert [(x - mean) / std for x in (0.0, 1.0)] == pytest.approx([0.1, 0.9])  # map_pixels of openai/DALL-E
+    assert (recipe.model.name, recipe.model.layer_scale, recipe.model.drop_path) == ("ViT-B/16", 0.1, 0.1)
+    assert (recipe.model.mlp, recipe.model.qkv_bias) == ("exact_gelu", "no_key")
+    assert (optimizer.lr, optimizer.betas, optimizer.weight_decay, optimizer.clip_norm) == (
+        1.5e-3,
+        [0.9, 0.999],
+        0.05,
+        3,
+    )
+    assert (recipe.batch.global_size, schedule.duration.epochs, schedule.warmup.epochs) == (2048, 800, 10)
+    assert (schedule.decay, schedule.min_lr, recipe.data.crop.area) == ("cosine", 1e-5, [0.08, 1])
+    (jitter,) = recipe.data.operations
+    assert (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue, jitter.probability) == (
+        0.4,
+        0.4,
+        0.4,
+        0,
+        1,
+    )
+    with torch.device("meta"):
+        weights = dict(build_objective(recipe, 1000).named_weights())
+    decayed = {name for name in weights if not re.search(optimizer.decay_exclude, name)}
+    assert decayed == {name for name, each in weights.items() if each.ndim > 1} - {"cls", "pos_embedding"}
+
+
+def test_mae_continued():
+    """The rate of pre-training after a longer warmup, watched from before the first update on."""
+    recipe, before = load_recipe("continue_mae_b16"), load_recipe("mae_b16_i1k")
+    assert (recipe.model, recipe.objective, recipe.data.crop) == (before.model, before.objective, before.data.crop)
+    assert recipe.optimizer.lr == pytest.approx(1.5e-4 * recipe.batch.global_size / 256)
+    assert recipe.optimizer.betas == before.optimizer.betas and recipe.schedule.warmup.steps == 5000
+    evaluation = recipe.evaluation
+    assert (
+        evaluation.at_start and recipe.measured_on(recipe.selection.metric)[0] == evaluation.knn.test == "photos/test"
+    )
 
 
 @pytest.mark.parametrize("stem", MAE)

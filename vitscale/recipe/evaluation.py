@@ -116,9 +116,12 @@ class LinearHeads(Evaluator):
 class Evaluation(Block):
     """What is evaluated during training, and when; always at the end as well."""
 
-    _later_keys: ClassVar[tuple[str, ...]] = ("knn",)
+    _later_keys: ClassVar[tuple[str, ...]] = ("knn", "at_start")
 
     every: Interval | None = Field(None, description="how often to evaluate; default: only at the end")
+    at_start: bool = False
+    """whether to evaluate the weights that the run begins with, too, before the first update; selection does not choose
+    them"""
     validation: str | None = Field(None, description="a dataset, as data.train: top-1, top-5 and loss")
     fewshot: FewShot | None = None
     knn: KNN | None = None

@@ -152,6 +152,8 @@ class Trainer:
         step = self.state.step
         if step > 0 and self.plan.due(step, self._last).evaluate and self.state.selection.evaluated != step:
             self._evaluate_and_select()  # the process that took this step ended before it could evaluate
+        if step == 0 and self.recipe.evaluation.at_start:
+            self.report.evaluation(0, self._evaluate())
         while self.state.step < self._last and not self._is_out_of_patience():
             start, border = self.state.anomalies.skipped.next_stretch(self.state.position)
             stop = start + self._last - self.state.step
