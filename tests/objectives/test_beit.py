@@ -250,13 +250,14 @@ def test_folders_that_are_not_such_a_tokenizer_are_refused(folder, tmp_path):
         ("a list", lambda: rewritten(folder, hidden_size=[8])),
         ("a tensor too few", lambda: changed(folder, lambda values: values.pop("blocks.input.bias"))),
         ("a tensor too many", lambda: changed(folder, lambda values: values.update(more=torch.zeros(2)))),
+        ("an infinite weight", lambda: changed(folder, lambda values: values["blocks.input.bias"].fill_(torch.inf))),
         ("only a pickle", lambda: (folder / "model.safetensors").rename(folder / "pytorch_model.bin")),
         ("no config.json", lambda: (folder / "config.json").unlink()),
         ("a damaged config.json", lambda: (folder / "config.json").write_text("{")),
     ):
         spoil()
         with refusal(CheckpointError, "tokenizer", cause, {folder: "FOLDER"}):
-            check_teacher(recipe, [])
+            load_tokenizer(recipe.objective.targets, GRID, torch.device("cpu"))
         for file, content in intact.items():
             file.write_bytes(content)
     rewritten(folder, auto_map={"AutoModel": "stranger--code"}, attn_implementation="stranger/kernel", dtype="float64")

@@ -68,7 +68,12 @@ def outside_class(path: str) -> type:
     """The class that `module:class` names in a package that the user has allowed. Raises `ValueError`."""
     module, _, name = path.partition(":")
     _check_allowed(module, path)
-    found = getattr(_imported(module, path), name, None)
+    try:
+        found = getattr(_imported(module, path), name, None)
+    except ValueError:
+        raise
+    except Exception as error:  # of a package that imports a class when it is asked for
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
     if not isinstance(found, type):
         raise ValueError(f"{path}: there is no class {name!r} in {module}")
     return found

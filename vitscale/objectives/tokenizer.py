@@ -76,7 +76,7 @@ class PatchTokenizer(nn.Module):
             torch.tensor(each, device=pixels.device)[:, None, None]
             for each in (settings.normalise.mean, settings.normalise.std)
         )
-        return self._numbers((pixels - mean) / std).flatten(1)
+        return self._numbers((pixels - mean) / std).flatten(1).long()
 
 
 def open_tokenizer(settings: Tokenizer, grid: int) -> PatchTokenizer:
@@ -87,7 +87,7 @@ def open_tokenizer(settings: Tokenizer, grid: int) -> PatchTokenizer:
     for a folder without such a tokenizer.
     """
     entries, said = _content(settings)
-    folder = folder_of(settings)
+    file, weights = files_of(settings)
     try:
         made = outside_class(settings.path)
         configuration: Any = getattr(made, "config_class", None)
@@ -101,7 +101,7 @@ def open_tokenizer(settings: Tokenizer, grid: int) -> PatchTokenizer:
     most = max([_MOST, len(entries), *(side for entry in entries.values() for side in entry.shape)])
     if wrong := [key for key, value in config.items() if not _is_bounded(value, most)]:
         raise CheckpointError(
-            f"{_KEY}.from: {folder / CONFIG}: {wrong[0]} is {shortened(repr(config[wrong[0]]))}; expected text or a "
+            f"{_KEY}.from: {file}: {wrong[0]} is {shortened(repr(config[wrong[0]]))}; expected text or a "
             f"number up to {most:,}: no side of a tensor beside it is longer"
         )
     try:
@@ -109,7 +109,7 @@ def open_tokenizer(settings: Tokenizer, grid: int) -> PatchTokenizer:
             network = made(configuration(**config))
     except Exception as error:  # of a class that may raise anything
         raise CheckpointError(
-            f"{_KEY}.from: {folder / CONFIG}: {settings.path} cannot be built from it: {type(error).__name__}: "
+            f"{_KEY}.from: {file}: {settings.path} cannot be built from it: {type(error).__name__}: "
             f"{shortened(str(error))}"
         ) from None
     wanted = {name: tuple(value.shape) for name, value in (*network.named_parameters(), *network.named_buffers())}
@@ -117,7 +117,7 @@ def open_tokenizer(settings: Tokenizer, grid: int) -> PatchTokenizer:
     if differing := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
         name = differing[0]
         raise CheckpointError(
-            f"{_KEY}.from: {folder / WEIGHTS}: {shortened(repr(name))} is {found.get(name, 'not there')}, and "
+            f"{_KEY}.from: {weights}: {shortened(repr(name))} is {found.get(name, 'not there')}, and "
             f"{settings.path} has {wanted.get(name, 'none')}"
         )
     return PatchTokenizer(settings, grid, network)
@@ -126,26 +126,29 @@ def open_tokenizer(settings: Tokenizer, grid: int) -> PatchTokenizer:
 def load_tokenizer(settings: Tokenizer, grid: int, device: torch.device) -> PatchTokenizer:
     """The tokenizer with its values on a device. Raises as `open_tokenizer`."""
     tokenizer = open_tokenizer(settings, grid)
-    values = {name: entry.read().float() for name, entry in _content(settings)[0].items()}
+    values = {name: entry.read() for name, entry in _content(settings)[0].items()}
+    if broken := [name for name, value in values.items() if not value.isfinite().all()]:
+        raise CheckpointError(f"{_KEY}.from: {files_of(settings)[1]}: {broken[0]} holds values that are not finite")
     tokenizer.network.load_state_dict(values, assign=True)
     return tokenizer.requires_grad_(False).to(device)
 
 
-def folder_of(settings: Tokenizer) -> Path:
-    """The folder that a recipe names."""
-    return Path(os.path.expanduser(settings.source))  # noqa: PTH111 (without an error where there is no home)
+def files_of(settings: Tokenizer) -> tuple[Path, Path]:
+    """The configuration and the weights in the folder that a recipe names."""
+    folder = Path(os.path.expanduser(settings.source))  # noqa: PTH111 (without an error where there is no home)
+    return folder / CONFIG, folder / WEIGHTS
 
 
 def _content(settings: Tokenizer) -> tuple[dict[str, Entry], dict[str, Any]]:
     """The tensors of a folder and its config.json."""
-    folder = folder_of(settings)
-    if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
+    config, weights = files_of(settings)
+    if missing := [file.name for file in (config, weights) if not file.is_file()]:
         raise CheckpointError(
-            f"{_KEY}.from: {str(folder)[:200]}: no {' and no '.join(missing)} there; expected a folder as "
+            f"{_KEY}.from: {str(config.parent)[:200]}: no {' and no '.join(missing)} there; expected a folder as "
             "transformers' save_pretrained writes it, with safetensors"
         )
     try:
-        return read_safetensors(folder / WEIGHTS)[0], read_json(folder / CONFIG)
+        return read_safetensors(weights)[0], read_json(config)
     except CheckpointError as error:
         raise CheckpointError(f"{_KEY}.from: {error}") from None
 

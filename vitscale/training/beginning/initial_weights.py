@@ -20,7 +20,7 @@ from vitscale.ground.wording import counted, shortened
 from vitscale.models import Model, initialise, weight_dtype
 from vitscale.models.weights import FUNCTIONS, HEAD, Reader, load_weights, parameters, parameters_beside, recognised
 from vitscale.objectives import Objective, build_objective, build_teacher
-from vitscale.objectives.tokenizer import folder_of, load_tokenizer, open_tokenizer
+from vitscale.objectives.tokenizer import files_of, load_tokenizer, open_tokenizer
 from vitscale.recipe import MAE, Distillation, Recipe, families, read_recipe, validate_recipe
 from vitscale.recipe.masked_patches import MaskedPatches, Tokenizer
 from vitscale.runs.checkpoint import checkpoint_directory
@@ -292,9 +292,9 @@ def load_teacher(
             loaded = load_tokenizer(*tokenizer, world.device)
         except VitscaleError as error:
             raise error.on_all_ranks() from None
-        folder = folder_of(tokenizer[0])
-        say(f"tokenizer: {tokenizer[0].path} of {folder}")
-        return loaded, {"tokenizer": tokenizer[0].path, "files": on_rank_zero(lambda: digests(folder))}
+        say(f"tokenizer: {tokenizer[0].path} of {tokenizer[0].source}")
+        files = on_rank_zero(lambda: [digests(file) for file in files_of(tokenizer[0])])
+        return loaded, {"tokenizer": tokenizer[0].path, "files": files[0] | files[1]}
     teacher = build_teacher(recipe, len(class_names))
     if teacher is None:
         return None, None

@@ -311,8 +311,10 @@ class Trainer:
             # The directory may be available again when the run continues.
             unsaved = StorageError(f"{reason}: ending without a checkpoint of step {step:,}: {error}")
             raise unsaved.on_all_ranks() from None
-        where = f"at step {step:,} of {self.plan.total_steps:,} in {self.saves.store.root}"
-        raise PreemptedError(f"{reason}: saved {where}; repeat the command to continue").on_all_ranks()
+        where = f"saved at step {step:,} of {self.plan.total_steps:,} in {self.saves.store.root}"
+        if step == 0:  # in the evaluation before the first update
+            where = "there was no update yet"
+        raise PreemptedError(f"{reason}: {where}; repeat the command to continue").on_all_ranks()
 
     def _finish(self, past: str) -> None:
         """Leave a checkpoint of this step and, if the run is done, the file that says so."""
