@@ -5,9 +5,10 @@ import random
 import re
 import signal
 import time
+from pathlib import Path
 
 import pytest
-from watched_runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, bare, deepspeed, launch
+from watched_runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, bare, deepspeed, launch, write_recipe
 
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RECIPE, EXIT_RETRY
 from vitscale.runs.run import restart_times
@@ -33,6 +34,37 @@ def test_a_launch_goes_on_when_ranks_are_killed(make_run: MakeRun, undisturbed: 
     times = restart_times(run.dir)
     print("restarts, s:", times)
     assert len(times) == 2 and min(times) > 1 and sum(times) < time.monotonic() - began  # torch alone takes a second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_averages_and_what_is_learned_from_them_outlive_kills(fault_data, tmp_path, monkeypatch, stage):
+    """A loss whose targets are one average's, while another is a copy that is made now and then."""
+    monkeypatch.setenv("VITSCALE_EXTENSIONS", "averaged_target")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[1] / "training"))
+    blocks = {
+        "objective": {"kind": "averaged_target.AveragedTarget"},
+        "parallelism": {"zero_stage": stage},
+        "ema": None,
+        "averages": [
+            {"name": "ema", "decay": 0.9, "to": 1.0},
+            {"name": "still", "every": {"steps": 7}, "from": {"steps": 3}, "of": "ema"},
+        ],
+    }
+    runs = []
+    for kills in (0, 3):
+        folder = tmp_path / str(kills)
+        folder.mkdir()
+        runs.append(Run(write_recipe(folder / "recipe.yaml", fault_data, **blocks), folder / "run"))
+        with Process(launch(runs[-1]), folder / "log") as process:
+            for number in range(kills):
+                at = random.randint(30 * number, 30 * number + 29)
+                print("killed after step", at)
+                process.until(lambda at=at, run=runs[-1]: run.step() >= at)
+                os.kill(process.ranks()[number % 2], signal.SIGKILL)
+                process.until(lambda count=number + 2, run=runs[-1]: len(run.events("started")) == count, 90)
+            assert process.end() == 0, process.text()
+    assert_same(*runs)
 
 
 @pytest.mark.slow

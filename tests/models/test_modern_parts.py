@@ -234,40 +234,27 @@ def test_a_product_of_rotated_vectors_depends_on_their_distance_alone():
 # ---- What training does with them ------------------------------------------------------------------------------------
 
 
-def test_drop_path_leaves_out_whole_branches_of_samples_and_keeps_the_mean():
+def test_drop_path_leaves_out_branches_of_images_and_keeps_the_mean():
+    """As timm's, with the masks that it draws."""
     model = made(drop_path=0.5)
-    assert [block.drop_path for block in model.blocks] == [0.0, 0.25, 0.5]
-    block = model.blocks[2]
-    x = torch.randn(4000, 5, 48, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        block.train()
-        torch.manual_seed(1)
-        found = block(x)
-        torch.manual_seed(1)
-        assert torch.equal(found, block(x))
-        attention = 2 * block.attention(block.norm1(x))
-        choices = []
-        for first in (x, x + attention):
-            choices += [first, first + 2 * block.mlp(block.norm2(first))]
-        is_near = torch.stack([(found - choice).abs().amax((1, 2)) < 1e-4 for choice in choices])
-    assert torch.equal(is_near.sum(0), torch.ones(4000, dtype=torch.int64))
-    assert (is_near.float().mean(1) - 0.25).abs().max() < 0.04  # six standard deviations
-    block.eval()
-    assert not torch.allclose(block(x)[:1], found[:1])
-    assert torch.equal(block(x), block(x))
-
-
-def test_drop_path_draws_and_scales_as_timms():
-    block, theirs = made(drop_path=0.5).blocks[1].train(), DropPath(0.25).train()
+    assert [block.drop_path for block in model.blocks] == pytest.approx(calculate_drop_path_rates(0.5, 3))
+    assert model.path_shares == [0.0, 0.0, 0.25, 0.25, 0.5, 0.5]
+    block, theirs = model.blocks[1].train(), DropPath(0.25).train()
     x = torch.randn(64, 5, 48, generator=torch.Generator().manual_seed(0))
-    torch.manual_seed(1)
-    found = block(x)
     torch.manual_seed(1)
     expected = x + theirs(block.attention(block.norm1(x)))
     expected = expected + theirs(block.mlp(block.norm2(expected)))
-    torch.testing.assert_close(found, expected)
-    rates = calculate_drop_path_rates(0.5, 3)
-    assert [block.drop_path for block in made(drop_path=0.5).blocks] == pytest.approx(rates)
+    torch.manual_seed(1)
+    paths = torch.stack([torch.empty(64, 1, 1).bernoulli_(0.75) for _ in range(2)]) > 0
+    torch.testing.assert_close(block(x, paths=paths), expected)
+    assert model.eval().kept_paths([x]) is None
+
+
+def test_without_masks_torch_draws_them():
+    model = made(drop_path=0.5).train()
+    one, other = model.kept_paths([torch.zeros(9000, 1), torch.zeros(4, 1)])
+    assert (one.shape, other.shape) == ((6, 9000), (6, 4))
+    assert (1 - one.float().mean(1) - torch.tensor(model.path_shares)).abs().max() < 0.032  # six standard deviations
 
 
 DROPOUT = {"dropout": 0.3, "registers": 2, "class_position": False}

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitscale.flops.work import recipe_work
 from vitscale.ground.errors import RecipeError
+from vitscale.ground.ranks import Sums
 from vitscale.models import initial_value
 from vitscale.objectives import build_objective
 from vitscale.objectives.contrastive import contrastive_losses
@@ -107,7 +108,7 @@ def test_in_parts_loss_and_gradients_are_those_of_the_whole_batch(loss, micro):
     parts = [slice(start, start + micro) for start in range(0, 4, micro)]
     with torch.no_grad():
         rows = torch.cat([objective([view[part] for view in views], None) for part in parts])
-    agreed = objective.agree(rows, labels)
+    agreed = objective.agree(rows, labels, Sums(), {}).rows
     found = 0.0
     for part in parts:
         losses = objective([view[part] for view in views], labels[part], tuple(each[part] for each in agreed))
@@ -125,7 +126,7 @@ def test_the_operations_counted_are_those_of_torch(group):
     objective, views = build_objective(recipe, 0), [torch.zeros(4, 2, 32, 32, 3)]
     labels, plan = torch.zeros(4, dtype=torch.int64), ()
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        if objective.prepares:
+        if recipe.objective.prepares:
             with torch.no_grad():
                 rows = objective(views, None)
             plan = (torch.zeros(4), torch.zeros(4), torch.zeros_like(rows))

@@ -14,8 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitscale.flops import recipe_work
 from vitscale.ground.errors import RecipeError
+from vitscale.ground.ranks import Sums
 from vitscale.models.weights.table import table
-from vitscale.objectives import build_objective, build_teacher
+from vitscale.objectives import Losses, Objective, Plan, build_objective, build_teacher
 from vitscale.objectives.mixing import partners_of
 from vitscale.recipe import validate_recipe
 from vitscale.training.beginning.memory import expected_memory
@@ -53,6 +54,14 @@ def with_values(model: nn.Module, seed: int) -> nn.Module:
             if name == "head.bias":
                 parameter.zero_()  # or the teacher names one class for all images
     return model
+
+
+def losses_of(objective: Objective, images: torch.Tensor, labels: torch.Tensor, plan: Plan) -> Losses:
+    """What the learner does: the teacher is asked first."""
+    with torch.no_grad():
+        rows = objective([images[:, None]], None, plan)
+    agreed = objective.agree(rows, labels, Sums(), {})
+    return objective([images[:, None]], labels, (*plan, *agreed.rows))
 
 
 def as_timms(ours: nn.Module, peer: nn.Module) -> nn.Module:
@@ -98,7 +107,7 @@ def test_loss_and_gradients_are_those_of_a_plain_loop_with_timms_models(made):
     by_labels, by_teacher = student(mixed.permute(0, 3, 1, 2))
     expected = 0.5 * F.cross_entropy(by_labels, targets) + 0.5 * F.cross_entropy(by_teacher, taught)
     expected.backward()
-    losses = objective([images[:, None]], labels, plan)
+    losses = losses_of(objective, images, labels, plan)
     losses.per_sample.mean().backward()
     assert len(set(taught.tolist())) > 1 and boxes.any()
     assert losses.per_sample.mean().item() == pytest.approx(expected.item(), rel=1e-5)
@@ -121,7 +130,7 @@ def test_prediction_is_the_mean_of_both_heads(made):
 def test_the_teacher_is_no_part_of_the_objective_and_stays_as_it_is(made):
     objective, teacher, _, _, images, labels, plan = made
     before = copy.deepcopy(teacher.state_dict())
-    objective([images[:, None]], labels, plan).per_sample.sum().backward()
+    losses_of(objective, images, labels, plan).per_sample.sum().backward()
     assert all(parameter.grad is None for parameter in teacher.parameters()) and not teacher.training
     own = {id(parameter) for parameter in objective.parameters()}
     assert not any(id(parameter) in own for parameter in teacher.parameters())
@@ -139,7 +148,7 @@ def test_what_is_counted_is_what_a_step_computes(made):
     plain = make_recipe(objective={"loss": "softmax"})
     with sdpa_kernel(SDPBackend.MATH):  # the counter sees no products inside the other
         with FlopCounterMode(display=False) as counter:
-            objective([images[:, None]], labels, plan).per_sample.sum().backward()
+            losses_of(objective, images, labels, plan).per_sample.sum().backward()
         with FlopCounterMode(display=False) as of_student:
             objective.backbone(images).logits.sum().backward()
         with FlopCounterMode(display=False) as of_teacher, torch.no_grad():

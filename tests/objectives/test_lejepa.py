@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vitscale.ground.errors import RecipeError
+from vitscale.ground.ranks import Sums
 from vitscale.models import initial_value
 from vitscale.objectives import build_objective
 from vitscale.objectives.lejepa import sigreg
@@ -75,7 +76,7 @@ def test_in_parts_loss_and_gradients_are_those_of_the_whole_batch():
     parts = [slice(start, start + 2) for start in range(0, 8, 2)]
     with torch.no_grad():
         rows = torch.cat([objective([view[part] for view in views], None) for part in parts])
-    plan, found = objective.agree(rows, labels), []
+    (plan, _), found = objective.agree(rows, labels, Sums(), {}), []
     for part in parts:
         losses = objective([view[part] for view in views], labels[part], tuple(each[part] for each in plan))
         (losses.per_sample.sum() / 8).backward()

@@ -11,8 +11,8 @@ from outcomes import assert_same_run, checkpoint, column, everything
 from ranks import asked, job, launch, quick_of, train_loader
 
 from vitscale.cli.export import export
-from vitscale.recipe import Ema
-from vitscale.training.deepspeed.engine import decay
+from vitscale.recipe import load_recipe
+from vitscale.training.beginning.run_plan import schedule_in_steps
 
 transformers = pytest.importorskip("transformers")
 zoom = pytest.importorskip("scipy.ndimage").zoom
@@ -139,10 +139,11 @@ def test_momentum_in_bf16_is_another_run_and_is_kept_exactly(root, loops):
 
 def test_how_much_of_a_zero_head_an_average_keeps():
     """After the 20,000 steps of ImageNet at 0.9999: e^-2, 13 %, unless the average keeps less at first."""
-    rest = {
-        warmup: np.prod([decay(Ema(decay=0.9999, warmup=warmup), update) for update in range(1, 20_001)])
-        for warmup in (False, True)
-    }
+    rest = {}
+    for warmup in (False, True):
+        recipe = load_recipe("b16_i1k", [f"ema={{decay: 0.9999, warmup: {str(warmup).lower()}}}"])
+        rates = schedule_in_steps(recipe, 10**6)[1]
+        rest[warmup] = np.prod([rates(step).averages["ema"] for step in range(20_000)])
     assert rest[False] == pytest.approx(math.exp(-2), rel=1e-3)
     # The product of (1 + t) / (10 + t), whose factors cancel but for the first and the last nine.
     left = math.prod(range(2, 11)) / math.prod(range(20_002, 20_011))

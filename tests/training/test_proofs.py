@@ -42,10 +42,11 @@ OPTIMIZERS = {
     "muon": ["optimizer={name: muon, lr: 0.003, weight_decay: 0.1, decay_exclude: bias, clip_norm: 1.0}"],
 }
 GROUPED = [
-    "ema={decay: 0.99}",
+    "averages=[{name: ema, decay: 0.99, to: 0.9}, {name: still, every: {steps: 3}, of: ema}]",
     "optimizer.decay_exclude=bias",
     "optimizer.layer_decay=0.7",
-    "optimizer.groups=[{match: norm1, frozen: true}, {match: ^head, lr_factor: 5.0, weight_decay: 0.2}]",
+    "optimizer.groups=[{match: norm1, frozen: true}, {match: ^head, lr_factor: 5.0, weight_decay: 0.2}, "
+    "{match: ^cls, begin: {steps: 4}}]",
     "schedule.weight_decay={to: 0.01}",
     "schedule.momentum={to: 0.8}",
 ]

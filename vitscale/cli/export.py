@@ -13,7 +13,7 @@ from vitscale.ground.weight_formats import Format
 
 # The options that each kind of source uses; an option that would have no effect is refused.
 _OPTIONS = {
-    "a run": {"step", "no-ema", "image-size"},
+    "a run": {"step", "no-ema", "average", "image-size"},
     "a file of weights": {"model", "set", "image-size"},
     "a model's name": {"seed", "num-classes", "image-size", "head"},
 }
@@ -25,6 +25,7 @@ def export(
     out: Annotated[Path, Option(help="The file, or for hf and timm the folder; nothing is overwritten.")],
     step: Step = None,
     no_ema: NoEma = False,
+    average: Annotated[str | None, Option(metavar="NAME", help="The run's average of this name; default ema.")] = None,
     model: ModelName = None,
     settings: Annotated[
         list[str] | None, Option("--set", metavar="KEY=VALUE", help="Field of --model, e.g. model.depth=8.")
@@ -49,29 +50,40 @@ def export(
     """
     from vitscale.about.report.card import model_card
     from vitscale.models.weights import HEAD, loading_lines, write_weights
-    from vitscale.runs.checkpoint import EMA
+    from vitscale.runs.checkpoint import EMA, MASTER, weight_kinds
     from vitscale.runs.checkpoint.opening import kind_of, open_model, run_directory
     from vitscale.runs.run import Run
 
-    options = {"step": step, "no-ema": no_ema or None, "model": model, "set": settings or None, "seed": seed}
+    options = {
+        "step": step,
+        "no-ema": no_ema or None,
+        "average": average,
+        "model": model,
+        "set": settings or None,
+        "seed": seed,
+    }
     options |= {"num-classes": num_classes, "image-size": image_size, "head": head}
     try:
         kind = kind_of(source)
         idle = {f"--{name}": value for name, value in sorted(options.items()) if name not in _OPTIONS[kind]}
         refuse(f"{source} is {kind}", idle)
+        if no_ema:
+            refuse("--no-ema takes the weights themselves", {"--average": average})
         is_fresh = kind == "a model's name"
         if is_fresh and num_classes is None and not drop_head:
             raise RecipeError(f"{source}: fresh weights need --num-classes")
         block = model_block(model, settings or [])
         fresh: Any = {"image_size": image_size, "num_classes": num_classes, "head": head or "linear", "seed": seed or 0}
-        weights = open_model(source, step, use_average=not no_ema, **fresh)
+        weights = open_model(source, step, use_average=not no_ema, average=average, **fresh)
+        stored = weights.facts.get("kind", MASTER)
         report = (lambda note: None) if is_fresh else print  # a fresh head of zeros is no news
         description, _, values = weights.fit(block, image_size, drop_head=drop_head, report=report)
         drop_head = values.keys().isdisjoint(HEAD)
         written = replace(description, num_classes=None, class_names=None) if drop_head else description
 
         def card() -> str:
-            is_as_evaluated = image_size is None and not (no_ema and weights.recipe is not None and weights.recipe.ema)
+            kinds = [MASTER] if weights.recipe is None else weight_kinds(weights.recipe)
+            is_as_evaluated = image_size is None and stored == (EMA if EMA in kinds else MASTER)
             place, lines = run_directory(Path(source)), loading_lines(Path("PATH"), form, written)
             run = None if weights.recipe is None or place is None else Run(place)
             return model_card(written, form, lines, run, is_as_evaluated=is_as_evaluated, licence=licence)
@@ -83,7 +95,7 @@ def export(
         raise
     what = [description.title]
     what += [f"step {description.step:,}"] if description.step is not None else []
-    what += ["average of the weights"] if weights.facts.get("kind") == EMA else []
+    what += [] if stored == MASTER else ["average of the weights" if average is None else f"average {average}"]
     what += ["without a head"] if drop_head else []
     size = sum(file.stat().st_size for file in _written(out))
     print(f"wrote {out}: {', '.join(what)} as {form}, {count:,} parameters, {size:,} bytes")

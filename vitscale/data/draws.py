@@ -48,7 +48,9 @@ class Purpose(IntEnum):
     REMOVED = 29  # the order of patches, of which the first are kept and the others removed
     RESIZED = 30  # a resized crop, by attempt and number
     DIRECTION = 31  # the components of directions
-    BLOCK = 50  # a block of patches, by attempt and number
+    MASKED = 40  # which crops of a group are masked
+    BLOCK = 41  # blocks of masked patches, by attempt and number
+    BEIT_BLOCK = 50  # the same, as BEiT draws them
 
 
 # ---- Hashes ----------------------------------------------------------------------------------------------------------

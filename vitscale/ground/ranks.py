@@ -8,7 +8,8 @@ arrives is what JSON has: lists for tuples, mappings for dataclasses, of which c
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -67,6 +68,51 @@ def all_rows(rows: Tensor) -> Tensor:
     whole = rows.new_empty(world_size() * len(rows), *rows.shape[1:])
     dist.all_gather_into_tensor(whole, rows.contiguous())
     return whole
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What the ranks compute together of rows that each of them has equally many of; all of them call it together.
+
+    One rank by default, which exchanges nothing.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+
+    def rows(self, values: Tensor) -> Tensor:
+        """The rows of all ranks, in the order of the global batch's slots, on every rank."""
+        return values if self.ranks == 1 else all_rows(values)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's part of rows (n, ...) of all ranks."""
+        count = len(whole) // self.ranks
+        return whole[self.rank * count : (self.rank + 1) * count]
+
+    def total(self, terms: Tensor | Iterable[Tensor]) -> Tensor:
+        """The sum over the rows (n, ...) of all ranks: the same bits whatever their order, ranks and micro-batches.
+
+        Each term is rounded to a multiple of 2^-40, and integers are added.
+
+        Args:
+            terms: within [-1, 1], not below fp32; at most 2^22 rows of all ranks. Perhaps in parts, one after another,
+                so that not all rows have to be in memory.
+        """
+        total: Tensor | None = None
+        for part in [terms] if isinstance(terms, Tensor) else terms:
+            of_part = (part * 2.0**40).round().to(torch.int64).sum(dim=0)
+            total, dtype = of_part if total is None else total + of_part, part.dtype
+        assert total is not None, "no rows"
+        if self.ranks > 1:
+            dist.all_reduce(total)
+        return (total.double() * 2.0**-40).to(dtype)
+
+    def greatest(self, values: Tensor) -> Tensor:
+        """The maximum of each of `values` over all ranks."""
+        if self.ranks > 1:
+            values = values.clone()
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
 
 
 def on_rank_zero(compute: Callable[[], Result]) -> Result:

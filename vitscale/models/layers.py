@@ -5,6 +5,7 @@ a weight starts as never depends on how or where a module was built.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ def check_layers(layers: Sequence[int], count: int) -> None:
         raise ValueError(f"layers {beyond}: this model has the layers 1 to {count}")
 
 
-def run_block(block: Callable[..., Tensor], *inputs: Tensor | None, recompute: bool) -> Tensor:
+def run_block(block: Callable[..., Tensor], *inputs: Any, recompute: bool) -> Tensor:
     """Run one block of a model; with `recompute` its activations are recomputed in the backward pass."""
     if recompute and torch.is_grad_enabled():
         result = checkpoint(block, *inputs, use_reentrant=False)
@@ -89,13 +90,12 @@ def run_block(block: Callable[..., Tensor], *inputs: Tensor | None, recompute: b
     return block(*inputs)
 
 
-def drop_path(branch: Tensor, share: float) -> Tensor:
-    """What a branch (B, ...) adds while training, when it is left out for a `share` of the samples, drawn for each.
+def drop_path(branch: Tensor, share: float, path: Tensor | None) -> Tensor:
+    """What a branch adds while training, when it is left out for a `share` of the images: where `path` is not True.
 
-    The branches that stay are scaled up, so that the mean is that of evaluation.
+    The branches that stay are scaled up, so that the mean is that of evaluation. None: nothing is left out.
     """
-    keep = 1 - share
-    return branch / keep * branch.new_empty(len(branch), *[1] * (branch.ndim - 1)).bernoulli_(keep)
+    return branch if path is None or share == 0 else branch / (1 - share) * path
 
 
 def no_record(name: str, value: Tensor) -> None:

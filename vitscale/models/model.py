@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from vitscale.models.anatomy import Anatomy
@@ -18,17 +19,23 @@ if TYPE_CHECKING:
 class Model(nn.Module):
     """A model: images (B, H, W, 3) in [-1, 1] -> `Outputs` by `forward`, its values unset.
 
+    A family whose block's `check_several_sizes` passes takes images of several sizes, a sequence of such tensors, in
+    one call, and returns a list of their `Outputs`: each as if it had been computed alone.
+
     Attributes:
         shape: the dimensions, a class of the family's own.
         image_size: side of the square input in pixels.
         head: the output layer; None for a backbone without one.
         blocks: the Transformer blocks, in families that have some.
+        paths: which branches stay in the next passes of training, bool (B, V, P) of V views of B samples; None lets
+            torch draw. See `kept_paths`.
     """
 
     shape: Any
     image_size: int
     head: OutputLayer | None
     blocks: nn.ModuleList
+    paths: Tensor | None = None
 
     @classmethod
     def of(cls, block: Any, *, image_size: int, num_classes: int | None, checkpoint_every: int) -> Self:
@@ -64,6 +71,35 @@ class Model(nn.Module):
         """
         return None
 
+    @property
+    def path_shares(self) -> Sequence[float]:
+        """For which share of images each of its P branches is left out in training; empty where all stay."""
+        return ()
+
+    def kept_paths(self, batches: Sequence[Tensor]) -> list[Tensor] | None:
+        """Which branches stay for each of some batches of images, bool (P, B); None where all do.
+
+        `paths` are those of the views of samples: each batch holds the next n views, sample by sample.
+
+        Raises `ValueError` if the batches are no such views.
+        """
+        shares = self.path_shares
+        if not self.training or not any(shares):
+            return None
+        if self.paths is None:
+            keep = [1 - share for share in shares]
+            ones = [batch.new_ones(len(batch)) for batch in batches]
+            return [torch.stack([all.bernoulli(rate) if rate < 1 else all for rate in keep]) > 0 for all in ones]
+        samples, views = self.paths.shape[:2]
+        counts = [len(batch) // samples for batch in batches]
+        if [count * samples for count in counts] != [len(batch) for batch in batches] or sum(counts) > views:
+            raise ValueError(
+                f"{[len(batch) for batch in batches]} images are not the first views of {samples} samples, which have "
+                f"{views} each"
+            )
+        parts = self.paths[:, : sum(counts)].split(counts, dim=1)
+        return [part.flatten(0, 1).T for part in parts]
+
     def block_tokens(self, images: Tensor, count: int) -> BlockTokens:
         """What linear heads read from the last `count` blocks, or from all if there are fewer.
 
@@ -85,7 +121,8 @@ class Model(nn.Module):
 
     # ---- Of a model that cuts the picture itself into patches: `patches` of its block --------------------------------
     # Its `forward` takes `edit`: patch embeddings (B, N, D) -> those that are used instead; and `kept`, the patches (B,
-    # C) that are used further, unless `operations_of_part` of its block refuses.
+    # C) that are used further, unless `operations_of_part` of its block refuses. With a sequence of images both are
+    # sequences, with None for those that are left as they are.
 
     def patchify(self, images_BHWC: Tensor) -> Tensor:
         """The pixels of patches: (B, H, W, 3) -> (B, N, P * P * 3), rows of patches first, in each height first."""

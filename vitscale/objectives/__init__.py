@@ -1,6 +1,6 @@
 """Objectives: what is learned, each a module around a backbone."""
 
 from vitscale.objectives.build import build_objective, build_teacher, objective_class
-from vitscale.objectives.objective import Losses, Objective, Plan
+from vitscale.objectives.objective import Agreed, Losses, Objective, Plan, Rows
 
-__all__ = ["Losses", "Objective", "Plan", "build_objective", "build_teacher", "objective_class"]
+__all__ = ["Agreed", "Losses", "Objective", "Plan", "Rows", "build_objective", "build_teacher", "objective_class"]

@@ -1,6 +1,5 @@
 """Builds the objective of a recipe."""
 
-from vitscale import recipe as recipes
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.extensions import implementation
 from vitscale.models import Model
@@ -21,6 +20,7 @@ def build_objective(recipe: Recipe, num_classes: int) -> Objective:
     block's `own`.
     """
     objective = objective_class(recipe).of(recipe, num_classes)
+    objective.scalars = {name: ramp.start for name, ramp in recipe.objective.courses.items()}
     of_model = {name for name, _ in objective.backbone.named_parameters()}
     added = [name for name, _ in objective.named_weights() if name not in of_model]
     for name in added:
@@ -40,7 +40,7 @@ def build_objective(recipe: Recipe, num_classes: int) -> Objective:
 
 def build_teacher(recipe: Recipe, num_classes: int) -> Model | None:
     """The model that a recipe's objective learns from, its values unset too; None without one."""
-    settings = recipe.objective
-    if not isinstance(settings, recipes.Distillation):
+    teacher = recipe.objective.learns_from
+    if teacher is None:
         return None
-    return build_of_block(settings.teacher.model, image_size=recipe.data.image_size, num_classes=num_classes).eval()
+    return build_of_block(teacher.model, image_size=recipe.data.image_size, num_classes=num_classes).eval()

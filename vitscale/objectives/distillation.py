@@ -42,10 +42,12 @@ class Distillation(Classification):
         assert isinstance(teacher, Model)
         self._teacher = [teacher]
 
-    @torch.no_grad()
-    def taught(self, images: Tensor) -> Tensor:
-        """The classes int64 (B,) that the teacher predicts for images (B, S, S, 3), normalised as the model's."""
+    def prepare(self, views: Sequence[Tensor], plan: Plan) -> Tensor:
+        """As `Objective.prepare`: the classes int64 (B,) that the teacher predicts for the same images, mixed too."""
         assert self._teacher, "the teacher is given before the first step"
+        images = views[0][:, 0]
+        if self.mixer is not None:
+            images = self.mixer.mix_images(images, *plan[1:3])
         if self._change is not None:
             factor, shift = (torch.tensor(each, device=images.device) for each in self._change)
             images = (images.float() * factor + shift).to(images.dtype)
@@ -56,7 +58,7 @@ class Distillation(Classification):
     def losses(self, views: Sequence[Tensor], labels: Tensor, plan: Plan) -> Losses:
         """As `Objective.losses`: the mean of both heads' losses; how often the second head agrees with the teacher."""
         images, partners, plan = self.mixed(views[0][:, 0], labels, plan)
-        taught = self.taught(images)
+        taught = plan[-1]
         heads = self.seen(images, plan).heads
         assert heads is not None
         by_labels, by_teacher = heads.unbind(dim=1)

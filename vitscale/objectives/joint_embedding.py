@@ -8,15 +8,16 @@ the same on every world and for every micro-batch.
 Shape legend: B batch, V views of an image, S side in pixels, G images of a group, D width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from vitscale.ground.ranks import Sums
 from vitscale.models import Initialiser, Model, build_model, constant, normal
 from vitscale.models.layers import LayerNorm, Linear
-from vitscale.objectives.objective import Losses, Objective, Plan
+from vitscale.objectives.objective import Agreed, Losses, Objective, Plan, Rows
 from vitscale.recipe import JointEmbedding as Settings
 from vitscale.recipe import Recipe
 
@@ -54,23 +55,19 @@ class JointEmbedding(Objective):
         """
         raise NotImplementedError
 
-    @property
-    def prepares(self) -> bool:
-        """As `Objective.prepares`: if the whole global batch is one group."""
-        return self.group == "global"
-
     def prepare(self, views: Sequence[Tensor], plan: Plan) -> Tensor:
         """As `Objective.prepare`: the projections, fp32 (B, V, D)."""
         images = torch.cat(list(views), dim=1)  # (B, V, S, S, 3)
         projected: Tensor = self.projection(self.backbone(images.flatten(0, 1)).pooled)
         return projected.float().unflatten(0, images.shape[:2])
 
-    def agree(self, rows: Tensor, labels: Tensor) -> Plan:
+    def agree(self, rows: Rows, labels: Tensor, sums: Sums, weights: Mapping[str, Tensor]) -> Agreed:
         """As `Objective.agree`: each sample's loss and figures (B,), and the gradient of all losses (B, V, D)."""
-        rows = rows.detach().requires_grad_()
-        losses, *figures = self.compare(rows, labels)
-        (gradient,) = torch.autograd.grad(losses.sum(), rows)
-        return losses.detach(), *(figure.detach() for figure in figures), gradient
+        assert isinstance(rows, Tensor)
+        whole = sums.rows(rows).detach().requires_grad_()
+        compared = self.compare(whole, sums.rows(labels))
+        (gradient,) = torch.autograd.grad(compared[0].sum(), whole)
+        return Agreed(tuple(sums.own(each.detach()) for each in (*compared, gradient)))
 
     def losses(self, views: Sequence[Tensor], labels: Tensor, plan: Plan) -> Losses:
         """As `Objective.losses`: each sample's is the mean over its views."""

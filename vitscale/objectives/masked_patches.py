@@ -113,7 +113,7 @@ def blocks(keys: np.ndarray, grid: int, count: int) -> np.ndarray:
     failures, attempt, lines = np.zeros(len(keys), int), 0, np.arange(grid)
     while len(trying := np.flatnonzero((taken.sum(axis=(1, 2)) < count) & (failures < _TRIES))):
         left = count - taken[trying].sum(axis=(1, 2))
-        area, aspect, top, place = (uniform(keys[trying], Purpose.BLOCK, attempt, number) for number in range(4))
+        area, aspect, top, place = (uniform(keys[trying], Purpose.BEIT_BLOCK, attempt, number) for number in range(4))
         area, aspect = _SMALLEST + (left - _SMALLEST) * area, between_ratios(_ASPECTS, aspect)
         height, width = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
         top, place = np.floor(top * (grid - height + 1)), np.floor(place * (grid - width + 1))

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.ranks import Sums
 from vitscale.ground.weight_formats import Format
 from vitscale.models import Initialiser, Model, Outputs
 from vitscale.models.weights.rules import Rule
@@ -26,7 +28,13 @@ if TYPE_CHECKING:
     from vitscale.data.shards import Manifest
 
 Plan = tuple[Tensor, ...]
-"""What an objective decides for a batch before it is computed, row by row: tensors (B, ...) on the host."""
+"""What an objective decides for a batch before it is computed, row by row: tensors (B, ...) on the host.
+
+A tensor may also have one row for each group of samples that are computed together (`together` of the block).
+"""
+
+Rows = Tensor | Plan
+"""What a first pass has computed of samples, row by row as a plan."""
 
 _BACKBONE = "backbone."
 
@@ -44,15 +52,33 @@ class Losses(NamedTuple):
     shown: Mapping[str, Tensor] = {}
 
 
+class Agreed(NamedTuple):
+    """What `losses` has to know of the global batch: appended to the plan, first `rows`, then `shared`.
+
+    Attributes:
+        rows: for this rank's samples, row by row; each micro-batch gets its own.
+        shared: tensors of any shape that every micro-batch gets whole, the same on every rank.
+    """
+
+    rows: Plan
+    shared: Plan = ()
+
+
 class Objective(nn.Module):
     """What is learned. Subclasses add heads to the backbone and say how its outputs become losses.
 
     Checkpoints use the parameters' names here, the backbone's without a prefix.
+
+    Attributes:
+        scalars: what the block's `courses` are at this update, by name; set before each.
     """
+
+    scalars: Mapping[str, float]
 
     def __init__(self, backbone: Model) -> None:
         super().__init__()
         self.backbone = backbone
+        self.scalars = {}
 
     @classmethod
     def num_outputs(cls, recipe: Recipe, manifest: "Manifest") -> int:
@@ -100,26 +126,30 @@ class Objective(nn.Module):
         """
         return ()
 
-    @property
-    def prepares(self) -> bool:
-        """Whether losses depend on the whole global batch: then a pass without gradients goes first, over all of it."""
-        return False
+    def prepare(self, views: Sequence[Tensor], plan: Plan) -> Rows:
+        """The first pass over the samples of a micro-batch, if the block's `prepares` asks for one; without gradients.
 
-    def prepare(self, views: Sequence[Tensor], plan: Plan) -> Tensor:
-        """What the samples of the whole global batch have to be known by, (B, ...) fp32; arguments as of `losses`.
-
-        It is computed without gradients, and has to be what `losses` computes from the same arguments with them.
-        """
-        raise NotImplementedError
-
-    def agree(self, rows: Tensor, labels: Tensor) -> Plan:
-        """What `losses` has to know of the global batch, row by row: it is appended to the plan.
+        With the present weights it has to compute what `losses` computes from the same arguments. With the average in
+        their place the module is in evaluation mode: no dropout, no drop path. Under ZeRO 3 it should use modules in
+        the order in which `losses` begins with them, so that DeepSpeed knows which weights come next.
 
         Args:
-            rows: what `prepare` has computed of the whole global batch, in the order of its slots, on every rank.
-            labels: theirs, int64.
+            views, plan: as of `losses`; the plan is what `plan` has drawn.
         """
         raise NotImplementedError
+
+    def agree(self, rows: Rows, labels: Tensor, sums: Sums, weights: Mapping[str, Tensor]) -> Agreed:
+        """What `losses` has to know, from the first pass over all micro-batches; by default its rows.
+
+        It is called once an update, on every rank, with gradients enabled.
+
+        Args:
+            rows: what `prepare` has returned for this rank's samples, in the order of their slots.
+            labels: theirs, (B,) int64.
+            sums: what it may do together with the other ranks, and nothing else.
+            weights: the parameters that the block `reads`, by name, whole, as the first pass has computed with them.
+        """
+        return Agreed((rows,) if isinstance(rows, Tensor) else rows)
 
     def losses(self, views: Sequence[Tensor], labels: Tensor, plan: Plan) -> Losses:
         """The losses of samples in training.
@@ -128,7 +158,7 @@ class Objective(nn.Module):
             views: by kind, in the order of `data.views`, each sample's n views (B, n, S, S, 3) in [-1, 1]. Without
                 `data.views` there is one view: `views[0][:, 0]`.
             labels: (B,) int64, -1 for none.
-            plan: what `plan` has drawn for these samples, on the device.
+            plan: what `plan` has drawn for these samples, on the device, and what `agree` has returned.
         """
         raise NotImplementedError
 
@@ -138,9 +168,9 @@ class Objective(nn.Module):
 
     def forward(
         self, images: Tensor | Sequence[Tensor], labels: Tensor | None = None, plan: Plan = ()
-    ) -> Losses | Outputs | Tensor:
+    ) -> Losses | Outputs | Rows:
         """The engine's only entry: with labels losses, of images as of one view each; without them the outputs for
-        images, and what losses of views are prepared by.
+        images, and the first pass over views.
         """
         if labels is None:
             return self.predict(images) if isinstance(images, Tensor) else self.prepare(images, plan)
@@ -169,3 +199,21 @@ class Objective(nn.Module):
     def initialiser(self, name: str) -> Initialiser:
         """How the parameter that checkpoints call `name` begins."""
         return self.backbone.initialiser(name)
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """The rows of micro-batches, one after another."""
+    if isinstance(parts[0], Tensor):
+        return torch.cat([part for part in parts if isinstance(part, Tensor)])
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def dealt(plan: Plan, count: int) -> list[Plan]:
+    """A plan's rows, dealt to so many micro-batches in equal parts."""
+    sizes = [len(each) // count for each in plan]
+    assert all(size * count == len(each) for size, each in zip(sizes, plan, strict=True)), "micro-batches part rows"
+    parts = (
+        (each[number * size : (number + 1) * size] for each, size in zip(plan, sizes, strict=True))
+        for number in range(count)
+    )
+    return list(map(tuple, parts))

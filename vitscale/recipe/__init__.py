@@ -7,6 +7,8 @@ before anything starts. Nothing is silently ignored.
 from vitscale.recipe.comparing import FREE_ON_BRANCHING, FREE_ON_RESUME, changes, differences, recipe_sha256
 from vitscale.recipe.data import MICRO_MAX_ON_CPU, Cache, Crop, Data, EvalCrop, Normalise, View
 from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
+from vitscale.recipe.dino import IBOT, Dino
+from vitscale.recipe.durations import Course, Duration, Ramp
 from vitscale.recipe.evaluation import Evaluator
 from vitscale.recipe.fields import explain_fields, json_schema
 from vitscale.recipe.image_operations import (
@@ -39,7 +41,6 @@ from vitscale.recipe.reading import (
     validate_model,
     validate_recipe,
 )
-from vitscale.recipe.schedule import Course, Duration
-from vitscale.recipe.schema import Ema, Init, Recipe
+from vitscale.recipe.schema import Average, Init, Recipe
 from vitscale.recipe.smoke import smoke_form
 from vitscale.recipe.watching import Anomalies, Policy, Spike

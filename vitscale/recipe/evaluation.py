@@ -8,7 +8,7 @@ from pydantic import Field, SerializeAsAny
 from vitscale.ground.block import Block
 from vitscale.ground.extensions import by_kind
 from vitscale.recipe.data import EvalCrop
-from vitscale.recipe.schedule import Interval
+from vitscale.recipe.durations import Interval
 
 
 class FewShotTask(Block):

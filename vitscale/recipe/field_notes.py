@@ -13,7 +13,8 @@ _KEYS_BY_UNIT = {
     "batches": "data.prefetch",
     "pixels": "data.image_size model.patch_size data.operations.N.radius data.operations.N.kernel data.views.N.size "
     "objective.targets.image_size",
-    "channels": "model.width model.mlp_dim objective.decoder_width objective.hidden objective.outputs",
+    "channels": "model.width model.mlp_dim objective.decoder_width objective.hidden objective.outputs "
+    "objective.bottleneck",
     "classes": "model.num_classes",
     "tokens": "model.registers",
     "numbers": "objective.targets.vocabulary",
@@ -24,6 +25,7 @@ _KEYS_BY_UNIT = {
     "residual units, or Transformer blocks": "model.blocks",
     "parameters along a side": "optimizer.factored_from",
     "operations": "data.operations.N.n",
+    "prototypes": "objective.prototypes objective.ibot.prototypes",
     "levels of a pixel, 0 to 255": "data.operations.N.fill data.operations.N.threshold",
     "pixel values from 0 to 1": "data.normalise.mean data.normalise.std objective.targets.normalise.mean "
     "objective.targets.normalise.std",
@@ -46,7 +48,8 @@ _KEYS_BY_UNIT = {
     "objective.mixing.cutmix_share objective.on objective.off objective.label_smoothing objective.threshold",
     "share, 0 to 1": "model.dropout model.drop_path data.check_rate data.crop.area data.crop.fraction "
     "data.eval_crop.fraction data.operations.N.area data.operations.N.hue objective.keep objective.share "
-    "objective.removed objective.mixing.cutmix_sides evaluation.fewshot.crop.fraction evaluation.knn.crop.fraction "
+    "objective.removed objective.ibot.probability objective.ibot.shares "
+    "objective.mixing.cutmix_sides evaluation.fewshot.crop.fraction evaluation.knn.crop.fraction "
     "evaluation.evaluators.N.crop.fraction "
     "parallelism.activation_budget",
     NO_UNIT: "seed model.width_factor model.norm_eps model.layer_scale model.position.base "
@@ -56,7 +59,8 @@ _KEYS_BY_UNIT = {
     "optimizer.groups.N.lr_factor optimizer.groups.N.weight_decay optimizer.momentum optimizer.beta2_cap "
     "schedule.end_lr schedule.min_lr schedule.factor schedule.cycle_factor schedule.restart_factor "
     "schedule.weight_decay.to schedule.momentum.to parallelism.zero_stage evaluation.fewshot.l2 ema.decay "
-    "objective.temperature objective.weight objective.directions",
+    "averages.N.decay averages.N.to objective.temperature objective.weight objective.directions "
+    "objective.teacher_temperature.from objective.teacher_temperature.to objective.koleo objective.ibot.weight",
 }
 _UNITS = {key: unit for unit, keys in _KEYS_BY_UNIT.items() for key in keys.split()}
 

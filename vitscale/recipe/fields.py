@@ -12,9 +12,9 @@ from pydantic import BaseModel
 
 from vitscale.ground import extensions
 from vitscale.ground.errors import RecipeError
+from vitscale.recipe.durations import Duration
 from vitscale.recipe.families import FAMILIES, UNSET
 from vitscale.recipe.field_notes import NO_UNIT, notes
-from vitscale.recipe.schedule import Duration
 from vitscale.recipe.schema import Recipe
 
 _COLUMNS = 80

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from vitscale.ground.operations import Operation, dense, parameters, product
-from vitscale.recipe.objectives import Context, Objective
+from vitscale.recipe.objectives import Context, Objective, forward_only
 
 _MOST_COMPONENTS = 2**26  # of all directions
 
@@ -76,6 +76,11 @@ class JointEmbedding(Objective):
         """As `Objective.together`: a group, unless that is the whole batch."""
         return 1 if self.group == "global" else self.group
 
+    @property
+    def prepares(self) -> Literal["weights", "average"] | None:
+        """As `Objective.prepares`: if the whole global batch is one group."""
+        return "weights" if self.group == "global" else None
+
     def group_size(self, context: Context) -> int:
         """The number of images that are compared with one another."""
         return context.batch.global_size if self.group == "global" else self.group
@@ -103,10 +108,7 @@ class JointEmbedding(Objective):
         raise NotImplementedError
 
     def _and_prepared(self, operations: list[Operation]) -> list[Operation]:
-        if self.group != "global":
-            return operations
-        again = {"part": "prepared", "params": 0, "is_trained": False, "recomputed_in": None}
-        return [*operations, *(replace(each, **again) for each in operations)]  # type: ignore[arg-type]
+        return operations if self.prepares is None else [*operations, *forward_only(operations, "prepared")]
 
     def smoke_form(self) -> Self:
         """As `Objective.smoke_form`: with two images a group, if two divide it, and a small projection."""

@@ -3,7 +3,7 @@
 A block holds what is known without torch; `implementation` names the class that computes it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -13,11 +13,17 @@ from vitscale.ground.block import Block, has_default
 from vitscale.ground.operations import Operation
 from vitscale.ground.storage import is_url
 from vitscale.recipe.data import Batch, Data, Normalise
+from vitscale.recipe.durations import Ramp
 from vitscale.recipe.evaluation import Evaluation
 from vitscale.recipe.families import Model, ModelBlock
 from vitscale.recipe.shares import by_largest_remainder
 
 DEFAULT_KIND = "classification"
+
+
+def forward_only(operations: Iterable[Operation], part: str) -> list[Operation]:
+    """Operations of a pass without gradients, by parameters that are counted elsewhere or are not the model's."""
+    return [replace(each, part=part, params=0, is_trained=False, recomputed_in=None) for each in operations]
 
 
 class Mixing(Block):
@@ -125,6 +131,28 @@ class Objective(Block):
 
     def partner(self, slot: int) -> int | None:
         """The slot of the global batch with whose sample that of `slot` is mixed; None if it is not."""
+        return None
+
+    @property
+    def prepares(self) -> Literal["weights", "average"] | None:
+        """What a pass without gradients over the whole global batch computes with before the losses: the weights, or in
+        their place the average named `ema`, in evaluation mode; None for no such pass.
+        """
+        return None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The parameters, as checkpoints call them, that `agree` gets whole after that pass."""
+        return ()
+
+    @property
+    def courses(self) -> Mapping[str, Ramp]:
+        """What of the losses changes with the step, such as temperatures: the torch objective's `scalars`."""
+        return {}
+
+    @property
+    def learns_from(self) -> "Teacher | None":
+        """The model beside its own whose outputs it learns from, which never changes."""
         return None
 
 
@@ -243,6 +271,16 @@ class Distillation(Classification):
     """loss of the class token's head; the other head's is also softmax"""
     teacher: Teacher
 
+    @property
+    def prepares(self) -> Literal["weights", "average"] | None:
+        """As `Objective.prepares`: the teacher is asked first."""
+        return "weights"
+
+    @property
+    def learns_from(self) -> Teacher:
+        """As `Objective.learns_from`."""
+        return self.teacher
+
     def check(self, context: Context) -> None:
         super().check(context)
         shape = context.model.shape()
@@ -260,8 +298,7 @@ class Distillation(Classification):
     def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:
         """As `Objective.model_operations`, and the teacher's forward pass, whose parameters are not the model's."""
         of_teacher = self.teacher.model.operations(context.data.image_size, num_classes)
-        taught = [replace(each, part="teacher", params=0, is_trained=False, recomputed_in=None) for each in of_teacher]
-        return [*super().model_operations(context, num_classes), *taught]
+        return [*super().model_operations(context, num_classes), *forward_only(of_teacher, "teacher")]
 
     def smoke_form(self) -> Self:
         """As `Objective.smoke_form`: with a small teacher that has initial weights."""

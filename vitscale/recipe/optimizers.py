@@ -15,6 +15,7 @@ from pydantic import (
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 from vitscale.ground.block import Block, has_default
+from vitscale.recipe.durations import Duration
 
 _MOST_GROUPS, _LONGEST_PATTERN = 100, 300
 
@@ -49,6 +50,8 @@ Pattern = Annotated[str, AfterValidator(_is_pattern)]
 class ParameterGroup(Block):
     """Parameters with training settings of their own; if several groups match one, the first applies."""
 
+    _later_keys: ClassVar[tuple[str, ...]] = ("begin",)
+
     match: Pattern
     """a regular expression without look-around or counts in braces, searched for in parameter names as in
     checkpoints"""
@@ -56,9 +59,11 @@ class ParameterGroup(Block):
     weight_decay: float | None = Field(None, ge=0)
     """their weight decay; default: from the optimizer's weight_decay and decay_exclude"""
     frozen: bool = Field(False, description="keep their initial values: no gradient, no moments, no weight decay")
+    begin: Duration = Duration(steps=0)
+    """until then their learning rate is 0: they keep their values, while moments follow their gradients"""
 
     def _contradictions(self) -> Iterator[str]:
-        for key in ("lr_factor", "weight_decay"):
+        for key in ("lr_factor", "weight_decay", "begin"):
             if self.frozen and not has_default(self, key):
                 yield f"{key} says how parameters are trained, and those of this group are frozen"
 

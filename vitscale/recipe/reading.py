@@ -20,10 +20,10 @@ from vitscale.ground.errors import RecipeError
 from vitscale.ground.safe_text import without_secrets
 from vitscale.ground.wording import describe_expected, shortened
 from vitscale.recipe.comparing import changes
+from vitscale.recipe.durations import Duration
 from vitscale.recipe.families import Model, ModelBlock, by_name
 from vitscale.recipe.fields import any_of, blocks, keys, keys_in, nearest, without_indices
 from vitscale.recipe.objectives import DEFAULT_KIND
-from vitscale.recipe.schedule import Duration
 from vitscale.recipe.schema import Recipe
 from vitscale.recipe.strict_yaml import parse_yaml, read_yaml
 

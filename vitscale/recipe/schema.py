@@ -11,6 +11,8 @@ from vitscale.ground.extensions import by_kind
 from vitscale.ground.storage import is_url
 from vitscale.recipe.data import Batch, Data, EvalCrop
 from vitscale.recipe.datasets import find_dataset
+from vitscale.recipe.dino import Dino
+from vitscale.recipe.durations import Duration, Interval
 from vitscale.recipe.evaluation import Evaluation, Selection
 from vitscale.recipe.families import ModelBlock
 from vitscale.recipe.joint_embedding import Contrastive, LeJEPA
@@ -18,8 +20,10 @@ from vitscale.recipe.mae import MAE
 from vitscale.recipe.masked_patches import MaskedPatches
 from vitscale.recipe.objectives import Classification, Context, Distillation, Objective, with_kind
 from vitscale.recipe.optimizers import AnyOptimizer, Kept, Optimizer, Shape
-from vitscale.recipe.schedule import Duration, Interval, Schedule
+from vitscale.recipe.schedule import Schedule
 from vitscale.recipe.watching import Anomalies, Check, Logging, Profile
+
+_MOST_AVERAGES = 8
 
 
 class Init(Block):
@@ -155,6 +159,36 @@ class Ema(Block):
     warmup: bool = Field(True, description="use a lower decay at the beginning")
 
 
+class Average(Block):
+    """An average of the weights by name, with a share that changes with the step; or a copy made now and then.
+
+    Each update moves it by 1 - d towards the fp32 weights. It starts from the run's initial weights, after `init`.
+    """
+
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,30}$")]
+    """ema is the one that evaluation, export and objectives with a teacher use"""
+    decay: float | None = Field(None, ge=0, le=1, description="d, the share of the average kept at each update")
+    to: float | None = Field(None, ge=0, le=1, description="d at the end of its change; default: as decay")
+    over: Interval | None = None
+    """length of the change of d, from the first step on; default: the whole run"""
+    shape: Literal["linear", "cosine"] = "cosine"
+    """shape of the change of d; cosine begins and ends slowly"""
+    warmup: bool = Field(False, description="d is at most (1 + t) / (10 + t) at update t")
+    every: Interval | None = None
+    """instead of decay: every so often the average becomes a copy, and stays as it is in between"""
+    # `from` is a Python keyword, hence the alias.
+    start: Annotated[Duration, Field(alias="from")] = Duration(steps=0)
+    """with every: when the first copy is made"""
+    of: str | None = Field(None, description="the average before this one that it is made of; default: the weights")
+
+    def _contradictions(self) -> Iterator[str]:
+        if (self.decay is None) == (self.every is None):
+            yield f"{self.name}: give one of decay and every"
+        for key, owner in {"to": "decay", "over": "to", "shape": "to", "warmup": "decay", "start": "every"}.items():
+            if not has_default(self, key) and getattr(self, owner) is None:
+                yield f"{self.name}: {'from' if key == 'start' else key} belongs to {owner}"
+
+
 def _complaint(check: Callable[[], None]) -> Iterator[str]:
     """Yield the message of a check that raises ValueError."""
     try:
@@ -167,13 +201,14 @@ class Recipe(Block):
     """One run."""
 
     _reports_all: ClassVar[bool] = True
+    _later_keys: ClassVar[tuple[str, ...]] = ("averages",)
 
     model: ModelBlock = Field(description="the architecture, by name or by its dimensions")
     data: Data
     batch: Batch
     objective: Annotated[
         Annotated[
-            SerializeAsAny[Classification | Contrastive | Distillation | LeJEPA | MaskedPatches | MAE],
+            SerializeAsAny[Classification | Contrastive | Dino | Distillation | LeJEPA | MaskedPatches | MAE],
             Field(discriminator="kind"),
         ],
         by_kind(Objective, "objective"),
@@ -191,6 +226,9 @@ class Recipe(Block):
     selection: Selection | None = None
     checkpoint: Checkpoint = Checkpoint()
     ema: Ema | None = None
+    averages: list[Average] = Field([], max_length=_MOST_AVERAGES)
+    """averages of the weights on schedules; ema above is short for one of that name. A later one may be made of an
+    earlier one"""
     anomalies: Anomalies = Anomalies()
     check: Check = Check()
     logging: Logging = Logging()
@@ -262,8 +300,31 @@ class Recipe(Block):
                 f"data.views: objective.kind: {self.objective.kind} looks at one view of each image; leave views out, "
                 f"or use objective.kind: contrastive. data.repeats has several views learned from one by one"
             )
+        if known("ema", "averages"):
+            yield from self._check_averages()
+        if known("ema", "averages", "objective", "parallelism") and self.objective.prepares == "average":
+            if not any(average.name == "ema" for average in self.all_averages):
+                yield (
+                    f"objective.kind: {self.objective.kind} learns from the average of the weights, and there is none; "
+                    f"set for example averages: [{{name: ema, decay: 0.996, to: 1.0}}]"
+                )
+            if self.parallelism.offload != "none":
+                yield (
+                    f"parallelism.offload: {self.parallelism.offload} keeps the average on the host, from where "
+                    f"objective.kind: {self.objective.kind} would fetch it at every step; use a higher zero_stage"
+                )
         if not broken:  # which fields the check looks at depends on the objective
             yield from _complaint(lambda: self.objective.check(self.context))
+
+    def _check_averages(self) -> Iterator[str]:
+        names = [average.name for average in self.all_averages]
+        if twice := next((name for number, name in enumerate(names) if name in names[:number]), None):
+            short = "; ema is short for an average of that name" if twice == "ema" and self.ema is not None else ""
+            yield f"averages: two are called {twice}{short}"
+        for number, average in enumerate(self.all_averages):
+            if average.of is not None and average.of not in names[:number]:
+                before = ", ".join(names[:number]) or "none"
+                yield f"averages: {average.name} is made of {average.of}, and those before it are: {before}"
 
     def _check_selection(self, selection: Selection) -> Iterator[str]:
         offered = [f"validation/{metric}" for metric in ("top1", "top5", "loss") if self.evaluation.validation]
@@ -283,6 +344,12 @@ class Recipe(Block):
     def context(self) -> Context:
         """What the objective's block may look at."""
         return Context(self.model, self.data, self.batch, self.evaluation)
+
+    @property
+    def all_averages(self) -> tuple[Average, ...]:
+        """The averages of the weights in the order in which they move; `ema` is the first, if it is set."""
+        short = [] if self.ema is None else [Average(name="ema", decay=self.ema.decay, warmup=self.ema.warmup)]
+        return (*short, *self.averages)
 
     @property
     def first_step(self) -> int:

@@ -27,12 +27,20 @@ def smoke_form(recipe: Recipe, data_root: Path, world_size: int = 1) -> Recipe:
     content["model"] |= small | {"num_classes": None}
     content["objective"] = recipe.objective.smoke_form().model_dump(mode="json", by_alias=True)
     content["data"] |= {"train": TRAIN, "root": str(data_root), "image_size": image_size, "threads": 1}
+    patch = 1 if patches is None else patches.size
+    for view in content["data"].get("views", []):  # smaller ones stay smaller
+        view |= {"size": max(image_size // 2 // patch, 1) * patch} if view["size"] is not None else {}
     content["batch"] = {"global": max(8, 4 * world_size), "micro_max": 2}
     content["schedule"] |= {
         "duration": {"steps": SMOKE_STEPS},
         "warmup": {"steps": 1},
         "boundaries": [{"steps": 1 + index} for index in range(len(recipe.schedule.boundaries))],
     } | _short_parts(recipe.schedule)
+    one = {"steps": 1}
+    for average in content.get("averages", []):
+        average |= {"over": None} if average["every"] is None else {"every": one, "from": one}
+    for group in content["optimizer"]["groups"]:
+        group |= {"begin": one} if "begin" in group else {}
     content["checkpoint"]["every"] = {"steps": 2}
     content["logging"] |= {"every": 1, "batch_digest": True}
     evaluation = content["evaluation"]

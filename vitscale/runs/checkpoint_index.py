@@ -36,6 +36,21 @@ _Shape = list[Annotated[int, pydantic.Field(ge=0, lt=2**53)]]
 _READABLE = (1, _WITHOUT_STATE_SHAPES, SCHEMA_VERSION)
 
 
+def average_kind(name: str) -> str:
+    """The kind of an average of the weights by its name in the recipe: `ema`, or `ema.NAME`."""
+    return EMA if name == EMA else f"{EMA}.{name}"
+
+
+def weight_kinds(recipe: Recipe) -> list[str]:
+    """The kinds of a run's weights and averages."""
+    return [MASTER, *(average_kind(average.name) for average in recipe.all_averages)]
+
+
+def is_weights(kind: str) -> bool:
+    """Whether a kind is that of the weights or of an average of them, and not of an optimizer's state."""
+    return kind == MASTER or kind.partition(".")[0] == EMA
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """One file of a checkpoint: its name in the checkpoint's folder (`path`), size in bytes, and sha256 in hex."""
@@ -70,7 +85,7 @@ class CheckpointIndex:
     """Kind -> parameter -> shape of state that does not have its parameter's shape; None where nothing is stored."""
 
     def __post_init__(self) -> None:
-        if {MASTER, EMA} & self.state_shapes.keys():
+        if any(map(is_weights, self.state_shapes)):
             raise ValueError("weights and their averages have the shapes of their parameters")
         if self.position == -1:
             object.__setattr__(self, "position", self.step)
@@ -81,6 +96,15 @@ class CheckpointIndex:
     def evaluated_kind(self) -> str:
         """The kind that evaluation and export use: the weights' moving average if the run keeps one, else `master`."""
         return EMA if EMA in self.kinds else MASTER
+
+    def kind_of_average(self, name: str) -> str:
+        """The kind of an average by its name. Raises `CheckpointError` if there is none of that name."""
+        if (kind := average_kind(name)) in self.kinds:
+            return kind
+        known = ", ".join(each.removeprefix(f"{EMA}.") for each in self.kinds if is_weights(each) and each != MASTER)
+        raise CheckpointError(
+            f"step {self.step} has no average of the weights named {name!r}; it has {known or 'none'}"
+        )
 
     def shape_of(self, kind: str, name: str) -> list[int] | None:
         """The shape of a parameter's stored state of a kind; None if nothing is stored."""

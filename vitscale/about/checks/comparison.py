@@ -17,8 +17,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from vitscale.about.checks.oracle import Gradient, Oracle, Rates
+from vitscale.about.checks.oracle import Gradient, Oracle
+from vitscale.runs.checkpoint import MASTER, average_kind
 from vitscale.training.deepspeed.fragments import GradientPiece
+from vitscale.training.optimizers.schedule import Rates
 from vitscale.training.watching.replicas import checksum
 
 Aspect = Literal["gradient", "update", "moments", "average", "weights"]
@@ -138,11 +140,12 @@ class Comparison:
                 stored = torch.bfloat16 if kind in self.oracle.recipe.optimizer.kept_in_bf16 else torch.float32
                 error = _error(after.values[kind][name], moment, _size(moment, kept[kind]))
                 self._note("moments", name, error, _update_limit(stored), f"{where}, {kind}")
-            if "ema" in before.values:
-                old = before.values["ema"][name].double()
-                mean = self.oracle.average(old, master.double(), rates[0] + 1)
-                error = _error(after.values["ema"][name], mean, _size(old, mean))
-                self._note("average", name, error, _update_limit(torch.float32), where)
+            for average in self.oracle.recipe.all_averages:
+                kind, of = average_kind(average.name), MASTER if average.of is None else average_kind(average.of)
+                old, share = before.values[kind][name].double(), rates.averages[average.name]
+                mean = share * old + (1 - share) * after.values[of][name].double()
+                error = _error(after.values[kind][name], mean, _size(old, mean))
+                self._note("average", name, error, _update_limit(torch.float32), f"{where}, {average.name}")
 
     def weights(self, step: int, state: State) -> None:
         """Check that the weights of every rank are the masters, rounded, to the last bit."""

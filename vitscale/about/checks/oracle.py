@@ -8,7 +8,7 @@ where it does); an update and its moments are in double precision.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,16 @@ from torch import Tensor
 
 from vitscale.data.batch import Batch
 from vitscale.data.image_operations import TrainingInput
+from vitscale.ground.ranks import Sums
 from vitscale.objectives import build_objective
+from vitscale.objectives.objective import Agreed, Plan, dealt, joined
 from vitscale.recipe import Recipe, matches, validate_recipe
-from vitscale.runs.checkpoint import MASTER
+from vitscale.runs.checkpoint import EMA, MASTER
 from vitscale.training.optimizers.rule import Update, rule_of
+from vitscale.training.optimizers.schedule import Rates
 
-Rates = tuple[int, float, float | None, float | None]
-"""Updates done before, learning rate, and where a schedule changes them, weight decay's factor and momentum."""
+State = Mapping[str, Mapping[str, Tensor]]
+"""Values of all parameters, by kind and name."""
 
 Kept = Mapping[str, Tensor]
 """What an optimizer keeps for a parameter, by kind."""
@@ -54,28 +57,36 @@ class Oracle:
         """The weights that a forward pass computes with."""
         return master.to(self._dtype)
 
-    def group(self, name: str) -> tuple[float, float] | None:
-        """(Factor of the learning rate, weight decay) of a parameter; None for a frozen one."""
+    def group(self, name: str, waiting: Collection[int] = ()) -> tuple[float, float] | None:
+        """(Factor of the learning rate, weight decay) of a parameter; None for a frozen one.
+
+        `waiting` are the groups that have not begun.
+        """
         settings, factor = self.recipe.optimizer, 1.0
         excluded = settings.decay_exclude is not None and matches(settings.decay_exclude, name)
         decay = 0.0 if excluded else settings.weight_decay
         if settings.layer_decay is not None:
             factor = settings.layer_decay ** self.recipe.model.layers_above(name)
-        for group in settings.groups:
+        for number, group in enumerate(settings.groups):
             if matches(group.match, name):
                 own = decay if group.weight_decay is None else group.weight_decay
-                return None if group.frozen else (factor * group.lr_factor, own)
+                of_group = 0.0 if number in waiting else group.lr_factor
+                return None if group.frozen else (factor * of_group, own)
         return factor, decay
 
     # ---- Gradients ---------------------------------------------------------------------------------------------------
 
-    def gradients(self, masters: Mapping[str, Tensor], batch: Batch, rows: int) -> tuple[dict[str, Gradient], float]:
-        """Clipped gradients of the mean loss of a global batch, `rows` rows at a time; their norm before clipping."""
-        parts, sizes, ways = self._sums(masters, batch, rows, torch.float32)
+    def gradients(self, state: State, batch: Batch, rows: int, rates: Rates) -> tuple[dict[str, Gradient], float]:
+        """Clipped gradients of the mean loss of a global batch, `rows` rows at a time; their norm before clipping.
+
+        `state` has the weights and averages, by kind.
+        """
+        self.module.scalars = rates.scalars
+        parts, sizes, ways = self._sums(state, batch, rows, torch.float32)
         norm = math.sqrt(sum(float(part.square().sum()) for part in parts.values()))
         limit = self.recipe.optimizer.clip_norm
         clipping = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))  # as torch clips
-        rough = parts if self._dtype == torch.float32 else self._sums(masters, batch, rows, self._dtype)[0]
+        rough = parts if self._dtype == torch.float32 else self._sums(state, batch, rows, self._dtype)[0]
         noise = {name: float((rough[name] - parts[name]).norm()) / max(sizes[name], 1e-30) for name in parts}
         return {
             name: Gradient((part * clipping).cpu(), sizes[name] * clipping, ways[name], noise[name])
@@ -83,24 +94,27 @@ class Oracle:
         }, norm
 
     def _sums(
-        self, masters: Mapping[str, Tensor], batch: Batch, rows: int, dtype: torch.dtype
+        self, state: State, batch: Batch, rows: int, dtype: torch.dtype
     ) -> tuple[dict[str, Tensor], dict[str, float], dict[str, int]]:
         """Gradients as computed in one number format, before clipping; their sizes and ways."""
         weights = dict(self.module.to(dtype).named_weights())
-        with torch.no_grad():
-            for name, weight in weights.items():
-                weight.copy_(self.rounded(masters[name]))
         trained = {name: weight for name, weight in weights.items() if self.group(name) is not None}
         plan = self.module.plan(batch.keys.numpy(), batch.position)
-        inputs = self._to_input.of_views(batch.views, batch.view_keys, self._device, self._dtype)
-        if self.module.prepares:
-            plan = (*plan, *self._agreed(inputs, plan, batch, rows, dtype))
+        inputs = [
+            view.to(dtype) for view in self._to_input.of_views(batch.views, batch.view_keys, self._device, self._dtype)
+        ]
+        agreed = Agreed(())
+        if self.recipe.objective.prepares is not None:
+            agreed = self._agreed(state, inputs, plan, batch, rows)
+        plans = dealt((*plan, *agreed.rows), len(batch.labels) // rows)
+        self._take(state[MASTER])
         sums = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in trained.items()}
         squares, ways = dict.fromkeys(trained, 0.0), dict.fromkeys(trained, 0)
         for start in range(0, len(batch.labels), rows):
             part = slice(start, start + rows)
-            labels, mask, *planned = (each[part].to(self._device) for each in (batch.labels, batch.mask, *plan))
-            views = tuple(each[part].to(dtype) for each in inputs)
+            labels, mask = (each[part].to(self._device) for each in (batch.labels, batch.mask))
+            views = tuple(view[part] for view in inputs)
+            planned = (each.to(self._device) for each in (*plans[start // rows], *agreed.shared))
             losses = self.module(views, labels, tuple(planned)).per_sample
             loss = torch.where(mask, losses, 0.0).sum() / int(batch.mask.sum())
             ways = ways if start else _ways(loss, trained)
@@ -111,17 +125,28 @@ class Oracle:
                     squares[name] += float(gradient.double().square().sum())
         return sums, {name: math.sqrt(square) for name, square in squares.items()}, ways
 
-    def _agreed(
-        self, inputs: Sequence[Tensor], plan: Sequence[Tensor], batch: Batch, rows: int, dtype: torch.dtype
-    ) -> Sequence[Tensor]:
-        """What the objective has to know of the whole global batch."""
-        prepared = []
+    @torch.no_grad()
+    def _take(self, values: Mapping[str, Tensor]) -> None:
+        for name, weight in self.module.named_weights():
+            weight.copy_(self.rounded(values[name]))
+
+    def _agreed(self, state: State, inputs: Sequence[Tensor], plan: Plan, batch: Batch, rows: int) -> Agreed:
+        """What the objective has to know of the whole global batch, by a pass over it."""
+        settings, parts = self.recipe.objective, len(batch.labels) // rows
+        self._take(state[EMA if settings.prepares == "average" else MASTER])
+        self.module.train(settings.prepares != "average")
         with torch.no_grad():
-            for start in range(0, len(batch.labels), rows):
-                part = slice(start, start + rows)
-                views, planned = (tuple(each[part].to(self._device) for each in every) for every in (inputs, plan))
-                prepared.append(self.module(tuple(view.to(dtype) for view in views), None, planned))
-        return self.module.agree(torch.cat(prepared), batch.labels.to(self._device))
+            prepared = [
+                self.module(
+                    [view[number * rows : (number + 1) * rows] for view in inputs],
+                    None,
+                    tuple(each.to(self._device) for each in planned),
+                )
+                for number, planned in enumerate(dealt(plan, parts))
+            ]
+        weights = {name: each.detach().clone() for name, each in self.module.named_weights() if name in settings.reads}
+        self.module.train()
+        return self.module.agree(joined(prepared), batch.labels.to(self._device), Sums(), weights)
 
     # ---- Updates -----------------------------------------------------------------------------------------------------
 
@@ -139,24 +164,16 @@ class Oracle:
         return 0.0 if update is None else self.rule.noise(update, {MASTER: weight, **kept}, gradient)
 
     def _update(self, name: str, weight: Tensor, rates: Rates) -> Update | None:
-        group = self.group(name)
+        group = self.group(name, rates.waiting)
         if group is None:
             return None
-        done, rate, decay_factor, momentum = rates
         return Update(
             shape=self.recipe.axes(name, tuple(weight.shape)),
-            number=done + 1,
-            rate=rate * group[0],
-            decay=group[1] * (1.0 if decay_factor is None else decay_factor),
-            momentum=self.recipe.optimizer.first_momentum if momentum is None else momentum,
+            number=rates.updates + 1,
+            rate=rates.learning_rate * group[0],
+            decay=group[1] * (1.0 if rates.weight_decay_factor is None else rates.weight_decay_factor),
+            momentum=self.recipe.optimizer.first_momentum if rates.momentum is None else rates.momentum,
         )
-
-    def average(self, old: Tensor, weight: Tensor, updates: int) -> Tensor:
-        """The moving average of a parameter after `updates` updates."""
-        settings = self.recipe.ema
-        assert settings is not None
-        part = min(settings.decay, (1 + updates) / (10 + updates)) if settings.warmup else settings.decay
-        return part * old + (1 - part) * weight
 
 
 def _ways(loss: Tensor, weights: Mapping[str, Tensor]) -> dict[str, int]:

@@ -22,7 +22,7 @@ from vitscale.ground.safe_text import protect_output
 from vitscale.launch import read_environment
 from vitscale.models import initial_value, weight_dtype
 from vitscale.recipe import Recipe, load_recipe
-from vitscale.runs.checkpoint import EMA, MASTER
+from vitscale.runs.checkpoint import weight_kinds
 from vitscale.runs.names import RECIPE_FILE
 from vitscale.training.beginning.automatic import settle
 from vitscale.training.beginning.initial_weights import load_teacher
@@ -85,9 +85,10 @@ class Prover:
         update = self.learner.update(part_of(batch, self._world.rank, self._world.size), step)
         after, gradients = self._gather(step + 1, self._applied.take())
         if self._comparison is not None and before is not None and after is not None:
-            expected, norm = self._comparison.oracle.gradients(before.values[MASTER], batch, self._plan.micro_batch)
+            rates = self._plan.rates(step)
+            expected, norm = self._comparison.oracle.gradients(before.values, batch, self._plan.micro_batch, rates)
             applied = self._comparison.gradients(step + 1, expected, (norm, update.gradient_norm), gradients)
-            self._comparison.updates(step + 1, before, after, applied, self._plan.rates(step))
+            self._comparison.updates(step + 1, before, after, applied, rates)
         # As evaluations do between two steps: weights and average change places and back.
         with self.learner.evaluating():
             self.learner.predict(batch.images[: self._plan.micro_batch])
@@ -109,7 +110,7 @@ class Prover:
         if rows is None or self._comparison is None:
             return None, []
         shapes = {name: tuple(shape) for name, shape in learner.engine.shapes.items()}
-        of_kind = dict.fromkeys((MASTER, *([EMA] if recipe.ema is not None else [])), shapes)
+        of_kind = dict.fromkeys(weight_kinds(recipe), shapes)
         for kind in learner.engine.moment_kinds():
             of_kind[kind] = {name: recipe.kept(name, shape).get(kind, ()) for name, shape in shapes.items()}
         values = {kind: {name: torch.full(of_kind[kind][name], torch.nan) for name in shapes} for kind in of_kind}

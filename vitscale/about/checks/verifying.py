@@ -30,7 +30,7 @@ from vitscale.ground.wording import counted, listed, ranges
 from vitscale.launch import count_devices
 from vitscale.recipe import Recipe, differences, override
 from vitscale.recipe.datasets import find_dataset
-from vitscale.runs.checkpoint import EMA, MASTER, CheckpointReader, CheckpointStore, checkpoint_directory
+from vitscale.runs.checkpoint import MASTER, CheckpointReader, CheckpointStore, checkpoint_directory, is_weights
 from vitscale.runs.checkpoint.opening import trained_recipe
 from vitscale.runs.checkpoint_index import CheckpointIndex, data_root, find_path
 from vitscale.runs.done import covered_files, read_done, write_verified
@@ -379,9 +379,11 @@ class _Verification:
         # squares from gradients, of which the mean in fp32 has every bit. Ranks of another number may hide that.
         kinds, names = ({place.split()[0].split("/")[at] for place in places} for at in (0, 1))
         total, equal = sum(counts.values()), sum(counts[name] for name in counts.keys() - names)
-        is_edited = EMA in kinds and MASTER not in kinds
+        is_edited = MASTER not in kinds and any(map(is_weights, kinds))
         if not self.trained.optimizer.kept_in_bf16:  # in which small differences come and go
-            is_edited |= not kinds & {MASTER, *_MEANS} or kinds <= {MASTER, EMA} < set(index.kinds)
+            is_edited |= not kinds & {MASTER, *_MEANS} or not {*map(is_weights, kinds)} >= {
+                *map(is_weights, index.kinds)
+            }
             is_edited |= differing < _FEW * total or equal > total / 2
         if is_same_world and is_edited:
             places[3:] = [f"{len(places) - 3:,} more"] if places[3:] else []

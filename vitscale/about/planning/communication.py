@@ -56,25 +56,27 @@ def communication(recipe: Recipe, parameters: Parameters, world_size: int, accum
     total = optimizer_share(parameters.trained, stage, world_size) * (world_size if stage else 1)  # with padding
     agreements = Collective("agreements", "all-reduce", "update", _AGREEMENT_BYTES, 1, messages=_AGREEMENTS)
     limits = elements_in_flight(recipe)
+    # An average that takes the place of the weights for a pass is sent, and then they are again.
+    sent = 3 if recipe.objective.prepares == "average" else 1
     buckets = math.ceil(total / (limits["reduce_bucket_size"] if stage else ALL_REDUCE_ELEMENTS))
     if recipe.parallelism.exchanges:
         times = accumulation if stage == 2 else 1
         return [
             Collective("gradients", "reduce-scatter", "backward", total, gradient_bytes, times, buckets),
-            Collective("new weights", "all-gather", "passes", total, weight_bytes, messages=buckets),
+            Collective("new weights", "all-gather", "passes", total, weight_bytes, sent, buckets),
             agreements,
         ]
     if stage < 3:
         times = accumulation if stage == 2 else 1
         gradients = Collective("gradients", "all-reduce", "backward", total, gradient_bytes, times, buckets)
-        new_weights = [Collective("new weights", "all-gather", "update", total, weight_bytes)] if stage else []
+        new_weights = [Collective("new weights", "all-gather", "update", total, weight_bytes, sent)] if stage else []
         return [gradients, *new_weights, agreements]
     small = [size for size in parameters.sizes if size <= limits["stage3_param_persistence_threshold"]]
     return [
         *_weights_of_passes(recipe, parameters, world_size, weight_bytes, accumulation),
         Collective("gradients", "reduce-scatter", "backward", total, gradient_bytes, accumulation, buckets),
         # One message for each parameter.
-        Collective("small new weights", "all-gather", "update", sum(small), weight_bytes, messages=max(1, len(small))),
+        Collective("small new weights", "all-gather", "update", sum(small), weight_bytes, sent, max(1, len(small))),
         agreements,
     ]
 

@@ -270,7 +270,7 @@ def _totals(estimate: Estimate, cluster: Cluster, best: Choice, parameters: Para
     cost = cost_row(hours or 0.0, device_hours, cluster.device, cluster.price)
     image_bytes, said = _image_bytes(recipe)
     per_node = best.images_per_s / cluster.nodes
-    weights = (1 + (recipe.ema is not None)) * parameters.total
+    weights = (1 + len(recipe.all_averages)) * parameters.total
     size = 4 * (weights + parameters.kept)
     writes = size / (cluster.storage or STORAGE)
     assumed = [said] if said else []

@@ -94,13 +94,13 @@ class PreActivationUnit(nn.Module):
         self.conv3 = StdConv(middle, outputs, 1, 1, "v2")
         self.proj = StdConv(inputs, outputs, 1, stride, "v2") if inputs != outputs or stride > 1 else None
 
-    def forward(self, x_BChw: Tensor) -> Tensor:
+    def forward(self, x_BChw: Tensor, path: Tensor | None = None) -> Tensor:
         active = F.relu(self.norm1(x_BChw), inplace=True)
         shortcut = x_BChw if self.proj is None else self.proj(active)
         out = self.conv1(active)
         out = self.conv2(F.relu(self.norm2(out), inplace=True))
         out = self.conv3(F.relu(self.norm3(out), inplace=True))
-        return shortcut + (drop_path(out, self.drop_path) if self.training and self.drop_path > 0 else out)
+        return shortcut + drop_path(out, self.drop_path, path)
 
 
 class PostActivationUnit(nn.Module):
@@ -122,14 +122,13 @@ class PostActivationUnit(nn.Module):
         self.proj = StdConv(inputs, outputs, 1, stride, "v1") if project else None
         self.proj_norm = GroupNorm(outputs, "v1") if project else None
 
-    def forward(self, x_BChw: Tensor) -> Tensor:
+    def forward(self, x_BChw: Tensor, path: Tensor | None = None) -> Tensor:
         shortcut = x_BChw
         if self.proj is not None and self.proj_norm is not None:
             shortcut = self.proj_norm(self.proj(x_BChw))
         out = F.relu(self.norm1(self.conv1(x_BChw)), inplace=True)
         out = F.relu(self.norm2(self.conv2(out)), inplace=True)
-        out = self.norm3(self.conv3(out))
-        out = drop_path(out, self.drop_path) if self.training and self.drop_path > 0 else out
+        out = drop_path(self.norm3(self.conv3(out)), self.drop_path, path)
         return F.relu(shortcut + out, inplace=True)
 
 
@@ -195,13 +194,22 @@ class Features(nn.Module):
         """The root's filters (F, 7, 7, 3), standardised."""
         return self.root.conv.standardised().permute(0, 2, 3, 1)
 
-    def forward(self, images_BHWC: Tensor, keep: Callable[[str, Tensor], None] = no_record) -> Tensor:
-        """The last feature map; `keep` is called with that of each stage, `stage_1` ..."""
+    def forward(
+        self,
+        images_BHWC: Tensor,
+        keep: Callable[[str, Tensor], None] = no_record,
+        paths: Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        """The last feature map; `keep` is called with that of each stage, `stage_1` ...
+
+        `paths`, for each unit bool (B,), are where it is not only its shortcut; None: everywhere.
+        """
         x_BChw, index = self.root(images_BHWC.permute(0, 3, 1, 2)), 0
         for number, stage in enumerate(self.stages, 1):
             for unit in stage.children():
                 recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
-                x_BChw, index = run_block(unit, x_BChw, recompute=recompute), index + 1
+                path = None if paths is None else paths[index][:, None, None, None]
+                x_BChw, index = run_block(unit, x_BChw, path, recompute=recompute), index + 1
             keep(f"stage_{number}", x_BChw)
         return x_BChw
 
@@ -249,7 +257,8 @@ class ResNet(Model):
         """Tokens (B, h w, C): the last feature map, row by row; its mean (B, C); logits (B, K)."""
         if self.shape.mixing == "axial":
             check_size(images_BHWC, self.image_size)
-        x_BChw = self.features(images_BHWC)
+        kept = self.kept_paths([images_BHWC])
+        x_BChw = self.features(images_BHWC, paths=None if kept is None else list(kept[0]))
         if self.norm is not None:
             x_BChw = F.relu(self.norm(x_BChw), inplace=True)
         pooled_BC = x_BChw.mean(dim=(2, 3))
@@ -263,6 +272,11 @@ class ResNet(Model):
         maps: dict[str, Tensor] = {}
         self.features(images, maps.__setitem__)
         return [maps[f"stage_{layer}"] for layer in layers]
+
+    @property
+    def path_shares(self) -> Sequence[float]:
+        """As `Model.path_shares`: of each unit."""
+        return [unit.drop_path for unit in self.features.units()]  # type: ignore[misc]
 
     def units(self) -> Sequence[nn.Module]:
         """As `Model.units`."""

@@ -71,15 +71,16 @@ class Block(nn.Module):
         self.norm2 = LayerNorm(C, NORM_EPS)
         self.mlp = MLP(ViTShape(1, C, 1, MLP_RATIO * C, A, mlp="exact_gelu"), dropout=0.0)
 
-    def forward(self, x_BhwC: Tensor) -> Tensor:
-        """(B, h, w, C) -> (B, h, w, C), or with patch merging (B, h / 2, w / 2, 2 C)."""
+    def forward(self, x_BhwC: Tensor, paths: Tensor | None = None) -> Tensor:
+        """(B, h, w, C) -> (B, h, w, C), or with patch merging (B, h / 2, w / 2, 2 C).
+
+        `paths` are where attention, and where the MLP, is not left out, bool (2, B, 1, 1, 1); None: everywhere.
+        """
+        of_attention, of_mlp = (None, None) if paths is None else paths
         if self.merging is not None:
             x_BhwC = self.merging(x_BhwC)
-        x_BhwC = x_BhwC + self._branch(self.attention(self.norm1(x_BhwC)))
-        return x_BhwC + self._branch(self.mlp(self.norm2(x_BhwC)))
-
-    def _branch(self, x_BhwC: Tensor) -> Tensor:
-        return drop_path(x_BhwC, self.drop_path) if self.training and self.drop_path > 0 else x_BhwC
+        x_BhwC = x_BhwC + drop_path(self.attention(self.norm1(x_BhwC)), self.drop_path, of_attention)
+        return x_BhwC + drop_path(self.mlp(self.norm2(x_BhwC)), self.drop_path, of_mlp)
 
 
 class Swin(Model):
@@ -154,12 +155,20 @@ class Swin(Model):
         whole_BHWC = F.pad(images_BHWC, (0, 0, 0, pad, 0, pad)) if pad else images_BHWC
         patches_BND = cut_patches(whole_BHWC, P)
         x_BhwC = self.embedding_norm(self.embedding(patches_BND)).view(len(images_BHWC), side, side, self.shape.width)
+        kept = self.kept_paths([images_BHWC])
         for index, (block, (stage, place)) in enumerate(zip(self.blocks, self.shape.stages(), strict=True)):
             recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
-            x_BhwC = run_block(block, x_BhwC, recompute=recompute)
+            paths = None if kept is None else kept[0][2 * index : 2 * index + 2, :, None, None, None]
+            x_BhwC = run_block(block, x_BhwC, paths, recompute=recompute)
             if place == self.shape.blocks[stage] - 1:
                 keep(f"stage_{stage + 1}", x_BhwC)
         return x_BhwC
+
+    @property
+    def path_shares(self) -> Sequence[float]:
+        """As `Model.path_shares`: of each block's attention and MLP."""
+        blocks: list[Block] = list(self.blocks)  # type: ignore[arg-type]
+        return [block.drop_path for block in blocks for _ in range(2)]
 
     def units(self) -> Sequence[nn.Module]:
         """As `Model.units`."""

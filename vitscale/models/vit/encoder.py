@@ -1,8 +1,11 @@
 """The Transformer encoder's blocks: attention, MLP, and the norms before them (section 3.1, appendix A).
 
+Tokens of several grids lie side by side (`vit.grids`): then B is 1, T that of all, and `sizes` says whose they are.
+
 Shape legend: B batch, T tokens, D width, A heads, d = D / A, N patches.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -11,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitscale.models.layers import LayerNorm, Linear, RMSNorm, drop_path, relative_table
+from vitscale.models.vit.grids import Sizes, apart, heads_apart, side_by_side
 from vitscale.models.vit.positions import TwoDPositions, position_values, relative_logits, rotate
 from vitscale.recipe.families import ViTShape
 
@@ -43,8 +47,8 @@ class Attention(nn.Module):
         self.out = Linear(D, D)
         self.relative = relative_table(relative_tokens, D) if relative_tokens is not None else None
 
-    def forward(self, x_BTD: Tensor, rotation_2Nd: Tensor | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D); `rotation_2Nd` turns the queries and keys of patches."""
+    def forward(self, x_BTD: Tensor, rotations: Sequence[Tensor] = (), sizes: Sizes = ()) -> Tensor:
+        """(B, T, D) -> (B, T, D); `rotations` (2, N, d), one for each grid, turn the queries and keys of patches."""
         B, T, D = x_BTD.shape
         head_dim = D // self.num_heads
         qkv = self.qkv(x_BTD)
@@ -55,14 +59,20 @@ class Attention(nn.Module):
         query, key, value = (part.transpose(1, 2) for part in parts)  # each (B, A, T, d)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
+        grids = zip(heads_apart(query, sizes), heads_apart(key, sizes), heads_apart(value, sizes), strict=True)
+        x_BTD = side_by_side([self._mixed(*of, rotations[at] if rotations else None) for at, of in enumerate(grids)])
+        return self.out(x_BTD if self.norm is None else self.norm(x_BTD))
+
+    def _mixed(self, query: Tensor, key: Tensor, value: Tensor, rotation_2Nd: Tensor | None) -> Tensor:
+        """The values (B, T, D) of one grid, mixed by attention, from its heads (B, A, T, d)."""
+        B, A, T, head_dim = query.shape
         if rotation_2Nd is not None:
             query, key = rotate(query, rotation_2Nd), rotate(key, rotation_2Nd)
         bias = None
         if self.relative is not None:
-            bias = relative_logits(query, (self.relative * head_dim**-0.5).view(-1, self.num_heads, head_dim))
+            bias = relative_logits(query, (self.relative * head_dim**-0.5).view(-1, A, head_dim))
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-        x_BTD = mixed.transpose(1, 2).reshape(B, T, D)
-        return self.out(x_BTD if self.norm is None else self.norm(x_BTD))
+        return mixed.transpose(1, 2).reshape(B, T, A * head_dim)
 
 
 class MLP(nn.Module):
@@ -120,20 +130,33 @@ class Block(nn.Module):
         self.mlp = MLP(shape, dropout)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BTD: Tensor, shared_1TD: Tensor | None = None, rotation_2Nd: Tensor | None = None) -> Tensor:
-        """(B, T, D) -> (B, T, D); `shared_1TD` are position embeddings that all blocks add, `rotation_2Nd` turns the
-        queries and keys of patches.
+    def forward(
+        self,
+        x_BTD: Tensor,
+        shared_1TD: Tensor | None = None,
+        rotations: Sequence[Tensor] = (),
+        paths: Tensor | None = None,
+        sizes: Sizes = (),
+    ) -> Tensor:
+        """(B, T, D) -> (B, T, D).
+
+        Args:
+            shared_1TD: position embeddings that all blocks add.
+            rotations: as of `Attention`.
+            paths: where attention, and where the MLP, is not left out, bool (2, B, 1, 1) or (2, 1, T, 1); None:
+                everywhere.
         """
         x_BTD = add_positions(x_BTD, self.pos_embedding, shared_1TD)
-        attended = self.dropout(self.attention(self.norm1(x_BTD), rotation_2Nd))
-        x_BTD = x_BTD + self._branch(attended, self.layer_scale1)
-        return x_BTD + self._branch(self.mlp(self.norm2(x_BTD)), self.layer_scale2)
+        attended = self.dropout(self.attention(self.norm1(x_BTD), rotations, sizes))
+        x_BTD = x_BTD + self._branch(attended, self.layer_scale1, None if paths is None else paths[0])
+        mapped = self.mlp(self.norm2(x_BTD))
+        return x_BTD + self._branch(mapped, self.layer_scale2, None if paths is None else paths[1])
 
-    def _branch(self, x_BTD: Tensor, scale_D: Tensor | None) -> Tensor:
+    def _branch(self, x_BTD: Tensor, scale_D: Tensor | None, path: Tensor | None) -> Tensor:
         """What attention or MLP adds to the tokens."""
         if scale_D is not None:
             x_BTD = x_BTD * scale_D
-        return drop_path(x_BTD, self.drop_path) if self.training and self.drop_path > 0 else x_BTD
+        return drop_path(x_BTD, self.drop_path, path)
 
 
 class AxialBlock(nn.Module):
@@ -181,16 +204,19 @@ class AttentionPool(nn.Module):
         self.norm = norm_of(shape, D)
         self.mlp = MLP(shape, 0.0)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """(B, T, D) -> (B, D)"""
-        B, T, D = x_BTD.shape
-        query = self.query(self.probe.expand(B, 1, D)).view(B, 1, self.num_heads, -1).transpose(1, 2)
-        parts = self.key_value(x_BTD).view(B, T, 2, self.num_heads, -1).unbind(2)
-        key, value = (part.transpose(1, 2) for part in parts)
-        # cuDNN's gradients for a single query may be no numbers (cudnn-frontend, issue 1072).
-        with sdpa_kernel(_OF_ONE_QUERY) if x_BTD.is_cuda else nullcontext():
-            mixed = F.scaled_dot_product_attention(query, key, value)
-        x_BD = self.out(mixed.reshape(B, D))
+    def forward(self, x_BTD: Tensor, sizes: Sizes = ()) -> Tensor:
+        """(B, T, D) -> (B, D); of several grids, one after the other."""
+        images, D = sum(B for B, _ in sizes) or len(x_BTD), x_BTD.shape[2]
+        queries = self.query(self.probe.expand(images, 1, D)).view(images, 1, self.num_heads, -1).transpose(1, 2)
+        pairs = apart(self.key_value(x_BTD), sizes)
+        mixed = []
+        for query, pair in zip(queries.split([len(each) for each in pairs]), pairs, strict=True):
+            parts = pair.unflatten(2, (2, self.num_heads, -1)).unbind(2)
+            key, value = (part.transpose(1, 2) for part in parts)
+            # cuDNN's gradients for a single query may be no numbers (cudnn-frontend, issue 1072).
+            with sdpa_kernel(_OF_ONE_QUERY) if x_BTD.is_cuda else nullcontext():
+                mixed.append(F.scaled_dot_product_attention(query, key, value).reshape(-1, D))
+        x_BD = self.out(mixed[0] if len(mixed) == 1 else torch.cat(mixed))
         return x_BD + self.mlp(self.norm(x_BD))
 
 

@@ -37,6 +37,7 @@ from vitscale.models.model import Model
 from vitscale.models.outputs import BlockTokens, Outputs
 from vitscale.models.resnet.model import Features, resnet_initialiser
 from vitscale.models.vit.encoder import AttentionPool, AxialBlock, Block, norm_of
+from vitscale.models.vit.grids import apart, masks_of, side_by_side, sizes_of
 from vitscale.models.vit.positions import (
     PositionAt,
     PositionKind,
@@ -44,6 +45,7 @@ from vitscale.models.vit.positions import (
     absolute_positions,
     patch_rotation,
     position_values,
+    positions_of_grid,
     sincos_positions,
 )
 from vitscale.models.vit.recognise import recognise
@@ -51,6 +53,8 @@ from vitscale.models.vit.weights import ViTWeights
 from vitscale.models.weights.source import Source
 from vitscale.recipe import families
 from vitscale.recipe.families import Pool, ViTShape
+
+Edit = Callable[[Tensor], Tensor]
 
 
 class ViT(Model):
@@ -166,44 +170,107 @@ class ViT(Model):
         """As `Model.recognise`."""
         return recognise(source)
 
+    @property
+    def path_shares(self) -> Sequence[float]:
+        """As `Model.path_shares`: of each block's attention and MLP."""
+        blocks: list[Block] = [block for block in self.blocks if isinstance(block, Block)]
+        return [block.drop_path for block in blocks for _ in range(2)]
+
     def patchify(self, x_BHWC: Tensor) -> Tensor:
         """As `Model.patchify`, of whole patches: (B, H, W, C) -> (B, N, P * P * C)."""
         P = self.shape.patch_size
-        covered = self.shape.grid(self.image_size) * P
+        covered = x_BHWC.shape[1] // P * P
         return cut_patches(x_BHWC[:, :covered, :covered], P)
 
     def forward(
         self,
-        images_BHWC: Tensor,
+        images: Tensor | Sequence[Tensor],
         *,
-        edit: Callable[[Tensor], Tensor] | None = None,
-        kept: Tensor | None = None,
+        edit: Edit | Sequence[Edit | None] | None = None,
+        kept: Tensor | Sequence[Tensor | None] | None = None,
         intermediates: dict[str, Tensor] | None = None,
-    ) -> Outputs:
-        """Tokens (B, T, D), representation (B, D), logits (B, K).
+    ) -> Outputs | list[Outputs]:
+        """Tokens (B, T, D), representation (B, D), logits (B, K); of several batches of images a list of them.
+
+        Several batches, such as the global and the local views of a picture, are computed in one call of every layer.
+        Each may have its own number of square images, of its own size, of at least one patch; two may have the same
+        size. Each has its own class token, registers and patches in its outputs, and `patch_tokens` of these are its N
+        patches. Learned positions are resampled for grids other than that of `image_size`, as `resample_positions`
+        does; fixed ones and rotations are those of the grid. The outputs are those of a call for each batch, up to
+        rounding; a sequence of one batch has the bits of that batch. Axial models, hybrids, relative positions and
+        those of every layer take one size.
 
         Args:
-            images_BHWC: (B, H, W, 3).
+            images: (B, S, S, 3) of `image_size`, or a sequence of such batches of any sizes.
             edit: patch embeddings (B, N, D) -> those that are used instead, before class token and positions are added.
+                With a sequence of images a sequence as well: one for each batch, or None.
             kept: the patches (B, C) that blocks see, int64, each once; None for all. Positions that are told in every
-                block, other than rotations, and axial attention need all of them.
-            intermediates: filled with `embedded` (B, T, D) and `block_0` ... (B, T, D).
+                block, other than rotations, and axial attention need all of them. A sequence as `edit`.
+            intermediates: filled with `embedded` (B, T, D) and `block_0` ... (B, T, D); of images of one size.
+
+        Raises `ValueError` for images that it does not take.
         """
         keep = no_record if intermediates is None else intermediates.__setitem__
-        x_BND = self.embed(images_BHWC)
-        tokens_BTD = self.encode(x_BND if edit is None else edit(x_BND), keep, kept)
-        pooled_BD = self.represent(tokens_BTD)
+        if isinstance(images, Tensor):
+            check_size(images, self.image_size)
+            return self._outputs([images], [edit], [kept], keep)[0]  # type: ignore[list-item]
+        edits, parts = (each or [None] * len(images) for each in (edit, kept))
+        if intermediates is not None and len(images) > 1:
+            raise ValueError("intermediates are those of images of one size")
+        self._check_sizes(images)
+        return self._outputs(images, edits, parts, keep)  # type: ignore[arg-type]
+
+    def _check_sizes(self, images: Sequence[Tensor]) -> None:
+        """Raise `ValueError` for batches of images that it does not take together."""
+        P, is_of_one = self.shape.patch_size, self.shape.stem is not None or self.shape.attention == "axial"
+        if is_of_one or self.position == "relative" or self.position_at == "every_layer":
+            if len(images) != 1:
+                raise ValueError(f"{len(images)} batches of images; this model takes one")
+            check_size(images[0], self.image_size)
+        for shape in (tuple(batch.shape) for batch in images):
+            if len(shape) != 4 or shape[1] != shape[2] or shape[1] < P or shape[3] != CHANNELS:
+                raise ValueError(
+                    f"images of shape {shape}; expected (batch, size, size, {CHANNELS}), {P} pixels or more"
+                )
+
+    def _outputs(
+        self,
+        images: Sequence[Tensor],
+        edits: Sequence[Edit | None],
+        kept: Sequence[Tensor | None],
+        keep: Callable[[str, Tensor], None],
+    ) -> list[Outputs]:
+        embedded = [
+            x_BND if edit is None else edit(x_BND) for x_BND, edit in zip(self._embed(images), edits, strict=True)
+        ]
+        tokens = self._encode(embedded, kept, keep)
+        pooled_BD, counts = self._represent(tokens), [len(each) for each in tokens]
+        logits: Tensor | None
+        heads: Tensor | None = None
         if self.head is not None and self.head_dist is not None:
-            heads_B2K = torch.stack([self.head(tokens_BTD[:, 0]), self.head_dist(tokens_BTD[:, 1])], dim=1)
-            return Outputs(tokens_BTD, pooled_BD, heads_B2K.mean(dim=1), heads_B2K)
-        tokens_BTD = tokens_BTD[:, 1:] if self.pool == "normed_mean" else tokens_BTD
-        return Outputs(tokens_BTD, pooled_BD, self.classify(pooled_BD))
+            first = tokens[0] if len(tokens) == 1 else torch.cat([each[:, :2] for each in tokens])
+            heads = torch.stack([self.head(first[:, 0]), self.head_dist(first[:, 1])], dim=1)
+            logits = heads.mean(dim=1)
+        else:
+            logits = self.classify(pooled_BD)
+        if self.pool == "normed_mean":
+            tokens = [each[:, 1:] for each in tokens]
+        if len(tokens) == 1:
+            return [Outputs(tokens[0], pooled_BD, logits, heads)]
+        found = [[None] * len(tokens) if each is None else each.split(counts) for each in (pooled_BD, logits, heads)]
+        return [Outputs(*each) for each in zip(tokens, *found, strict=True)]
 
     def embed(self, images_BHWC: Tensor) -> Tensor:
         """Patch embeddings (B, N, D), without positions."""
         check_size(images_BHWC, self.image_size)
-        x_BHWC = images_BHWC if self.stem is None else self.stem(images_BHWC).permute(0, 2, 3, 1)
-        return self.embedding(self.patchify(x_BHWC))
+        return self._embed([images_BHWC])[0]
+
+    def _embed(self, images: Sequence[Tensor]) -> list[Tensor]:
+        """As `embed`, for batches of several sizes."""
+        if self.stem is not None:  # of one batch
+            images = [self.stem(each).permute(0, 2, 3, 1) for each in images]
+        patches = [self.patchify(each) for each in images]
+        return apart(self.embedding(side_by_side(patches)), sizes_of(patches))
 
     def encode(
         self, x_BTD: Tensor, keep: Callable[[str, Tensor], None] = no_record, kept_BC: Tensor | None = None
@@ -212,21 +279,58 @@ class ViT(Model):
 
         With `normed_mean` the normed mean of the patches comes before them.
         """
-        grid = self.shape.grid(self.image_size)
+        return self._encode([x_BTD], [kept_BC], keep)[0]
+
+    def _encode(
+        self, embedded: Sequence[Tensor], kept: Sequence[Tensor | None], keep: Callable[[str, Tensor], None]
+    ) -> list[Tensor]:
+        """As `encode`, for batches of several sizes."""
+        values_1TD = position_values(self.pos_embedding)
+        paths = self.kept_paths(embedded)
+        entered = [self._enter(x_BND, values_1TD, part) for x_BND, part in zip(embedded, kept, strict=True)]
+        grids, rotations = [each for each, _ in entered], [each for _, each in entered if each is not None]
+        sizes = sizes_of(grids)
+        x_BTD = self.dropout(side_by_side(grids))
+        keep("embedded", x_BTD)
+        shared = None
+        if values_1TD is not None and self.position_at == "shared":
+            of_grids = [self._positions_for(x_BND, values_1TD) for x_BND in embedded]
+            wide = [each.expand(len(x_BND), -1, -1) for x_BND, each in zip(embedded, of_grids, strict=True)]
+            shared = side_by_side(wide) if sizes else of_grids[0]
+        masks = None if paths is None else masks_of(paths, sizes)
+        for index, block in enumerate(self.blocks):
+            recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
+            inputs: list[Any] = [x_BTD, shared]
+            if self.shape.attention == "full":
+                inputs += [rotations, None if masks is None else masks[2 * index : 2 * index + 2], sizes]
+            x_BTD = run_block(block, *inputs, recompute=recompute)
+            keep(f"block_{index}", x_BTD)
+        if self.pool == "normed_mean":  # among the tokens, as DeepSpeed expects one call of a module
+            grids = [
+                torch.cat([self.patch_tokens(each).mean(dim=1, keepdim=True), each], dim=1)
+                for each in apart(x_BTD, sizes)
+            ]
+            x_BTD, sizes = side_by_side(grids), sizes_of(grids)
+        return apart(self.norm(x_BTD), sizes)
+
+    def _enter(self, x_BTD: Tensor, values_1TD: Tensor | None, kept_BC: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The tokens (B, T, D) that the first block gets for patch embeddings (B, N, D), and their rotation, if any."""
+        grid, positions_1TD = math.isqrt(x_BTD.shape[1]), None
+        if values_1TD is not None and self.position_at == "stem":
+            positions_1TD = self._positions_for(x_BTD, values_1TD)
         if self.position == "sincos":  # of patches alone
             x_BTD = x_BTD + sincos_positions(grid, self.shape.width, x_BTD, self.position_table)
         first = [each.expand(len(x_BTD), -1, -1) for each in (self.cls, self.dist) if each is not None]
         if first and self.shape.class_position:
             x_BTD, first = torch.cat([*first, x_BTD], dim=1), []
-        positions_1TD = position_values(self.pos_embedding)
-        if positions_1TD is not None and self.position_at == "stem":
-            x_BTD, positions_1TD = x_BTD + positions_1TD, None
+        if positions_1TD is not None:
+            x_BTD = x_BTD + positions_1TD
         if self.registers is not None:
             at = int(self.cls is not None and self.shape.class_position)
             first, x_BTD = [*first, x_BTD[:, :at], self.registers.expand(len(x_BTD), -1, -1)], x_BTD[:, at:]
         if first:
             x_BTD = torch.cat([*first, x_BTD], dim=1)
-        rotations = self._rotations(x_BTD)
+        rotation = self._rotation(grid, x_BTD)
         if kept_BC is not None:
             patches_BND = self.patch_tokens(x_BTD)
             others_BTD = x_BTD[:, : x_BTD.shape[1] - patches_BND.shape[1]]
@@ -235,27 +339,24 @@ class ViT(Model):
             if self.registers_base is not None:  # registers are rotated as well, and come before the patches
                 of_registers = torch.arange(self.shape.registers, device=kept_BC.device).expand(len(kept_BC), -1)
                 kept_BC = torch.cat([of_registers, kept_BC + self.shape.registers], dim=1)
-            rotations = [rotation_2Nd[:, kept_BC][:, :, None] for rotation_2Nd in rotations]
-        x_BTD = self.dropout(x_BTD)
-        keep("embedded", x_BTD)
-        for index, block in enumerate(self.blocks):
-            recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
-            x_BTD = run_block(block, x_BTD, positions_1TD, *rotations, recompute=recompute)
-            keep(f"block_{index}", x_BTD)
-        if self.pool == "normed_mean":  # among the tokens, as DeepSpeed expects one call of a module
-            x_BTD = torch.cat([self.patch_tokens(x_BTD).mean(dim=1, keepdim=True), x_BTD], dim=1)
-        return self.norm(x_BTD)
+            rotation = None if rotation is None else rotation[:, kept_BC][:, :, None]
+        return x_BTD, rotation
 
-    def _rotations(self, like: Tensor) -> list[Tensor]:
-        """How the last tokens are rotated, (2, N, d), registers before the patches; empty without rotations."""
+    def _positions_for(self, x_BND: Tensor, values_1TD: Tensor) -> Tensor:
+        """The learned positions (1, T, D) of the grid of patch embeddings (B, N, D)."""
+        own = self.shape.grid(self.image_size)
+        return positions_of_grid(values_1TD, own, math.isqrt(x_BND.shape[1]), values_1TD.shape[1] - own**2)
+
+    def _rotation(self, grid: int, like: Tensor) -> Tensor | None:
+        """How the last tokens are rotated, (2, N, d), registers before the patches; None without rotations."""
         if self.position not in ("rope", "1d_rope"):
-            return []
-        grid, head_dim = self.shape.grid(self.image_size), self.shape.head_dim
+            return None
+        head_dim = self.shape.head_dim
         found = [patch_rotation(grid, head_dim, self.position_base, like, self.position, self.position_unit)]
         if self.registers_base is not None:
             side = math.isqrt(self.shape.registers)
             found.insert(0, patch_rotation(side, head_dim, self.registers_base, like, "1d_rope", "patch"))
-        return [torch.cat(found, dim=1)]
+        return torch.cat(found, dim=1)
 
     def block_tokens(self, images: Tensor, count: int) -> BlockTokens:
         """As `Model.block_tokens`; with `pool: mean`, `map` and `normed_mean` the tokens are means of patches."""
@@ -297,12 +398,18 @@ class ViT(Model):
 
     def represent(self, tokens_BTD: Tensor) -> Tensor:
         """The representation (B, D) from what `encode` returns: before the tanh of the pre-training head."""
+        return self._represent([tokens_BTD])
+
+    def _represent(self, tokens: Sequence[Tensor]) -> Tensor:
+        """As `represent`, of several batches one after the other."""
         if self.map is not None:
-            x_BD = self.map(tokens_BTD)
+            x_BD = self.map(side_by_side(tokens), sizes_of(tokens))
         else:
-            x_BD = self.patch_tokens(tokens_BTD).mean(dim=1) if self.pool == "mean" else tokens_BTD[:, 0]
+            means = self.pool == "mean"
+            found = [self.patch_tokens(each).mean(dim=1) if means else each[:, 0] for each in tokens]
             if self.dist is not None:  # as timm's
-                x_BD = (x_BD + tokens_BTD[:, 1]) / 2
+                found = [(each + of_batch[:, 1]) / 2 for each, of_batch in zip(found, tokens, strict=True)]
+            x_BD = found[0] if len(found) == 1 else torch.cat(found)
         return x_BD if self.pre_logits is None else self.pre_logits(x_BD)
 
     def classify(self, pooled_BD: Tensor) -> Tensor | None:

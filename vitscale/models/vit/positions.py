@@ -5,6 +5,7 @@ rows and columns of the grid of patches.
 """
 
 import math
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -156,3 +157,22 @@ def resample_positions(
     planes = grid.view(1, *old, -1).permute(0, 3, 1, 2).float()
     planes = F.interpolate(planes, size=new, mode="bilinear", align_corners=True)
     return torch.cat([head, planes.flatten(2).transpose(1, 2).to(head.dtype)], dim=1)
+
+
+def positions_of_grid(positions_1TD: Tensor, old: int, new: int, class_token: int) -> Tensor:
+    """As `resample_positions` for square grids, as a product with a matrix.
+
+    Its gradient is a product as well: that of an interpolation would be added in any order on CUDA.
+    """
+    if old == new:
+        return positions_1TD
+    head, grid = positions_1TD[:, :class_token], positions_1TD[:, class_token:]
+    matrix = _resampling(old, new).to(grid.device, grid.dtype)
+    return torch.cat([head, matrix @ grid], dim=1)
+
+
+@lru_cache(maxsize=16)
+def _resampling(old: int, new: int) -> Tensor:
+    """The weights of the patches of an old grid for those of a new one, (new * new, old * old)."""
+    with torch.device("cpu"), torch.no_grad():
+        return resample_positions(torch.eye(old**2)[None], (old, old), (new, new), 0)[0]

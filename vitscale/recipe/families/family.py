@@ -107,6 +107,10 @@ class Model(Block):
     def check_image_size(self, image_size: int) -> None:
         """Raise `ValueError` if images of this size, in pixels, are too small."""
 
+    def check_several_sizes(self) -> None:
+        """Raise `ValueError` if the model does not take images of several sizes in one call, as `data.views` may be."""
+        raise ValueError(f"a {self.title} takes images of one size in one call; a plain Transformer takes several")
+
     def describe_border(self, image_size: int) -> str | None:
         """Describe the border of the image that the model does not see; None if it sees everything."""
         return None

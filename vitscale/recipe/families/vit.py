@@ -233,6 +233,17 @@ class ViT(Model):
             cut = "the image" if shape.stem is None else "the feature map"
             raise ValueError(f"{cut} of {size} x {size} is smaller than one patch of {patch} x {patch}")
 
+    def check_several_sizes(self) -> None:
+        """As `Model.check_several_sizes`: what a stem, axial attention or a block learns of positions has one size."""
+        for key, is_set in {
+            "blocks": self.shape().stem is not None,
+            "attention: axial": self.shape().attention == "axial",
+            f"position.kind: {self.position.kind}": self.position.kind == "relative",
+            f"position.at: {self.position.at}": self.position.at == "every_layer",
+        }.items():
+            if is_set:
+                raise ValueError(f"model.{key} takes images of one size")
+
     def describe_border(self, image_size: int) -> str | None:
         """As `Model.describe_border`: the pixels right of and below the last whole patch."""
         shape = self.shape()

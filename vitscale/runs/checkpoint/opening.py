@@ -111,6 +111,7 @@ def of_checkpoint(
     `name` is how the user called the run or checkpoint, `where` the folder of the checkpoint.
     """
     kind = kind or index.evaluated_kind
+    which = "" if kind == MASTER else f" ({kind.replace(EMA, 'average', 1).replace('.', ' ')})"
     recipe = validate_recipe(index.recipe, f"the recipe in {where}")
 
     def entry(name: str, shape: list[int]) -> Entry:
@@ -120,7 +121,7 @@ def of_checkpoint(
     entries = {name: entry(name, shape) for name, shape in index.shapes.items()}
     beside = {name: entries.pop(name) for name in index.shapes if recipe.objective.owns(name)}
     return OpenWeights(
-        f"{name} step {index.step:,}{' (average)' if kind == EMA else ''}",
+        f"{name} step {index.step:,}{which}",
         Source(Path(name), "safetensors", entries, beside=beside),
         describe_run(recipe.dump()["model"], recipe, index),
         {"step": index.step, "kind": kind},
@@ -169,6 +170,7 @@ def open_model(
     step: int | None = None,
     *,
     use_average: bool = True,
+    average: str | None = None,
     image_size: int | None = None,
     num_classes: int | None = None,
     head: str = "linear",
@@ -181,6 +183,7 @@ def open_model(
         source: a run's directory or a checkpoint's folder; weights in any format; or a model's name, for fresh weights.
         step: for a run, the step of the checkpoint; by default the newest one that verifies.
         use_average: for a run, whether to take the average of the weights if it keeps one.
+        average: for a run, the name of another average to take; by default ema.
         image_size, num_classes, head, seed: of fresh weights; by default for 224 pixels, and without a head.
         report: called with what is worth knowing: damaged checkpoints, a recipe.yaml that names another model now.
 
@@ -193,7 +196,8 @@ def open_model(
         block = {"name": source, "head": head, "num_classes": num_classes}
         return _fresh(Description(block, image_size or 224, num_classes), seed)
     recipe, reader = open_run(path, step, report)
-    weights = of_checkpoint(path, str(reader.folder), reader.index, reader.read, None if use_average else MASTER)
+    stored = reader.index.evaluated_kind if average is None else reader.index.kind_of_average(average)
+    weights = of_checkpoint(path, str(reader.folder), reader.index, reader.read, stored if use_average else MASTER)
     assert weights.description is not None
     if edits := differences(weights.description.model, recipe.dump()["model"], "model."):
         report(f"{path / RECIPE_FILE} was edited ({'; '.join(edits)}); what was trained is exported")

@@ -21,7 +21,7 @@ from vitscale.models import Model, initialise, weight_dtype
 from vitscale.models.weights import FUNCTIONS, HEAD, Reader, load_weights, parameters, parameters_beside, recognised
 from vitscale.objectives import Objective, build_objective, build_teacher
 from vitscale.objectives.tokenizer import files_of, load_tokenizer, open_tokenizer
-from vitscale.recipe import MAE, Distillation, Recipe, families, read_recipe, validate_recipe
+from vitscale.recipe import MAE, Recipe, families, read_recipe, validate_recipe
 from vitscale.recipe.masked_patches import MaskedPatches, Tokenizer
 from vitscale.runs.checkpoint import checkpoint_directory
 from vitscale.runs.checkpoint.opening import OpenWeights
@@ -182,6 +182,8 @@ class _Assignment:
                 reader()
         self.zeros = frozenset(drop) if init.head == "zero" else frozenset()
         self.fresh = [name for name in drop if name not in self.zeros]  # which begin as without `init`
+        added = [name for name, _ in objective.named_weights() if name not in names and name not in self.readers]
+        self.fresh += dict.fromkeys(name.partition(".")[0] for name in added)  # what the objective adds
         normalise = recipe.data.normalise
         check_model(Named.by_init(init), weights, recipe.model, "the recipe's", normalise, "data.normalise")
         if weights.normalise is None:
@@ -260,8 +262,8 @@ def check_teacher(recipe: Recipe, class_names: list[str]) -> None:
     Raises `RecipeError` if there are no such weights or they contradict the recipe, and `CheckpointError` if they are
     damaged or of another model.
     """
-    if isinstance(recipe.objective, Distillation):
-        num_classes = recipe.objective.teacher.model.num_classes
+    if recipe.objective.learns_from is not None:
+        num_classes = recipe.objective.learns_from.model.num_classes
         if num_classes not in (None, len(class_names)):
             raise RecipeError(
                 f"{_TEACHER}.model.num_classes is {num_classes}, but data.train has {len(class_names)} "
@@ -341,15 +343,15 @@ def _tokenizer(recipe: Recipe) -> tuple[Tokenizer, int] | None:
 
 
 def _named_teacher(recipe: Recipe) -> Named | None:
-    settings = recipe.objective
-    if not isinstance(settings, Distillation) or settings.teacher.source is None:
+    settings = recipe.objective.learns_from
+    if settings is None or settings.source is None:
         return None
-    return Named(_TEACHER, settings.teacher.source, settings.teacher.step)
+    return Named(_TEACHER, settings.source, settings.step)
 
 
 def _check_teacher(recipe: Recipe, class_names: list[str], named: Named, weights: OpenWeights, teacher: Model) -> None:
-    assert isinstance(recipe.objective, Distillation)
-    settings = recipe.objective.teacher
+    settings = recipe.objective.learns_from
+    assert settings is not None
     parameters(teacher, weights.source, report=lambda note: None, advice=_TEACHERS_HEAD)
     normalise = settings.normalise or recipe.data.normalise
     check_model(named, weights, settings.model, f"{_TEACHER}.model's", normalise, f"{_TEACHER}.normalise")

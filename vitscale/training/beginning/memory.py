@@ -110,7 +110,7 @@ def memory_of(
     word = 2 if is_bf16 else 4
     share = optimizer_share(trained, stage, world_size)
     kept = share * parameters.kept_bytes // total  # the mean over all parameters
-    ema_word = 4 if recipe.ema is not None else 0
+    ema_word = 4 * len(recipe.all_averages)
     per_rank = math.ceil(total / world_size)
     saved = (4 + ema_word) * (per_rank + frozen) + 4 * per_rank * parameters.kept // total
     pixels = sum(view.count * side**2 for view, side in recipe.data.training_views())
@@ -269,7 +269,8 @@ def tensors_by_micro_batch(recipe: Recipe, num_classes: int, largest: int) -> Ca
     several linear functions, so the line between the two points is an upper bound. A single image, which needs fewer
     copies, is treated like the others.
     """
-    low, high = 2, max(largest, 3)
+    low = max(2, recipe.objective.together)
+    high = max(largest, low + recipe.objective.together)
     at_low, at_high = (_of_all_blocks(recipe, num_classes, size) for size in (low, high))
 
     def between(micro_batch: int) -> StepTensors:

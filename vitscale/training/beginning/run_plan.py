@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from vitscale.data.loader import Loader, training_loader, training_order
 from vitscale.data.order import TrainOrder
@@ -19,7 +19,7 @@ from vitscale.evaluation import Evaluator, build_evaluators
 from vitscale.evaluation.build import evaluation_loader
 from vitscale.ground.errors import RecipeError
 from vitscale.objectives import objective_class
-from vitscale.recipe import Course, Duration, Recipe
+from vitscale.recipe import Average, Course, Duration, Recipe
 from vitscale.training.beginning.inspections import Inspections
 from vitscale.training.deepspeed.config import derive_config
 from vitscale.training.deepspeed.distributed import World
@@ -146,7 +146,7 @@ def schedule_in_steps(recipe: Recipe, num_samples: int) -> tuple[int, Callable[[
     schedule, optimizer = recipe.schedule, recipe.optimizer
 
     def interval(key: str, duration: Duration) -> int:
-        return _steps(recipe, num_samples, f"schedule.{key}", duration)
+        return _steps(recipe, num_samples, key, duration)
 
     def steps(duration: Duration) -> int:
         return duration.to_steps(num_samples, recipe.batch.global_size)
@@ -157,7 +157,7 @@ def schedule_in_steps(recipe: Recipe, num_samples: int) -> tuple[int, Callable[[
         length = total if settings.over is None else interval(f"{key}.over", settings.over)
         return partial(course, start=start, end=settings.to, steps=length, shape=settings.shape)
 
-    total = interval("duration", schedule.duration)
+    total = interval("schedule.duration", schedule.duration)
     rate = partial(
         learning_rate,
         base=optimizer.lr,
@@ -170,17 +170,39 @@ def schedule_in_steps(recipe: Recipe, num_samples: int) -> tuple[int, Callable[[
         factor=schedule.factor,
         cooldown=steps(schedule.cooldown),
         cooldown_shape=schedule.cooldown_shape,
-        timescale=interval("timescale", schedule.timescale),
-        cycle=total if schedule.cycle is None else interval("cycle", schedule.cycle),
+        timescale=interval("schedule.timescale", schedule.timescale),
+        cycle=total if schedule.cycle is None else interval("schedule.cycle", schedule.cycle),
         cycle_factor=schedule.cycle_factor,
         restart_factor=schedule.restart_factor,
     )
-    decay = figure("weight_decay", optimizer.weight_decay, schedule.weight_decay)
-    momentum = figure("momentum", optimizer.first_momentum, schedule.momentum)
+
+    def kept(key: str, average: Average) -> Callable[[int], float]:
+        if average.decay is None:
+            every, first = interval(f"{key}.every", cast(Duration, average.every)), steps(average.start)
+            return lambda step: float(step + 1 < first or (step + 1 - first) % every != 0)
+        length = total if average.over is None else interval(f"{key}.over", average.over)
+        end = average.decay if average.to is None else average.to
+        share = partial(course, start=average.decay, end=end, steps=length, shape=average.shape)
+        return (lambda step: min(share(step), (2 + step) / (11 + step))) if average.warmup else share
+
+    decay = figure("schedule.weight_decay", optimizer.weight_decay, schedule.weight_decay)
+    momentum = figure("schedule.momentum", optimizer.first_momentum, schedule.momentum)
+    begins = {number: steps(group.begin) for number, group in enumerate(optimizer.groups)}
+    averages = {each.name: kept(f"averages ({each.name})", each) for each in recipe.all_averages}
+    courses = recipe.objective.courses.items()
+    scalars = {name: figure(f"objective.{name}", ramp.start, ramp) for name, ramp in courses}
 
     def rates(step: int) -> Rates:
         decayed = decay(step)
-        return Rates(step, rate(step), None if decayed is None else decayed / optimizer.weight_decay, momentum(step))
+        return Rates(
+            step,
+            rate(step),
+            None if decayed is None else decayed / optimizer.weight_decay,
+            momentum(step),
+            frozenset(number for number, begin in begins.items() if step < begin),
+            {name: of_average(step) for name, of_average in averages.items()},
+            {name: cast(float, scalar(step)) for name, scalar in scalars.items()},
+        )
 
     return total, rates
 

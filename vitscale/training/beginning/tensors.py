@@ -26,9 +26,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from vitscale.ground.ranks import Sums
 from vitscale.models import weight_dtype
 from vitscale.models.layers import CHANNELS
-from vitscale.objectives import build_objective, build_teacher
+from vitscale.objectives import Objective, Plan, build_objective, build_teacher
+from vitscale.objectives.objective import Rows, dealt, joined
 from vitscale.recipe import Recipe, is_frozen
 from vitscale.recipe.masked_patches import MaskedPatches
 
@@ -131,13 +133,11 @@ def step_tensors(recipe: Recipe, num_classes: int, micro_batch: int, device: Dev
                 torch.empty(micro_batch, view.count, side, side, CHANNELS, dtype=dtype)
                 for view, side in recipe.data.training_views()
             ]
-            if objective.prepares:
+            if recipe.objective.prepares is not None:
                 with torch.no_grad():
                     prepared = objective(views, None, plan)
-                rows = prepared.new_empty(recipe.batch.global_size, *prepared.shape[1:])
-                agreed = objective.agree(rows, labels.new_zeros(len(rows)))
-                plan = (*plan, *(each[:micro_batch].clone() for each in agreed))
-                del prepared, rows, agreed
+                plan = (*plan, *_agreed(recipe, objective, prepared, micro_batch))
+                del prepared
             with saved_storages(parameters) as saved:
                 losses = objective(views, labels, plan)
                 loss = losses.per_sample.sum()
@@ -146,6 +146,18 @@ def step_tensors(recipe: Recipe, num_classes: int, micro_batch: int, device: Dev
             del losses
             loss.backward()
     return StepTensors(saved_bytes, live.peak - saved_bytes)
+
+
+def _agreed(recipe: Recipe, objective: Objective, prepared: Rows, micro_batch: int) -> Plan:
+    """A micro-batch's part of what an objective derives from the global batch, as if one rank had all of its rows."""
+    parts = -(-recipe.batch.global_size // micro_batch)
+    rows = joined([prepared] * parts)
+    weights = {
+        name: each.detach().clone() for name, each in objective.named_weights() if name in recipe.objective.reads
+    }
+    labels = torch.zeros(parts * micro_batch, dtype=torch.int64)
+    agreed = objective.agree(rows, labels, Sums(), weights)
+    return (*(each.clone() for each in dealt(agreed.rows, parts)[0]), *agreed.shared)
 
 
 @contextmanager

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitscale.objectives import Objective
-from vitscale.recipe import Ema, Recipe, is_frozen
-from vitscale.runs.checkpoint import EMA, MASTER, Fragment
+from vitscale.recipe import Recipe, is_frozen
+from vitscale.runs.checkpoint import MASTER, Fragment
 from vitscale.training.deepspeed.config import is_plain, is_single
 from vitscale.training.deepspeed.exchange import Exchange, ScatteredSums, in_buckets
 from vitscale.training.deepspeed.fragments import Source, pieces_of
 from vitscale.training.deepspeed.lean_deepspeed import deepspeed
 from vitscale.training.deepspeed.zero_update import RankGradients, ZeroUpdate
-from vitscale.training.optimizers.parameter_groups import BASE_DECAY, LR_FACTOR, parameter_groups
+from vitscale.training.optimizers.parameter_groups import BASE_DECAY, INDEX, LR_FACTOR, parameter_groups
 from vitscale.training.optimizers.rule import rule_of
 from vitscale.training.optimizers.schedule import Rates
 from vitscale.training.optimizers.whole_tensors import Piece, WholeTensorOptimizer
@@ -120,7 +120,8 @@ class Engine:
     def set_rates(self, rates: Rates) -> None:
         """Set each group's learning rate, and its weight decay and momentum if the schedule changes them."""
         for group in self.deepspeed.optimizer.param_groups:
-            group["lr"], group["updates"] = rates.learning_rate * group[LR_FACTOR], rates.updates + 1
+            factor = 0.0 if group[INDEX] in rates.waiting else group[LR_FACTOR]
+            group["lr"], group["updates"] = rates.learning_rate * factor, rates.updates + 1
             if rates.weight_decay_factor is not None:
                 group["weight_decay"] = rates.weight_decay_factor * group[BASE_DECAY]
             if rates.momentum is not None:
@@ -166,22 +167,25 @@ class Engine:
             differing |= {kind: other} if other else {}
         return differing
 
-    def owned(self, rank: int, world_size: int, average: Average | None = None) -> list[Fragment]:
-        """What this rank saves: over all ranks every element of every parameter exactly once. Tensors are views."""
+    def owned(self, rank: int, world_size: int, averages: Mapping[str, Average] | None = None) -> list[Fragment]:
+        """What this rank saves: over all ranks every element of every parameter exactly once. Tensors are views.
+
+        `averages` are those of the masters, by kind.
+        """
+        averages = averages or {}
         fragments, whole = [], []
         for piece in self.pieces[rank::world_size] if self.is_replicated else self.pieces:
             state = self.optimizer.state[piece.flat]
             tensors = {MASTER: piece.view(piece.flat)}
             tensors |= {kind: piece.view(state[kind]) for kind in self.kinds_as_parameter(piece.name)}
-            if average is not None:
-                tensors[EMA] = piece.view(average[piece.flat])
+            tensors |= {kind: piece.view(average[piece.flat]) for kind, average in averages.items()}
             fragments.append(Fragment(piece.name, piece.start, tensors))
             if piece.start == 0:  # every rank with a piece has the whole of these
                 whole += [
                     Fragment(piece.name, 0, {kind: state[f"{kind}/{piece.name}"].view(-1)})
                     for kind in self._of_other_shape(piece.name)
                 ]
-        frozen_kinds = [MASTER, *([EMA] if average is not None else [])]  # a frozen parameter's average is its value
+        frozen_kinds = [MASTER, *averages]  # a frozen parameter's average is its value
         frozen = [
             Fragment(name, start, dict.fromkeys(frozen_kinds, values))
             for name, start, values in self._frozen_shares
@@ -211,10 +215,10 @@ class Engine:
         self.refresh_weights()
 
     @torch.no_grad()
-    def load_average(self, average: Average, source: Source) -> None:
-        """Fill an average of the masters from `source`."""
+    def load_average(self, average: Average, source: Source, kind: str) -> None:
+        """Fill an average of the masters from those of a kind in `source`."""
         for piece in self.pieces:
-            piece.view(average[piece.flat]).copy_(source(EMA, piece.name, piece.start, piece.length))
+            piece.view(average[piece.flat]).copy_(source(kind, piece.name, piece.start, piece.length))
 
     def _create_state(self, optimizer_steps: int) -> None:
         """Set all state that the optimizer keeps to zero, creating what is missing, and AdamW's step count."""
@@ -249,6 +253,24 @@ class Engine:
         if self.exchange is not None:
             self.exchange.settle()
 
+    @contextmanager
+    def first_pass(self) -> Iterator[None]:
+        """A context for forward passes that go before those that learn.
+
+        In ZeRO 3 DeepSpeed records the modules of an update's first pass to gather weights ahead. It would record these
+        passes, find another order in those that learn, and begin anew, at every update; once the latter are recorded,
+        passes that begin as they do keep the record.
+        """
+        coordinator: Any = None
+        if self._kind == "DeepSpeedZeroOptimizer_Stage3":
+            coordinator = self.deepspeed.optimizer.parameter_offload.get_param_coordinator()
+        is_unknown = coordinator is not None and coordinator.is_invalid_trace()
+        yield
+        if is_unknown and not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+        elif coordinator is not None:
+            coordinator._clean_inflight_param_registry()  # weights gathered ahead, which may soon be others
+
     def refresh_weights(self) -> None:
         """Compute the low-precision weights of what is trained from the masters; all ranks call it together."""
         optimizer = self.deepspeed.optimizer
@@ -270,27 +292,23 @@ class Engine:
                     parameter.ds_secondary_tensor = None
 
 
-def decay(settings: Ema, updates: int) -> float:
-    """The factor of the old average at the `updates`-th update, from 1."""
-    return min(settings.decay, (1 + updates) / (10 + updates)) if settings.warmup else settings.decay
-
-
 class WeightAverage:
-    """The exponential moving average (Polyak and Juditsky) of an engine's masters, which begins with their values.
+    """A moving average (Polyak and Juditsky) of an engine's masters, or of another average; it begins with the masters.
 
     Each rank averages the masters that it has, so that nothing is gathered, and no stage needs more than four bytes a
     parameter, divided as the masters are.
     """
 
-    def __init__(self, engine: Engine, settings: Ema) -> None:
-        self._engine, self._settings = engine, settings
+    def __init__(self, engine: Engine, of: "WeightAverage | None" = None) -> None:
+        self._engine, self._of = engine, of
         self.values: dict[Tensor, Tensor] = {flat: flat.detach().clone() for flat in engine.masters}
 
     @torch.no_grad()
-    def update(self, updates: int) -> None:
-        """Move the average towards the masters, after `updates` updates."""
-        masters = [flat.detach() for flat in self.values]
-        torch._foreach_lerp_(list(self.values.values()), masters, 1 - decay(self._settings, updates))
+    def update(self, kept: float) -> None:
+        """Move the average towards what it is made of; it keeps a share `kept`."""
+        if kept < 1.0:
+            source = self.values if self._of is None else self._of.values.values()
+            torch._foreach_lerp_(list(self.values.values()), [each.detach() for each in source], 1 - kept)
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:

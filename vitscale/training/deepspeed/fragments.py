@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vitscale.objectives import build_objective
 from vitscale.recipe import Recipe, is_frozen
-from vitscale.runs.checkpoint import EMA, MASTER, bytes_needed
+from vitscale.runs.checkpoint import bytes_needed, weight_kinds
 from vitscale.training.optimizers.whole_tensors import Piece
 
 Source = Callable[[str, str, int, int], Tensor]
@@ -36,7 +36,7 @@ def checkpoint_bytes(recipe: Recipe, num_classes: int) -> int:
     with torch.device("meta"):
         objective = build_objective(recipe, num_classes)
     whole = {name: list(parameter.shape) for name, parameter in objective.named_weights()}
-    weights = bytes_needed(whole, [MASTER, *([EMA] if recipe.ema is not None else [])])
+    weights = bytes_needed(whole, weight_kinds(recipe))
     by_kind: dict[str, dict[str, list[int]]] = {}
     for name, shape in whole.items():
         if not is_frozen(recipe.optimizer, name):

@@ -17,11 +17,11 @@ from torch import Tensor
 from vitscale.data.batch import Batch
 from vitscale.data.image_operations import TrainingInput, to_model_input
 from vitscale.ground.errors import DataError
-from vitscale.ground.ranks import all_rows, gather, gather_numbers, sum_integers
+from vitscale.ground.ranks import Sums, gather, gather_numbers, sum_integers
 from vitscale.models import Outputs, compile_blocks, initial_value, weight_dtype
 from vitscale.objectives import Losses, Objective, build_objective
-from vitscale.objectives.objective import Plan
-from vitscale.runs.checkpoint import CheckpointReader, Fragment
+from vitscale.objectives.objective import Agreed, Plan, dealt, joined
+from vitscale.runs.checkpoint import EMA, CheckpointReader, Fragment, average_kind
 from vitscale.training.beginning.initial_weights import check_same_teacher, initial_source, load_teacher
 from vitscale.training.beginning.run_plan import RunPlan
 from vitscale.training.deepspeed.config import is_plain
@@ -74,7 +74,7 @@ class Learner:
         self.own_work = OwnWork(world.device)
         # What identifies the weights that it began with, if the recipe has an `init`, and those of its teacher, if any.
         self.began_with: dict[str, Any] | None = None
-        self._average: WeightAverage | None = None
+        self._averages: dict[str, WeightAverage] = {}  # by name
         teacher, self.learns_from = load_teacher(plan.recipe, list(plan.manifest.class_names), world, say)
         if teacher is not None:
             self.objective.learn_from(teacher)
@@ -118,16 +118,17 @@ class Learner:
             check_same_teacher(self.learns_from, reader.index.data.get("teacher"))
             reader.check_shapes(self.engine.shapes)
             self.engine.load(reader.read, optimizer_steps=reader.index.optimizer_steps)
-        self._average = None  # frees the old average before a new one is allocated
-        if self._recipe.ema is not None:
-            self._average = WeightAverage(self.engine, self._recipe.ema)
+        self._averages = {}  # frees the old averages before new ones are allocated
+        for average in self._recipe.all_averages:
+            made = WeightAverage(self.engine, None if average.of is None else self._averages[average.of])
+            self._averages[average.name] = made
             if reader is not None:
-                self.engine.load_average(self._average.values, reader.read)
+                self.engine.load_average(made.values, reader.read, average_kind(average.name))
 
     def fragments(self) -> list[Fragment]:
         """What this rank saves; the tensors are views."""
-        average = self._average.values if self._average is not None else None
-        return self.engine.owned(self._world.rank, self._world.size, average)
+        averages = {average_kind(name): average.values for name, average in self._averages.items()}
+        return self.engine.owned(self._world.rank, self._world.size, averages)
 
     # ---- Learning ----------------------------------------------------------------------------------------------------
 
@@ -145,18 +146,20 @@ class Learner:
         plan = self.objective.plan(batch.keys.numpy(), batch.position)
         engine, rates = self.engine.deepspeed, self._plan.rates(step)
         self.engine.set_rates(rates)
+        self.objective.scalars = rates.scalars
         loss_sum = torch.zeros((), device=self._world.device)
         update = Update(self._valid_samples(batch, step), rates.learning_rate, loss_sum)
         is_whole, leaps = bool(batch.mask.all()), False
         # DeepSpeed averages over ranks and micro-batches: with this factor the gradient is that of the global mean.
         scale = self._world.size * self._plan.accumulation / update.samples
         skipped_before = engine.skipped_steps
+        agreed = Agreed(()) if self._recipe.objective.prepares is None else self._agreed(batch, plan, step)
+        # From here on: in the first pass the weights may be those of the average.
         audit = Audit(self.engine, self._recipe, self._world, rates, self.fragments) if audited else None
-        if self.objective.prepares:
-            plan = (*plan, *self._agreed(batch, plan, step))
+        plans = dealt((*plan, *agreed.rows), self._plan.accumulation)
         for micro_step, rows in enumerate(self._micro_batches()):
             is_last = micro_step == self._plan.accumulation - 1
-            labels, *planned = (self._to_device(each[rows]) for each in (batch.labels, *plan))
+            labels, *planned = map(self._to_device, (batch.labels[rows], *plans[micro_step], *agreed.shared))
             self._seed_dropout(step, micro_step)
             with self.own_work.counted(), part("forward"):
                 losses = engine(self._views(batch, rows), labels, tuple(planned))
@@ -186,8 +189,9 @@ class Learner:
             update.findings = audit.end(samples=update.samples, gradient_norm=norm, was_made=was_made)
         if update.anomaly is not None:
             self.engine.forget_gradients()
-        elif self._average is not None:
-            self._average.update(step + 1)
+        else:
+            for name, average in self._averages.items():
+                average.update(rates.averages[name])
         return update
 
     def _micro_batches(self) -> list[slice]:
@@ -200,20 +204,27 @@ class Learner:
         pixels, keys = ([each[rows] for each in every] for every in (batch.views, batch.view_keys))
         return self._to_input.of_views(pixels, keys, self._world.device, self._dtype)
 
-    @torch.no_grad()
-    def _agreed(self, batch: Batch, plan: Plan, step: int) -> Plan:
-        """What the objective has to know of the whole global batch, for this rank's rows, by a pass over all of it."""
-        prepared = []
-        for micro_step, rows in enumerate(self._micro_batches()):
-            self._seed_dropout(step, micro_step)  # the same dropout as in the pass that learns
-            with self.own_work.counted(), part("forward"):
-                planned = tuple(self._to_device(each[rows]) for each in plan)
-                prepared.append(self.engine.deepspeed(self._views(batch, rows), None, planned))
-        own, rank = torch.cat(prepared), self._world.rank
-        labels = all_rows(self._to_device(batch.labels))
-        with torch.enable_grad():
-            agreed = self.objective.agree(all_rows(own), labels)
-        return tuple(each[rank * len(own) : (rank + 1) * len(own)] for each in agreed)
+    def _agreed(self, batch: Batch, plan: Plan, step: int) -> Agreed:
+        """What the objective has to know of the whole global batch, by a pass over all of it."""
+        settings, plans, prepared = self._recipe.objective, dealt(plan, self._plan.accumulation), []
+        averaging = self._averaging() if settings.prepares == "average" else contextlib.nullcontext()
+        with torch.no_grad(), averaging:
+            with self.engine.first_pass():
+                for micro_step, rows in enumerate(self._micro_batches()):
+                    self._seed_dropout(step, micro_step)  # the same dropout as in the pass that learns
+                    with self.own_work.counted(), part("forward"):
+                        planned = tuple(map(self._to_device, plans[micro_step]))
+                        prepared.append(self.engine.deepspeed(self._views(batch, rows), None, planned))
+            weights = self._copies(settings.reads)
+        sums = Sums(self._world.rank, self._world.size)
+        return self.objective.agree(joined(prepared), self._to_device(batch.labels), sums, weights)
+
+    def _copies(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Whole copies of parameters as the engine computes with them."""
+        known = dict(self.objective.named_weights())
+        parameters = [known[name] for name in names]
+        with self._whole(parameters):
+            return {name: each.clone() for name, each in zip(names, parameters, strict=True)}
 
     def anomaly(self, update: Update, batch: Batch, step: int) -> Anomaly:
         """The reason why the update after `step` updates was not made, with the samples of all ranks."""
@@ -258,11 +269,17 @@ class Learner:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """A context in which `predict` uses the average of the weights, if there is one, and dropout is off."""
-        average = self._average
+        with self._averaging(), self.eager():  # batches of other sizes would each be compiled anew
+            yield
+
+    @contextlib.contextmanager
+    def _averaging(self) -> Iterator[None]:
+        """A context in which the average, if there is one, is in place of the weights, and dropout is off."""
+        average = self._averages.get(EMA)
         averaged = contextlib.nullcontext() if average is None else average.in_place_of_weights()
         self.engine.deepspeed.eval()
         try:
-            with averaged, self.eager():  # batches of other sizes would each be compiled anew
+            with averaged:
                 yield
         finally:
             self.engine.deepspeed.train()
@@ -277,10 +294,12 @@ class Learner:
 
     def reading(self, modules: Sequence[torch.nn.Module]) -> contextlib.AbstractContextManager[None]:
         """A context in which the parameters of `modules` are whole on every rank."""
+        return self._whole([parameter for module in modules for parameter in module.parameters()])
+
+    def _whole(self, parameters: Sequence[torch.nn.Parameter]) -> contextlib.AbstractContextManager[None]:
         if self._recipe.parallelism.zero_stage < 3:
             self.engine.settle_weights()
             return contextlib.nullcontext()
-        parameters = [parameter for module in modules for parameter in module.parameters()]
         return cast(contextlib.AbstractContextManager[None], deepspeed.zero.GatheredParameters(parameters))
 
     def compare_replicas(self, step: int) -> None:

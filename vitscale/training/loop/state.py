@@ -16,7 +16,7 @@ from vitscale.data.batch import Batch
 from vitscale.data.order import ORDER_VERSION
 from vitscale.ground.native import libjpeg_turbo_version
 from vitscale.recipe import schema
-from vitscale.runs.checkpoint import EMA, MASTER, CheckpointIndex
+from vitscale.runs.checkpoint import MASTER, CheckpointIndex, weight_kinds
 from vitscale.training.beginning.run_plan import RunPlan
 from vitscale.training.deepspeed.lean_deepspeed import deepspeed
 from vitscale.training.loop.learner import Learner
@@ -95,6 +95,7 @@ class RunState:
 def make_index(state: RunState, plan: RunPlan, learner: Learner, world_size: int) -> CheckpointIndex:
     """The index of a checkpoint of this state and what the learner holds."""
     recipe, engine = plan.recipe, learner.engine
+    _, *averages = weight_kinds(recipe)
     data = data_identity(plan) | {"working_directory": plan.working_directory}
     known = {"init": learner.began_with, "teacher": learner.learns_from}
     return CheckpointIndex(
@@ -103,7 +104,7 @@ def make_index(state: RunState, plan: RunPlan, learner: Learner, world_size: int
         world_size=world_size,
         shapes=engine.shapes,
         state_shapes=engine.state_shapes(),
-        kinds=[MASTER, *engine.moment_kinds(), *([EMA] if recipe.ema is not None else [])],
+        kinds=[MASTER, *engine.moment_kinds(), *averages],
         optimizer_steps=state.step,
         recipe=recipe.dump(),
         data=data | {key: value for key, value in known.items() if value is not None},

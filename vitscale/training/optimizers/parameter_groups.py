@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from vitscale.ground.block import has_default
 from vitscale.ground.errors import RecipeError
 from vitscale.objectives import Objective
 from vitscale.recipe import Optimizer, Recipe, group_of, matches
@@ -12,6 +13,8 @@ LR_FACTOR = "lr_factor"
 """The key of a group of torch's optimizer that holds its factor of the learning rate."""
 BASE_DECAY = "base_weight_decay"
 """The key of its weight decay before a schedule changes it."""
+INDEX = "index"
+"""The key of its place in the recipe's `optimizer.groups` if it begins later than the others, else None."""
 
 
 def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any]]:
@@ -32,25 +35,26 @@ def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any
     except ValueError as error:
         raise RecipeError(str(error)) from None
     _check_groups(settings, names)
-    groups: dict[tuple[bool, float, float, tuple[str, ...]], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, float, float, tuple[str, ...], int | None], list[nn.Parameter]] = {}
     for name, parameter in objective.named_weights():
         group, is_excluded = group_of(settings, name), _is_excluded(settings, name)
         if group is not None and group.frozen:
             continue
-        decay, factor = 0.0 if is_excluded else settings.weight_decay, 1.0
+        decay, factor, index = 0.0 if is_excluded else settings.weight_decay, 1.0, None
         if settings.layer_decay is not None:
             factor = settings.layer_decay ** recipe.model.layers_above(name)
         if group is not None:
             decay = decay if group.weight_decay is None else group.weight_decay
             factor *= group.lr_factor
+            index = None if has_default(group, "begin") else settings.groups.index(group)
         shape = _shape(parameter)
         kept = tuple(kind for kind, of_kept in recipe.kept(name, shape).items() if of_kept == shape)
-        groups.setdefault((is_excluded, decay, factor, kept), []).append(parameter)
+        groups.setdefault((is_excluded, decay, factor, kept, index), []).append(parameter)
     if not groups:
         raise RecipeError("optimizer.groups: every parameter is frozen, so nothing is left to train")
     return [
-        {"params": parameters, "weight_decay": decay, BASE_DECAY: decay, LR_FACTOR: factor}
-        for (_, decay, factor, _), parameters in sorted(groups.items(), key=lambda item: item[0][0])
+        {"params": parameters, "weight_decay": decay, BASE_DECAY: decay, LR_FACTOR: factor, INDEX: index}
+        for (_, decay, factor, _, index), parameters in sorted(groups.items(), key=lambda item: item[0][0])
     ]
 
 

@@ -1,19 +1,22 @@
 """The learning rate as a function of the step, as in the authors' code, and what else changes with the step."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 Decay = Literal["linear", "cosine", "stairs", "constant", "wsd", "rsqrt", "restarts"]
 
 
 class Rates(NamedTuple):
-    """What the optimizer is given for one update."""
+    """What changes with the step, at one update."""
 
     updates: int  # done before
     learning_rate: float  # before a group's factor
     weight_decay_factor: float | None = None  # times every group's decay; None if no schedule changes it
     momentum: float | None = None  # of every group; None if no schedule changes it
+    waiting: frozenset[int] = frozenset()  # the `optimizer.groups` that have not begun: their learning rate is 0
+    averages: Mapping[str, float] = {}  # name -> the share that the average keeps
+    scalars: Mapping[str, float] = {}  # of the objective, by name
 
 
 def learning_rate(

@@ -33,7 +33,7 @@ from vitscale.runs.checkpoint import MASTER, Fragment
 from vitscale.training.deepspeed import fragments
 from vitscale.training.deepspeed.distributed import World
 from vitscale.training.deepspeed.engine import Engine
-from vitscale.training.optimizers.parameter_groups import LR_FACTOR, parameter_groups
+from vitscale.training.optimizers.parameter_groups import INDEX, LR_FACTOR, parameter_groups
 from vitscale.training.optimizers.projections import key_of, project, sample
 from vitscale.training.optimizers.rule import State, Update, rule_of
 from vitscale.training.optimizers.schedule import Rates
@@ -360,7 +360,7 @@ def _updates(recipe: Recipe, engine: Engine, rates: Rates) -> dict[str, Update]:
         names[parameter]: Update(
             shape=recipe.axes(names[parameter], tuple(engine.shapes[names[parameter]])),
             number=rates.updates + 1,
-            rate=rates.learning_rate * group[LR_FACTOR],
+            rate=0.0 if group[INDEX] in rates.waiting else rates.learning_rate * group[LR_FACTOR],
             decay=group["weight_decay"] * (1.0 if factor is None else factor),
             momentum=momentum,
         )

@@ -1,0 +1,273 @@
+"""DINO, iBOT and KoLeo: losses against their formulas, the objective against plain torch over the undivided batch."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitscale.data.draws import hashes
+from vitscale.flops.work import recipe_work
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.ranks import Sums
+from vitscale.models import initial_value
+from vitscale.objectives import build_objective
+from vitscale.objectives.dino_losses import class_losses, gram, koleo, patch_losses
+from vitscale.objectives.objective import joined
+from vitscale.recipe import validate_recipe
+
+VIEWS = [{"name": "first"}, {"name": "second"}, {"name": "local", "count": 3, "size": 16}]
+OBJECTIVE = {
+    "kind": "dino",
+    "group": 4,
+    "prototypes": 24,
+    "hidden": 20,
+    "bottleneck": 8,
+    "ibot": {"prototypes": 20},
+    "teacher_temperature": {"from": 0.05, "to": 0.05},
+}
+RECIPE = {
+    "model": {"patch_size": 8, "width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2, "head": "linear"},
+    "data": {"train": "train", "image_size": 32, "views": VIEWS},
+    "batch": {"global": 8},
+    "objective": OBJECTIVE,
+    "averages": [{"name": "ema", "decay": 0.99}],
+    "optimizer": {"name": "adamw", "lr": 1e-3},
+    "schedule": {"duration": {"steps": 4}},
+}
+MODELS = [
+    {},
+    {"position": {"kind": "rope"}, "registers": 2, "pool": "cls"},
+]
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- Losses ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seen", [1, 2, 3])
+def test_views_are_compared_with_all_targets_but_their_own(seen):
+    student, teacher = random(6, 5, 11, seed=1), random(6, seen, 11, seed=2).softmax(dim=2)
+    each = [
+        -(teacher[:, t].double() * student[:, v].double().log_softmax(dim=1)).sum(dim=1)
+        for t in range(seen)
+        for v in range(5)
+        if t != v
+    ]
+    assert len(each) == seen * 4
+    torch.testing.assert_close(class_losses(student, teacher).double(), sum(each) / len(each), rtol=1e-6, atol=0)
+
+
+def test_unmasked_views_count_as_no_loss_of_patches():
+    """In DINOv2 the sum over views is divided by all of them: with half of them masked, half of a cross-entropy."""
+    places = torch.tensor([[0, 3, 4, 10, 30], [1, 2, 11, 20, 35]])  # of groups of 2 images with 2 views of 9 patches
+    masks = torch.zeros(2, 36, dtype=torch.bool).scatter(1, places, True).view(4, 2, 9)
+    student, teacher = random(places.numel(), 7, seed=1), random(places.numel(), 7, seed=2).softmax(dim=1)
+    of_patches, expected = iter(-(teacher * student.log_softmax(dim=1)).sum(dim=1).double()), []
+    for image in masks:
+        views = [[next(of_patches) for _ in range(int(view.sum()))] for view in image]
+        expected.append(sum(float(sum(view)) / max(len(view), 1) for view in views) / 2)
+    found = patch_losses(student, teacher, masks, places)
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_koleo_is_the_nearest_neighbour_of_a_group():
+    rows, found = random(8, 2, 12), 0.0
+    unit = F.normalize(rows.double(), dim=2)
+    for start in (0, 4):
+        for view in range(2):
+            for one in range(4):
+                others = [float((unit[start + one, view] - unit[start + i, view]).norm()) for i in range(4) if i != one]
+                found -= math.log(min(others)) / 8
+    assert koleo(rows, 4).mean().item() == pytest.approx(found, rel=1e-5)
+    assert koleo(rows, 8).mean() > koleo(rows, 4).mean()
+
+
+@pytest.mark.parametrize("apart", [0.0, 1e-4])
+def test_koleo_of_copies_is_finite(apart):
+    rows = random(1, 1, 16).repeat(4, 1, 1) + apart * random(4, 1, 16, seed=1)
+    loss = koleo(rows.requires_grad_(), 2).sum()
+    (gradient,) = torch.autograd.grad(loss, rows)
+    assert loss.isfinite() and gradient.isfinite().all()
+    opposite = torch.tensor([1.0, -1.0]).view(2, 1, 1) * random(1, 1, 16)
+    assert koleo(opposite, 2)[0].item() == pytest.approx(-math.log(2), rel=1e-5)
+
+
+def test_gram_is_the_difference_of_cosines():
+    student, teacher = random(3, 5, 8, seed=1), random(3, 5, 12, seed=2)
+    cosines = [F.cosine_similarity(each[:, :, None], each[:, None], dim=3) for each in (student, teacher)]
+    torch.testing.assert_close(gram(student, teacher), (cosines[0] - cosines[1]).square().mean(dim=(1, 2)))
+
+
+# ---- The objective ---------------------------------------------------------------------------------------------------
+
+
+def built(changes=(), model=()):
+    content = {**RECIPE, "objective": {**OBJECTIVE, **dict(changes)}, "model": {**RECIPE["model"], **dict(model)}}
+    recipe = validate_recipe(content, "test")
+    objective = build_objective(recipe, 0)
+    with torch.no_grad():
+        for name, parameter in objective.named_weights():
+            parameter.copy_(5 * initial_value(objective, name, parameter.shape, 0))
+        if objective.mask is not None:
+            objective.mask.normal_(generator=torch.Generator().manual_seed(5))
+    objective.scalars = {"teacher_temperature": 0.05}
+    return recipe, objective
+
+
+def published(Q):
+    """The published loop, in double precision."""
+    Q = Q.double().exp().t()
+    for _ in range(3):
+        Q = Q / Q.sum(dim=1, keepdim=True)
+        Q = Q / Q.sum(dim=0, keepdim=True)
+    return Q.t()
+
+
+def head(weights, name, rows):
+    for number, following in ((0, True), (2, True), (4, False)):
+        rows = rows @ weights[f"{name}.layers.{number}.weight"].T + weights[f"{name}.layers.{number}.bias"]
+        rows = F.gelu(rows) if following else F.normalize(rows, dim=-1)
+    return rows @ weights[f"{name}.last.weight"].T
+
+
+def whole_batch(objective, views, masks, patches_head):
+    """Loss of the undivided batch, one view after another, from the formulas."""
+    weights, backbone, mask = dict(objective.named_parameters()), objective.backbone, objective.mask
+    globals_, locals_ = [views[0][:, 0], views[1][:, 0]], list(views[2].unbind(1))
+    with torch.no_grad():
+        teacher = [backbone(each) for each in globals_]
+        by_class = published(torch.cat([head(weights, "dino", out.pooled) for out in teacher]) / 0.05).split(8)
+        patches = [backbone.patch_tokens(out.tokens) for out in teacher]
+        rows = [patches[crop][image][masks[image, crop]] for image in range(8) for crop in range(2)]
+        by_patch = iter(
+            published(head(weights, patches_head, torch.cat(rows)) / 0.05).split([len(each) for each in rows])
+        )
+    edits = [lambda x, crop=crop: torch.where(masks[:, crop, :, None], mask, x) for crop in range(2)]
+    students = [backbone(each, edit=edit) for each, edit in zip(globals_, edits, strict=True)]
+    students += [backbone([each])[0] for each in locals_]
+    log_p = [(head(weights, "dino", out.pooled) / 0.1).log_softmax(dim=1).double() for out in students]
+    pairs = [(t, v) for t in range(2) for v in range(5) if t != v]
+    total = sum(-(by_class[t] * log_p[v]).sum(dim=1).mean() for t, v in pairs) / len(pairs)
+    for image in range(8):
+        for crop in range(2):
+            target, chosen = next(by_patch), masks[image, crop]
+            if chosen.any():
+                tokens = backbone.patch_tokens(students[crop].tokens)[image][chosen]
+                log_q = (head(weights, patches_head, tokens) / 0.1).log_softmax(dim=1).double()
+                total = total - (target * log_q).sum(dim=1).mean() / 16
+    for out in students[:2]:
+        unit = F.normalize(out.pooled.double(), dim=1)
+        for group in unit.split(4):
+            distances = (group[:, None] - group[None]).norm(dim=2) + torch.eye(4) * 9
+            total = total - 0.1 * distances.min(dim=1).values.log().mean() / 2
+    return total
+
+
+@pytest.mark.parametrize("model", MODELS, ids=["1d", "rope"])
+@pytest.mark.parametrize("prototypes", [20, None], ids=["own", "shared"])
+def test_loss_gradient_and_targets_are_those_of_the_undivided_batch(prototypes, model):
+    """For micro-batches of one and of two groups, against the published loop over all of it; in double precision but
+    for targets and what is compared, as in single precision large weights leave only four digits of gradients.
+    """
+    objective = built({"ibot": {"prototypes": prototypes}}, model)[1].double()
+    views = [random(8, count, side, side, 3, seed=side + count).double() for count, side in ((1, 32), (1, 32), (3, 16))]
+    keys = hashes(8, 1).view(np.int64)
+    masks, _ = objective.plan(keys, 0)
+    expected = whole_batch(objective, views, masks, "dino" if prototypes is None else "ibot")
+    gradients = torch.autograd.grad(expected, list(objective.parameters()))
+    labels, agreed = torch.zeros(8, dtype=torch.int64), {}
+    for groups in (1, 2):
+        size = 4 * groups
+        parts = [slice(start, start + size) for start in range(0, 8, size)]
+        plans = [objective.plan(keys[part], 0) for part in parts]
+        objective.zero_grad()
+        objective.eval()
+        with torch.no_grad():
+            rows = joined(
+                [objective([v[part] for v in views], None, plan) for part, plan in zip(parts, plans, strict=True)]
+            )
+        objective.train()
+        weights = dict(objective.named_weights())
+        found = objective.agree(rows, labels, Sums(), {name: weights[name] for name in objective.settings.reads})
+        agreed[groups], total = found, 0.0
+        for number, (part, plan) in enumerate(zip(parts, plans, strict=True)):
+            own = tuple(each.chunk(len(parts))[number] for each in found.rows)
+            losses = objective([v[part] for v in views], labels[part], (*plan, *own, *found.shared))
+            (losses.per_sample.sum() / 8).backward()
+            total += losses.per_sample.sum().item() / 8
+        assert total == pytest.approx(expected.item(), rel=1e-6)
+        for (name, parameter), gradient in zip(objective.named_parameters(), gradients, strict=True):
+            assert float((parameter.grad - gradient).norm()) <= 2e-6 * float(gradient.norm()) + 1e-8, name
+    for one, other in zip(agreed[1].shared, agreed[2].shared, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_equal_rows_have_equal_targets_to_the_last_bit():
+    """However they are dealt to micro-batches: groups are computed alike everywhere."""
+    _, objective = built()
+    rows = (F.normalize(random(6, 8, 8), dim=2), F.normalize(random(6, 9, 8, seed=1), dim=2))
+    weights = {name: random(count, 8, seed=2) for name, count in (("dino.last.weight", 24), ("ibot.last.weight", 20))}
+    labels = torch.zeros(24, dtype=torch.int64)
+    whole = objective.agree(rows, labels, Sums(), weights).shared
+    for parts in ([5, 0, 3, 1, 4, 2], [2, 3, 0, 1, 5, 4]):
+        others = objective.agree(tuple(each[parts] for each in rows), labels, Sums(), weights).shared
+        assert all(torch.equal(one, other) for one, other in zip(whole, others, strict=True))
+        first = objective._targets(rows[0][parts[:2]], *whole[:2])
+        assert torch.equal(first, torch.cat([objective._targets(rows[0][[part]], *whole[:2]) for part in parts[:2]]))
+
+
+@pytest.mark.parametrize("changes", [{}, {"ibot": {}}, {"ibot": None, "koleo": 0.0}, {"ibot": {"prototypes": 12}}])
+def test_the_operations_counted_are_those_of_torch(changes):
+    recipe, objective = built({"group": 8, **changes}, {"position": {"kind": "rope"}})  # learned ones are resampled
+    views, labels = [torch.zeros(8, n, side, side, 3) for n, side in ((1, 32), (1, 32), (3, 16))], torch.zeros(8).long()
+    plan, weights = objective.plan(hashes(8, 1).view(np.int64), 0), dict(objective.named_weights())
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        with torch.no_grad():
+            rows = objective(views, None, plan)
+        found = objective.agree(rows, labels, Sums(), {name: weights[name] for name in objective.settings.reads})
+        objective(views, labels, (*plan, *found.rows, *found.shared)).per_sample.sum().backward()
+    work = recipe_work(recipe, 0)
+    macs = sum(each.macs + each.backward_macs for each in work.operations)
+    assert counter.get_total_flops() == pytest.approx(2 * 8 * macs, rel=1e-6)
+    assert work.params == sum(parameter.numel() for parameter in objective.parameters())
+
+
+MISTAKES = [
+    ({"data": {"views": []}}, "data.views"),
+    ({"data": {"views": [{"name": "global"}]}}, "fewer than two"),
+    ({"data": {"views": [*VIEWS[:2], {"name": "local", "size": 20}]}}, "16 or 24"),
+    ({"data": {"views": VIEWS, "repeats": 2}}, "repeats"),
+    ({"data": {"views": VIEWS, "bad_samples": "mask"}}, "substitute"),
+    ({"objective": {"group": 3}}, "2"),
+    ({"objective": {"group": 1}}, "group"),
+    ({"objective": {"globals": ["first", "other"]}}, "other"),
+    ({"objective": {"globals": ["local"]}}, "data.image_size"),
+    ({"objective": {"ibot": {"shares": [0.0, 0.01]}}}, "masks no patch"),
+    ({"objective": {"ibot": {"shares": [0.5, 0.1]}}}, "shares"),
+    ({"objective": {"ibot": {"probability": 0.05}}}, "probability"),
+    ({"objective": {"prototypes": 2**24}}, "prototypes"),
+    ({"objective": {"teacher_temperature": {"from": 0, "to": 0.07}}}, "teacher_temperature"),
+    ({"averages": []}, "averages"),
+    ({"model": {"num_classes": 10}}, "num_classes"),
+    ({"model": {"position": {"kind": "relative"}}}, "one size"),
+    ({"batch": {"global": 7}}, "batch.global"),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), MISTAKES)
+def test_mistakes_name_the_key_and_what_would_do(changes, told):
+    merged = {key: {**RECIPE[key], **value} if isinstance(value, dict) else value for key, value in changes.items()}
+    with pytest.raises(RecipeError, match=told):
+        validate_recipe({**RECIPE, **merged}, "test")
+
+
+def test_one_global_view_is_enough_beside_local_ones():
+    views = [{"name": "global"}, {"name": "local", "count": 2, "size": 16}]
+    validate_recipe({**RECIPE, "data": {**RECIPE["data"], "views": views}}, "test")

@@ -1,0 +1,118 @@
+"""Self-distillation through the trainer: the same on every world, stage and micro-batch, and after a stop."""
+
+import pytest
+import torch
+from outcomes import assert_same_run, checkpoint, column
+from ranks import initial_weights, launch, make_data, make_recipe
+
+from vitscale.runs.checkpoint import MASTER
+
+VIEWS = [
+    {"name": "first", "operations": [{"kind": "color_jitter", "hue": 0.1}]},
+    {"name": "second"},
+    {"name": "local", "count": 2, "size": 16},
+]
+OBJECTIVE = {
+    "kind": "dino",
+    "group": 2,
+    "prototypes": 24,
+    "hidden": 20,
+    "bottleneck": 8,
+    "ibot": {"prototypes": 20},
+    "teacher_temperature": {"from": 0.05, "to": 0.1, "over": {"steps": 4}, "shape": "linear"},
+}
+PARTS = ("loss", "dino", "ibot", "koleo", "target_entropy")
+
+
+def blocks(stage, micro, **others):
+    """With SGD, as AdamW divides by second moments, which makes much of a rounding error."""
+    return {
+        "precision": "fp32",
+        "model": {"drop_path": 0.2, "registers": 1, "position": {"kind": "rope"}, "pool": "cls", "head": "linear"},
+        "data": {"views": VIEWS},
+        "batch": {"micro_max": micro},
+        "objective": OBJECTIVE,
+        "averages": [{"name": "ema", "decay": 0.9, "to": 1.0}],
+        "optimizer": {"name": "sgd", "lr": 0.5, "groups": [{"match": r"\.last\.", "begin": {"steps": 2}}]},
+        "parallelism": {"zero_stage": stage},
+        "evaluation": {"validation": None},
+        "checkpoint": {"every": {"steps": 1}, "keep": 9},
+        **others,
+    }
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("dino")
+    make_data(root)
+    jobs = [
+        {"name": f"two-{micro}", "blocks": [blocks(stage, micro)], "stops": [None]} for stage, micro in ((1, 8), (2, 2))
+    ]
+    jobs.append({"name": "two-4", "blocks": [blocks(3, 4)] * 2, "stops": [3, None]})
+    adamw = {"optimizer": {"name": "adamw", "lr": 1e-3}, "precision": "bf16"}
+    adamw["objective"] = {**OBJECTIVE, "ibot": {}}
+    jobs.append({"name": "adamw", "blocks": [blocks(1, 4, **adamw)], "stops": [None]})
+    jobs.append({"name": "resumed", "blocks": [blocks(1, 4, **adamw)] * 2, "stops": [3, None]})
+    launch(root, jobs, 2)
+    launch(root, [{"name": "alone", "blocks": [blocks(0, 16)], "stops": [None]}], 1)
+    return root
+
+
+def test_a_stopped_run_equals_the_uninterrupted_one_to_the_last_bit(root):
+    """Weights, moments and the teacher."""
+    assert_same_run(root, "adamw", "resumed")
+    assert "ema" in checkpoint(root, "resumed").index.kinds
+
+
+def assert_same_update(root, one, other):
+    """The first update's gradient, and the losses and weights of all."""
+    for key in PARTS:
+        assert column(root, other, key) == pytest.approx(column(root, one, key), rel=1e-5, abs=1e-6), key
+    assert column(root, other, "batch_digest") == column(root, one, "batch_digest")
+    first, second = checkpoint(root, one, 1), checkpoint(root, other, 1)
+    pairs = [
+        (first.parameter(name, "momentum_buffer"), second.parameter(name, "momentum_buffer"))
+        for name in first.index.shapes
+    ]
+    error = sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
+    assert error <= 2e-6 * sum(float(a.square().sum()) for a, _ in pairs) ** 0.5
+    for kind in (MASTER, "ema"):
+        for name in first.index.shapes:
+            last = [checkpoint(root, each, 6).parameter(name, kind) for each in (one, other)]
+            torch.testing.assert_close(*last, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("other", ["two-2", "two-4", "alone"])
+def test_every_world_stage_and_micro_batch_computes_the_same(root, other):
+    assert_same_update(root, "two-8", other)
+
+
+def test_the_last_layers_stand_still_at_first_and_the_teacher_follows(root):
+    begun = initial_weights(make_recipe(root, **blocks(1, 8)), 0)
+    for name in ("dino.last.weight", "ibot.last.weight"):
+        still, moved = checkpoint(root, "two-8", 2), checkpoint(root, "two-8", 3)
+        assert torch.equal(still.parameter(name, MASTER), begun[name])
+        assert still.parameter(name, "momentum_buffer").abs().max() > 0
+        assert not torch.equal(moved.parameter(name, MASTER), begun[name])
+    first = checkpoint(root, "two-8", 1)
+    for name in ("dino.layers.0.weight", "blocks.0.mlp.fc1.weight", "mask"):
+        expected = 0.9 * begun[name] + 0.1 * first.parameter(name, MASTER)
+        torch.testing.assert_close(first.parameter(name, "ema"), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_the_whole_mesh_of_worlds_and_micro_batches_computes_the_same(root):
+    wide = {"batch": {"global": 32}}
+    for world in (1, 2, 4):
+        each = {micro: blocks(1, micro) for micro in (32 // world, 16 // world, 8 // world)}
+        jobs = [
+            {
+                "name": f"wide-{world}-{micro}",
+                "blocks": [{**of_run, "batch": {**of_run["batch"], **wide["batch"]}}],
+                "stops": [None],
+            }
+            for micro, of_run in each.items()
+        ]
+        launch(root, jobs, world)
+        for micro in each:
+            assert_same_update(root, "wide-1-32", f"wide-{world}-{micro}")

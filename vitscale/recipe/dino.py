@@ -1,0 +1,270 @@
+"""The `objective` block of self-distillation (DINO, iBOT, KoLeo), and what is known about it without torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Field
+
+from vitscale.ground.block import Block
+from vitscale.ground.operations import Operation, dense, parameters, product
+from vitscale.recipe.durations import Ramp
+from vitscale.recipe.joint_embedding import num_views
+from vitscale.recipe.objectives import Context, Objective
+
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-3, 100.0
+_TEACHER_TEMPERATURE = Ramp.model_validate({"from": 0.04, "to": 0.07, "over": {"epochs": 30}, "shape": "linear"})
+_SINKHORN_PASSES = 4  # over the logits of the whole batch: their maxima, and three sums
+
+
+class IBOT(Block):
+    """Masked patches (iBOT, Zhou et al., 2022): the student sees global views with blocks of patches masked, and
+    predicts what the teacher, who sees all of them, makes of the masked ones.
+
+    In each group, so many of the global views are masked; the i-th of n loses the i-th of n equal steps from the lower
+    to the upper share of its patches, so that a group always has the same number of masked patches (as in DINOv3).
+    """
+
+    weight: float = Field(1.0, gt=0, le=1000, description="factor of its loss")
+    prototypes: int | None = Field(None, ge=2, le=2**20)
+    """outputs of a head for patches alone, as in DINOv3 (65,536); default: the head for whole images serves both"""
+    probability: float = Field(0.5, gt=0, le=1, description="share of the global views that are masked")
+    shares: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = Field([0.1, 0.5])
+    """lowest and highest share of such a view's patches that are masked"""
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.shares[0] > self.shares[1]:
+            yield f"shares {self.shares}: expected [low, high] with low at most high"
+
+
+class Dino(Objective):
+    """Self-distillation (DINO, Caron et al., 2021; DINOv2, Oquab et al., 2024; DINOv3, Simeoni et al., 2025).
+
+    The teacher is an average of the model and its heads. It sees the global views of an image, and the student, who
+    sees all views, learns to assign them to the same prototypes. Targets use all prototypes equally over the global
+    batch (Sinkhorn-Knopp): the teacher sees all of it before the passes that learn, so that targets do not depend on
+    the number of ranks or on micro-batches. KoLeo spreads the images of a group apart.
+    """
+
+    implementation: ClassVar[str] = "vitscale.objectives.dino:Dino"
+    has_classes: ClassVar[bool] = False
+    needs_whole_patches: ClassVar[bool] = True
+    compares_views: ClassVar[bool] = True
+    own: ClassVar[tuple[str, ...]] = ("mask", "dino.", "ibot.")
+
+    kind: Literal["dino"] = Field(description="chooses this objective")
+    global_views: Annotated[list[str], Field(min_length=1)] | None = Field(None, alias="globals")
+    """names of the views that the teacher sees, of data.image_size pixels; default: all of that size"""
+    prototypes: int = Field(65_536, ge=2, le=2**20, description="outputs of the head for whole images")
+    hidden: int = Field(2048, ge=1, le=2**20, description="width of a head's two hidden layers")
+    bottleneck: int = Field(
+        256, ge=1, le=2**16, description="width of what a head's last layer compares with prototypes"
+    )
+    ibot: IBOT | None = IBOT()
+    koleo: float = Field(0.1, ge=0, le=1000)
+    """factor of KoLeo's loss, the sum over global views; 0: without it. It is the greater the smaller the group"""
+    group: int = Field(32, ge=2, le=2**20)
+    """number of neighbouring images among which KoLeo and masks are drawn; batch.global and micro-batches are multiples
+    of it"""
+    temperature: float = Field(
+        0.1, ge=_LEAST_TEMPERATURE, le=_MOST_TEMPERATURE, description="divisor of the student's logits"
+    )
+    teacher_temperature: Ramp = _TEACHER_TEMPERATURE
+    """divisor of the teacher's logits, as it changes with the step"""
+
+    def _contradictions(self) -> Iterator[str]:
+        for key, value in (("from", self.teacher_temperature.start), ("to", self.teacher_temperature.to)):
+            if not _LEAST_TEMPERATURE <= value <= _MOST_TEMPERATURE:
+                yield (
+                    f"teacher_temperature.{key} {value:g}: expected {_LEAST_TEMPERATURE:g} to {_MOST_TEMPERATURE:g}; "
+                    f"DINOv2 goes from 0.04 to 0.07"
+                )
+
+    def check(self, context: Context) -> None:
+        data, model, kind = context.data, context.model, f"objective.kind: {self.kind}"
+        kinds = {view.name: side for view, side in data.training_views()}
+        if not data.views or num_views(context) < 2:
+            raise ValueError(
+                f"data.views: {kind} compares several views of an image, and there are fewer than two; set for example "
+                f"data.views: [{{name: global, count: 2}}, {{name: local, count: 8, size: 96}}]"
+            )
+        if unknown := [name for name in self.global_views or () if name not in kinds]:
+            raise ValueError(f"objective.globals names {unknown[0]}; data.views are {', '.join(kinds)}")
+        if other := next((name for name in self.global_views or () if kinds[name] != data.image_size), None):
+            raise ValueError(
+                f"objective.globals names {other}, of {kinds[other]} pixels; global views have data.image_size, "
+                f"{data.image_size}"
+            )
+        for name, side in kinds.items():
+            patches = model.patches(side)
+            if patches is not None and (unseen := side % patches.size):
+                fits = [size for size in (side - unseen, side - unseen + patches.size) if size]
+                raise ValueError(
+                    f"data.views: {name} has {side} pixels, no multiple of the {patches.size} of a patch, and its "
+                    f"border would not be seen; use {' or '.join(map(str, fits))}"
+                )
+        if data.repeats > 1:
+            raise ValueError(
+                f"data.repeats {data.repeats}: {kind} takes the repeats of an image for other images; give data.views "
+                f"a higher count instead"
+            )
+        if data.bad_samples == "mask":
+            raise ValueError(
+                f"data.bad_samples: mask leaves a batch without one of its images, and {kind} compares all of them; "
+                f"use substitute"
+            )
+        for key in ("num_classes", "head_bias"):
+            if getattr(model, key) is not None:
+                raise ValueError(f"model.{key}: with {kind} the model has no head; set it null")
+        try:
+            model.check_several_sizes()
+        except ValueError as error:
+            raise ValueError(f"{kind}: {error}") from None
+        self._check_groups(context)
+
+    def _check_groups(self, context: Context) -> None:
+        whole = context.batch.global_size
+        if whole % self.together:
+            sizes = [size for size in range(2, self.group) if whole % size == 0]
+            raise ValueError(
+                f"objective.group {self.group} does not divide batch.global {whole}; use "
+                f"{sizes[-1] if sizes else 'an even batch.global, and a group that divides it'}"
+            )
+        if self.ibot is None:
+            return
+        if not sum(self.masked(context)):
+            raise ValueError(
+                f"objective.ibot masks no patch of {self.group} images of {self._grid(context)} x "
+                f"{self._grid(context)} patches; use higher shares or a higher probability, or set objective.ibot null"
+            )
+
+    @property
+    def together(self) -> int:
+        """As `Objective.together`: a group."""
+        return self.group
+
+    @property
+    def prepares(self) -> Literal["average"]:
+        """As `Objective.prepares`: the teacher's pass."""
+        return "average"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """As `Objective.reads`: the prototypes of the teacher's heads."""
+        has_own = self.ibot is not None and self.ibot.prototypes is not None
+        return ("dino.last.weight", *(("ibot.last.weight",) if has_own else ()))
+
+    @property
+    def courses(self) -> Mapping[str, Ramp]:
+        """As `Objective.courses`."""
+        return {"teacher_temperature": self.teacher_temperature}
+
+    def num_globals(self, context: Context) -> int:
+        """The number of global views of an image."""
+        kinds = context.data.training_views()
+        return sum(view.count for (view, _), is_one in zip(kinds, self.are_global(context), strict=True) if is_one)
+
+    def are_global(self, context: Context) -> list[bool]:
+        """By kind of views, whether the teacher sees them."""
+        data, names = context.data, self.global_views
+        return [
+            side == data.image_size if names is None else view.name in names for view, side in data.training_views()
+        ]
+
+    def masked(self, context: Context) -> list[int]:
+        """The numbers of masked patches of the global views in a group, in no order; 0 for views without any."""
+        assert self.ibot is not None
+        crops = self.group * self.num_globals(context)
+        return masked_counts(crops, self._grid(context) ** 2, self.ibot.probability, self.ibot.shares)
+
+    def _grid(self, context: Context) -> int:
+        patches = context.model.patches(context.data.image_size)
+        assert patches is not None, "the objective's own check"
+        return patches.grid
+
+    # ---- Costs -------------------------------------------------------------------------------------------------------
+
+    def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:
+        """As `Objective.model_operations`: those of all views of an image, and of the teacher on the global ones."""
+        found: list[Operation] = []
+        for (view, side), is_global in zip(context.data.training_views(), self.are_global(context), strict=True):
+            of_kind = [_times(each, view.count) for each in context.model.operations(side, num_classes)]
+            # Learned positions are those of data.image_size, which the first view has.
+            found += of_kind if not found else [replace(each, params=0) for each in of_kind]
+            if is_global:
+                found += [_of_teacher(each) for each in of_kind]
+        return found
+
+    def operations(self, context: Context) -> Sequence[Operation]:
+        """As `Objective.operations`: the heads, the teacher's targets, and what compares; a group's masked patches are
+        its images' in equal parts.
+        """
+        group, seen, width = self.group, self.num_globals(context), context.model.representation_width
+        masked = sum(self.masked(context)) if self.ibot is not None else 0
+        student, teacher = {"dino": group * num_views(context)}, {"dino": group * seen}
+        of_patches = "dino" if self.ibot is None or self.ibot.prototypes is None else "ibot"
+        for rows in (student, teacher):
+            rows[of_patches] = rows.get(of_patches, 0) + masked
+        layers = [(width, self.hidden), (self.hidden, self.hidden), (self.hidden, self.bottleneck)]
+        found: list[Operation] = []
+        for head in student:
+            prototypes = self._prototypes(head)
+            for inputs, outputs in layers:
+                found += _layer(head, (student[head], teacher[head]), group, inputs, outputs, bias=True)
+            found += _layer(head, (student[head], 0), group, self.bottleneck, prototypes, bias=False)
+        # The teacher's logits are computed anew each time.
+        again = {"dino": group * seen, of_patches: masked} if of_patches == "ibot" else {"dino": group * seen + masked}
+        for head, rows_of_group in again.items():
+            macs = rows_of_group * self.bottleneck * self._prototypes(head) * (_SINKHORN_PASSES + 1) // group
+            found.append(_of_teacher(product("targets", macs)))
+        compared = product("cross_entropy", num_views(context) * seen * self.prototypes)
+        found.append(replace(compared, input_gradient=False))  # targets have no gradient
+        if self.ibot is not None:
+            found.append(parameters("mask", width))
+        if self.koleo:
+            cosines = product("koleo", seen * group * width)
+            found += [replace(cosines, is_trained=False), replace(cosines, input_gradient=False)]
+        return found
+
+    def _prototypes(self, head: str) -> int:
+        own = self.ibot.prototypes if self.ibot is not None and head == "ibot" else None
+        return own or self.prototypes
+
+    def smoke_form(self) -> Self:
+        """As `Objective.smoke_form`: with two images a group and small heads."""
+        whole_run = self.teacher_temperature.model_copy(update={"over": None})
+        small: dict[str, Any] = {"group": 2, "hidden": 16, "bottleneck": 8, "prototypes": 64}
+        small |= {"teacher_temperature": whole_run}
+        if self.ibot is not None and self.ibot.prototypes is not None:
+            small["ibot"] = self.ibot.model_copy(update={"prototypes": 48})
+        return self.model_copy(update=small)
+
+
+def masked_counts(crops: int, patches: int, probability: float, shares: Sequence[float]) -> list[int]:
+    """The number of masked patches of each of so many crops of `patches` patches, in no order."""
+    masked, (low, high) = int(crops * probability + 1e-6), shares
+    # The added part makes up for rounding: DINOv3's code computes the shares in single precision.
+    counts = [int(patches * (low + (high - low) * (index + 1) / masked) + 1e-6) for index in range(masked)]
+    return counts + [0] * (crops - masked)
+
+
+def _times(operation: Operation, count: int) -> Operation:
+    return replace(operation, macs=count * operation.macs, accounting_macs=count * operation.accounting_macs)
+
+
+def _of_teacher(operation: Operation) -> Operation:
+    return replace(operation, part="teacher", params=0, is_trained=False, recomputed_in=None)
+
+
+def _layer(
+    part: str, rows: tuple[int, int], group: int, inputs: int, outputs: int, *, bias: bool
+) -> Iterator[Operation]:
+    """A dense layer over so many of the student's and of the teacher's rows of a group."""
+    of_student, of_teacher = (
+        replace(dense(part, count, inputs, outputs, bias=bias), macs=macs, accounting_macs=macs)
+        for count in rows
+        for macs in (count * inputs * outputs // group,)
+    )
+    yield of_student
+    if of_teacher.macs:
+        yield _of_teacher(of_teacher)
