@@ -1,6 +1,5 @@
 """Masked autoencoders through the same trainer: every ZeRO stage on two real ranks, interrupted, moved, begun with."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,23 +7,17 @@ import pytest
 import torch
 from outcomes import assert_same_run, checkpoint, column, evaluations
 from ranks import SHARDS, STEPS, launch, make_data, make_recipe
-from safetensors.torch import load_file, save_file
-from transformers import ViTMAEConfig, ViTMAEForPreTraining
+from safetensors.torch import save_file
 
 from vitscale.data.augmentation import TrainTransform
 from vitscale.data.image_operations import to_model_input
 from vitscale.data.loader import Loader
 from vitscale.data.order import TrainOrder
 from vitscale.data.shards import Manifest
-from vitscale.evaluation import NearestNeighbours, evaluate
-from vitscale.evaluation.finished import FinishedModel
-from vitscale.evaluation.linear import LinearHeads
 from vitscale.ground.errors import RecipeError
 from vitscale.models import initial_value
-from vitscale.models.vit.positions import sincos_positions
 from vitscale.models.weights.table import table
 from vitscale.objectives import Objective, build_objective
-from vitscale.recipe import EvalCrop
 from vitscale.training.beginning.found_weights import Named, find_weights
 from vitscale.training.beginning.initial_weights import _Assignment, check_initial_weights
 
@@ -98,61 +91,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         changed = fine_tuned if name.startswith("classes") else {}
         jobs.append({"name": name, "blocks": [begins(root / source) | changed], "stops": [1]})
-    write_released(root / "released")
-    linear = {"kind": "linear", "train": "train", "test": "test", "steps": 20}
-    measured = {"at_start": True, "every": {"steps": 2}, "knn": NEIGHBOURS, "evaluators": [linear]}
-    released = blocks(2, "fp32", init={"from": str(root / "released")}, ema=None)
-    jobs.append({"name": "released", "blocks": [released | {"evaluation": {"validation": None, **measured}}] * 2})
-    jobs[-1]["stops"] = [3, None]
     launch(root, jobs, 2)
     launch(root, [{"name": "alone", "blocks": [blocks(1, "fp32")], "stops": [None]}], 1)
     return root
-
-
-def write_released(folder: Path) -> None:
-    """A whole MAE with random weights as transformers writes one, and how its images are seen."""
-    shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
-    decoder = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = ViTMAEConfig(
-        **shape,
-        **{f"decoder_{key}": value for key, value in decoder.items()},
-        **{"image_size": 32, "patch_size": 8, "layer_norm_eps": 1e-6, "initializer_range": 0.2, "norm_pix_loss": True},
-    )
-    torch.manual_seed(0)
-    theirs = ViTMAEForPreTraining(config)
-    with torch.no_grad():
-        for name, value in theirs.named_parameters():
-            if name.endswith("position_embeddings") or name.endswith("decoder_pos_embed"):  # zeros in transformers 5.23
-                value[0, 1:] = sincos_positions(4, value.shape[2], value, "mae")[0]
-    theirs.save_pretrained(folder)
-    sizes = {"size": {"shortest_edge": 36}, "crop_size": {"height": 32, "width": 32}}
-    told = {"image_mean": NORMALISE["mean"], "image_std": NORMALISE["std"], "do_center_crop": True, "resample": 3}
-    (folder / "preprocessor_config.json").write_text(json.dumps(sizes | told))
-
-
-def test_a_run_begins_with_what_was_released_to_the_last_bit(root):
-    """k-NN and linear heads before the first update are those of the folder itself, and are not measured again."""
-    lines = evaluations(root, "released")
-    assert [line["step"] for line in lines] == [0, 2, 4, 6]
-    model = FinishedModel(root / "released", on_cpu=True, report=lambda line: None)
-    train, test = (Manifest.load(root / name) for name in ("train", "test"))
-    loaders = [model.loader(each, EvalCrop()) for each in (train, test)]
-    expected = evaluate(
-        [
-            NearestNeighbours("knn", *loaders, train.class_names, (5, 20)),
-            LinearHeads("linear", *loaders, train.class_names, steps=20),
-        ],
-        model.predict,
-    )
-    assert {key: lines[0][f"eval/{key}"] for key in expected} == expected
-    assert any(lines[0][f"eval/{key}"] != lines[-1][f"eval/{key}"] for key in expected)
-    # A rate of 0 at first: after one update masters are the file's, and so is the decoder.
-    initial = values(build_objective(make_recipe(root, **blocks(0, "fp32")), 0), 0)
-    begun = checkpoint(root, "released", 2)
-    source = load_file(root / "released" / "model.safetensors")
-    assert begun.index.data["init"]["form"] == "hf" and begun.index.shapes.keys() == initial.keys()
-    theirs = next(value for key, value in source.items() if key.endswith("decoder_pred.weight"))
-    assert (begun.parameter("decoder.prediction.weight") - theirs).abs().max() < 0.01
 
 
 @pytest.mark.parametrize("name", [*(f"zero{stage}" for stage in STAGES), "factored"])
