@@ -12,6 +12,7 @@ from vitscale.ground.ranks import Sums
 from vitscale.models import initial_value
 from vitscale.objectives import build_objective
 from vitscale.objectives.contrastive import contrastive_losses
+from vitscale.objectives.joint_embedding import collapse_figures
 from vitscale.recipe import validate_recipe
 
 RECIPE = {
@@ -48,10 +49,15 @@ def test_collapse_shows_as_a_cosine_of_one():
     torch.testing.assert_close(repelled, torch.ones(6))
 
 
+TWO_SIZES = {"views": [{"name": "global", "count": 2}, {"name": "local", "size": 16}]}
 MISTAKES = [
     ({"data": {"views": []}}, "data.views"),
     ({"data": {"views": [{"name": "global", "count": 2}, {"name": "global"}]}}, "global"),
-    ({"data": {"views": [{"name": "global", "count": 2}, {"name": "local", "size": 16}]}}, "local"),
+    ({"data": {"views": [{"name": "global", "count": 2}, {"name": "local", "size": 24}]}}, "local.*use 16"),
+    ({"data": {"views": [{"name": "global", "count": 2}, {"name": "local", "size": 15}]}}, "smaller than one patch"),
+    ({"data": TWO_SIZES, "model": {"name": "ViT-Ti/16", "position": {"kind": "relative"}}}, "leave its size out"),
+    ({"data": TWO_SIZES, "model": {"name": "Swin-T"}}, "leave its size out"),
+    ({"data": TWO_SIZES, "model": {"name": "ResNet50x1"}}, "leave its size out"),
     ({"data": {"views": [{"name": "global", "size": 16, "count": 2}]}}, "image_size"),
     ({"data": {"views": [{"name": "global", "count": 2}], "flip": 0.0}}, "flip"),
     ({"data": {"views": [{"name": "global", "count": 2}], "dct_scaling": True}}, "dct_scaling"),
@@ -88,9 +94,11 @@ def test_one_view_by_labels_is_enough_for_sup_con():
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
 @pytest.mark.parametrize("loss", ["nt_xent", "sup_con"])
-def test_in_parts_loss_and_gradients_are_those_of_the_whole_batch(loss, micro):
-    """With a first pass over all of it; against autograd through the undivided batch."""
-    data = {"train": "train", "image_size": 32, "views": [{"name": "global", "count": 2}, {"name": "more"}]}
+@pytest.mark.parametrize("size", [32, 16])
+def test_in_parts_loss_and_gradients_are_those_of_the_whole_batch(loss, micro, size):
+    """With a first pass over all of it; against autograd through the undivided batch, each view by itself."""
+    views = [{"name": "global", "count": 2}, {"name": "more", "size": size}]
+    data = {"train": "train", "image_size": 32, "views": views}
     model = {"patch_size": 16, "width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2, "head": "linear"}
     settings = {"kind": "contrastive", "group": "global", "loss": loss, "hidden": 24, "outputs": 8}
     recipe = validate_recipe({**RECIPE, "data": data, "model": model, "objective": settings}, "test")
@@ -99,10 +107,10 @@ def test_in_parts_loss_and_gradients_are_those_of_the_whole_batch(loss, micro):
         for name, parameter in objective.named_weights():
             parameter.copy_(initial_value(objective, name, parameter.shape, 0))
     generator = torch.Generator().manual_seed(0)
-    views = [torch.randn(4, count, 32, 32, 3, generator=generator) for count in (2, 1)]
+    views = [torch.randn(4, count, side, side, 3, generator=generator) for count, side in ((2, 32), (1, size))]
     labels = torch.tensor([1, 0, 1, 1]) if loss == "sup_con" else torch.arange(4)
-    images = torch.cat(views, dim=1).flatten(0, 1)
-    projected = objective.projection(objective.backbone(images).pooled)
+    alone = [objective.backbone([view])[0].pooled for kind in views for view in kind.unbind(1)]
+    projected = objective.projection(torch.stack(alone, dim=1).flatten(0, 1))
     expected = contrastive_losses(projected, labels.repeat_interleave(3), 0.1)[0].mean()
     gradients = torch.autograd.grad(expected, list(objective.parameters()))
     parts = [slice(start, start + micro) for start in range(0, 4, micro)]
@@ -119,17 +127,20 @@ def test_in_parts_loss_and_gradients_are_those_of_the_whole_batch(loss, micro):
         assert float((parameter.grad - gradient).norm()) <= 3e-6 * float(gradient.norm()) + 1e-8
 
 
-@pytest.mark.parametrize("group", [2, "global"])
-def test_the_operations_counted_are_those_of_torch(group):
+@pytest.mark.parametrize(("group", "data"), [(2, {}), ("global", {}), ("global", TWO_SIZES), (4, TWO_SIZES)])
+def test_the_operations_counted_are_those_of_torch(group, data):
     content = {**RECIPE, "batch": {"global": 4}, "objective": {"kind": "contrastive", "group": group}}
+    content |= {"data": {**RECIPE["data"], **data}}
+    content["model"] = {**RECIPE["model"], "position": {"kind": "rope"}}  # learned ones are resampled by a product
     recipe = validate_recipe(content, "test")
-    objective, views = build_objective(recipe, 0), [torch.zeros(4, 2, 32, 32, 3)]
+    objective = build_objective(recipe, 0)
+    views = [torch.zeros(4, view.count, side, side, 3) for view, side in recipe.data.training_views()]
     labels, plan = torch.zeros(4, dtype=torch.int64), ()
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         if recipe.objective.prepares:
             with torch.no_grad():
                 rows = objective(views, None)
-            plan = (torch.zeros(4), torch.zeros(4), torch.zeros_like(rows))
+            plan = (*[torch.zeros(4)] * 4, torch.zeros_like(rows))
         losses = objective(views, labels, plan).per_sample
         losses.sum().backward()
     work = recipe_work(recipe, 0)
@@ -137,6 +148,22 @@ def test_the_operations_counted_are_those_of_torch(group):
     macs = sum(each.macs + each.backward_macs for each in work.operations)
     assert counter.get_total_flops() == 2 * 4 * (macs - (similarities if group == "global" else 0))
     assert work.params == sum(parameter.numel() for parameter in objective.parameters())
+
+
+@pytest.mark.parametrize(("kind", "views"), [("contrastive", 2), ("lejepa", 3)])
+def test_collapse_and_a_run_that_learns_nothing_are_told_apart(kind, views):
+    """By projections of which it is known; the standard deviation is numpy's."""
+    block = validate_recipe({**RECIPE, "objective": {"kind": kind}}, "test").objective
+    noise = torch.randn(64, views, 16, generator=torch.Generator().manual_seed(0))
+    images = noise[:, :1] * 3 + noise.flip(0)
+    told = {}
+    for name, rows in {"point": 9 + noise / 50, "noise": noise, "learning": images}.items():
+        spread, cosine = collapse_figures(rows)
+        directions = (rows / rows.norm(dim=2, keepdim=True)).flatten(0, 1).numpy()
+        assert spread[0].item() == pytest.approx((directions.std(axis=0) ** 2).sum() ** 0.5, rel=1e-4)
+        told[name] = block.complaint({"spread": spread.mean().item(), "view_cosine": cosine.mean().item()})
+    assert "collapsed" in told["point"] and "nothing has been learned" in told["noise"] and told["learning"] is None
+    assert len(collapse_figures(noise[:, :1])) == 1
 
 
 def test_an_image_whose_label_no_other_has_attracts_nothing():

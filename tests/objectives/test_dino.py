@@ -242,7 +242,8 @@ def test_the_operations_counted_are_those_of_torch(changes):
 MISTAKES = [
     ({"data": {"views": []}}, "data.views"),
     ({"data": {"views": [{"name": "global"}]}}, "fewer than two"),
-    ({"data": {"views": [*VIEWS[:2], {"name": "local", "size": 20}]}}, "16 or 24"),
+    ({"data": {"views": [*VIEWS[:2], {"name": "local", "size": 20}]}}, "use 16"),
+    ({"data": {"image_size": 36, "views": VIEWS}}, "32 or 40"),
     ({"data": {"views": VIEWS, "repeats": 2}}, "repeats"),
     ({"data": {"views": VIEWS, "bad_samples": "mask"}}, "substitute"),
     ({"objective": {"group": 3}}, "2"),

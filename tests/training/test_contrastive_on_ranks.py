@@ -43,6 +43,7 @@ def root(tmp_path_factory):
     jobs.append({"name": "whole", "blocks": [blocks(1, **whole)], "stops": [None]})
     jobs.append({"name": "whole-resumed", "blocks": [blocks(1, **whole)] * 2, "stops": [3, None]})
     lejepa = {"objective": {"kind": "lejepa", "hidden": 16, "outputs": 8, "directions": 16, "center": ["one"]}}
+    lejepa |= {"data": {"views": [VIEWS[0], {"name": "local", "size": 16}]}, "model": {"drop_path": 0.5}}
     jobs += [{"name": f"lejepa-{micro}", "blocks": [blocks(1, micro, **lejepa)], "stops": [None]} for micro in (2, 8)]
     for micro in (2, 4, 8):
         jobs.append(
@@ -70,7 +71,8 @@ def test_a_stopped_run_equals_the_uninterrupted_one_to_the_last_bit(root, whole,
 )
 def test_every_world_stage_and_micro_batch_computes_the_same(root, one, other):
     """Groups are slots of the global batch: were they a rank's or a micro-batch's, every digit would differ."""
-    for key in ("loss", "grad_norm", *(["sigreg", "invariance"] if "lejepa" in one else ["repelled_cosine"])):
+    figures = ["sigreg", "invariance"] if "lejepa" in one else ["repelled_cosine"]
+    for key in ("loss", "grad_norm", "spread", "view_cosine", *figures):
         assert column(root, other, key) == pytest.approx(
             column(root, one, key), rel=1e-4 if key == "grad_norm" else 2e-5
         )

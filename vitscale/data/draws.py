@@ -48,6 +48,7 @@ class Purpose(IntEnum):
     REMOVED = 29  # the order of patches, of which the first are kept and the others removed
     RESIZED = 30  # a resized crop, by attempt and number
     DIRECTION = 31  # the components of directions
+    PATH = 32  # which branches of a model drop path leaves out
     MASKED = 40  # which crops of a group are masked
     BLOCK = 41  # blocks of masked patches, by attempt and number
     BEIT_BLOCK = 50  # the same, as BEiT draws them
@@ -121,6 +122,12 @@ def stratum(keys: np.ndarray, count: int, *purpose: int) -> np.ndarray:
 
 def _hashed(keys: np.ndarray, purpose: Sequence[int]) -> np.ndarray:
     return mix(keys.view(np.uint64) ^ combine(*purpose))
+
+
+def kept_paths(keys: np.ndarray, shares: Sequence[float]) -> np.ndarray:
+    """Which of P branches stay, each left out for its share of the keys (...): bool (..., P)."""
+    own = _hashed(keys, (Purpose.PATH,))[..., None] ^ np.arange(len(shares), dtype=np.uint64)
+    return uniform(own, Purpose.PATH) >= np.asarray(shares)
 
 
 def strata(hashed: np.ndarray, count: int) -> np.ndarray:

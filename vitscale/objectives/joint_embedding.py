@@ -13,6 +13,7 @@ from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vitscale.ground.ranks import Sums
 from vitscale.models import Initialiser, Model, build_model, constant, normal
@@ -20,6 +21,24 @@ from vitscale.models.layers import LayerNorm, Linear
 from vitscale.objectives.objective import Agreed, Losses, Objective, Plan, Rows
 from vitscale.recipe import JointEmbedding as Settings
 from vitscale.recipe import Recipe
+
+COLLAPSE_FIGURES = ("spread", "view_cosine")
+
+
+def collapse_figures(projected_GVD: Tensor) -> tuple[Tensor, ...]:
+    """What tells whether projections have collapsed, (G,) each; the second only of several views.
+
+    spread: the standard deviation of the normalised projections (Chen and He, 2021; arXiv:2011.10566, section 4.1), of
+        all dimensions together: 0 where all are the same, 1 where they lie in all directions. The mean cosine of any
+        two is 1 - spread^2.
+    view_cosine: the mean cosine of two views of the image.
+    """
+    directions = F.normalize(projected_GVD, dim=2)
+    images, views = directions.shape[:2]
+    spread = directions.var(dim=(0, 1), correction=0).sum().sqrt().expand(images)
+    if views == 1:
+        return (spread,)
+    return spread, (directions.sum(dim=1).square().sum(dim=1) - views) / (views * (views - 1))
 
 
 class JointEmbedding(Objective):
@@ -31,7 +50,7 @@ class JointEmbedding(Objective):
         width: D of the backbone's representation.
     """
 
-    shown: ClassVar[tuple[str, ...]] = ()  # names of the figures that `compare` returns besides losses
+    shown: ClassVar[tuple[str, ...]] = ()  # names of the figures that `compare` returns besides losses, and ours follow
 
     def __init__(self, backbone: Model, settings: Settings, width: int) -> None:
         super().__init__(backbone)
@@ -57,15 +76,21 @@ class JointEmbedding(Objective):
 
     def prepare(self, views: Sequence[Tensor], plan: Plan) -> Tensor:
         """As `Objective.prepare`: the projections, fp32 (B, V, D)."""
-        images = torch.cat(list(views), dim=1)  # (B, V, S, S, 3)
-        projected: Tensor = self.projection(self.backbone(images.flatten(0, 1)).pooled)
-        return projected.float().unflatten(0, images.shape[:2])
+        if len({kind.shape[2] for kind in views}) == 1:
+            images = torch.cat(list(views), dim=1)  # (B, V, S, S, 3)
+            pooled = self.backbone(images.flatten(0, 1)).pooled.unflatten(0, images.shape[:2])
+        else:
+            found = self.backbone([kind.flatten(0, 1) for kind in views])
+            kinds = [each.pooled.unflatten(0, kind.shape[:2]) for each, kind in zip(found, views, strict=True)]
+            pooled = torch.cat(kinds, dim=1)
+        projected: Tensor = self.projection(pooled.flatten(0, 1))
+        return projected.float().unflatten(0, pooled.shape[:2])
 
     def agree(self, rows: Rows, labels: Tensor, sums: Sums, weights: Mapping[str, Tensor]) -> Agreed:
         """As `Objective.agree`: each sample's loss and figures (B,), and the gradient of all losses (B, V, D)."""
         assert isinstance(rows, Tensor)
         whole = sums.rows(rows).detach().requires_grad_()
-        compared = self.compare(whole, sums.rows(labels))
+        compared = self._compared(whole, sums.rows(labels))
         (gradient,) = torch.autograd.grad(compared[0].sum(), whole)
         return Agreed(tuple(sums.own(each.detach()) for each in (*compared, gradient)))
 
@@ -79,9 +104,14 @@ class JointEmbedding(Objective):
             losses = losses + towards - towards.detach()
         else:
             groups = zip(projected.split(self.group), labels.split(self.group), strict=True)
-            compared = [self.compare(*each) for each in groups]
+            compared = [self._compared(*each) for each in groups]
             losses, *figures = (torch.cat(column) for column in zip(*compared, strict=True))
-        return Losses(losses, {name: figure.detach() for name, figure in zip(self.shown, figures, strict=True)})
+        names = [*self.shown, *COLLAPSE_FIGURES][: len(figures)]
+        return Losses(losses, {name: figure.detach() for name, figure in zip(names, figures, strict=True)})
+
+    def _compared(self, projected_GVD: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        """What `compare` returns, and the figures that tell of collapse."""
+        return *self.compare(projected_GVD, labels), *collapse_figures(projected_GVD.detach())
 
     def initialiser(self, name: str) -> Initialiser:
         """As `Objective.initialiser`: dense layers begin as a normal distribution, norms as the identity."""

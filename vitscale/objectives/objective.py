@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitscale.data.draws import kept_paths
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.ranks import Sums
 from vitscale.ground.weight_formats import Format
@@ -125,6 +126,18 @@ class Objective(nn.Module):
             step: which batch of the order this is, from 0.
         """
         return ()
+
+    def choose_paths(self, view_keys: Sequence[Tensor], device: torch.device) -> None:
+        """Draw which branches of the backbone drop path leaves out in the next passes over some samples.
+
+        Args:
+            view_keys: by kind, int64 (B, n), as of `Batch`: each view's draws are a function of its key alone.
+            device: where the backbone is.
+        """
+        if any(self.backbone.path_shares):
+            keys = torch.cat(list(view_keys), dim=1).numpy()
+            kept = torch.from_numpy(kept_paths(keys, self.backbone.path_shares))
+            self.backbone.paths = kept.to(device, non_blocking=True)
 
     def prepare(self, views: Sequence[Tensor], plan: Plan) -> Rows:
         """The first pass over the samples of a micro-batch, if the block's `prepares` asks for one; without gradients.

@@ -1,5 +1,6 @@
 """The `objective` block of self-distillation (DINO, iBOT, KoLeo), and what is known about it without torch."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -9,7 +10,7 @@ from pydantic import Field
 from vitscale.ground.block import Block
 from vitscale.ground.operations import Operation, dense, parameters, product
 from vitscale.recipe.durations import Ramp
-from vitscale.recipe.joint_embedding import num_views
+from vitscale.recipe.joint_embedding import check_view_sizes, num_views, operations_on_views
 from vitscale.recipe.objectives import Context, Objective
 
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-3, 100.0
@@ -95,14 +96,13 @@ class Dino(Objective):
                 f"objective.globals names {other}, of {kinds[other]} pixels; global views have data.image_size, "
                 f"{data.image_size}"
             )
-        for name, side in kinds.items():
-            patches = model.patches(side)
-            if patches is not None and (unseen := side % patches.size):
-                fits = [size for size in (side - unseen, side - unseen + patches.size) if size]
-                raise ValueError(
-                    f"data.views: {name} has {side} pixels, no multiple of the {patches.size} of a patch, and its "
-                    f"border would not be seen; use {' or '.join(map(str, fits))}"
-                )
+        patches = model.patches(data.image_size)
+        if patches is not None and (unseen := data.image_size % patches.size):
+            fits = f"{data.image_size - unseen} or {data.image_size - unseen + patches.size}"
+            raise ValueError(
+                f"data.image_size {data.image_size}: {kind} needs whole patches, of {patches.size} pixels; use {fits}"
+            )
+        check_view_sizes(context)
         if data.repeats > 1:
             raise ValueError(
                 f"data.repeats {data.repeats}: {kind} takes the repeats of an image for other images; give data.views "
@@ -159,6 +159,17 @@ class Dino(Objective):
         """As `Objective.courses`."""
         return {"teacher_temperature": self.teacher_temperature}
 
+    def complaint(self, figures: Mapping[str, Any]) -> str | None:
+        """As `Objective.complaint`: targets that tell no images apart."""
+        entropy, most = figures["target_entropy"], math.log(self.prototypes)
+        if entropy < 0.99 * most:
+            return None
+        return (
+            f"the teacher gives all prototypes to every image (target_entropy {entropy:.3f} of at most {most:.3f}): "
+            f"nothing has been learned; use a lower objective.teacher_temperature, a larger batch.global or a longer "
+            f"warmup, and watch evaluation.knn"
+        )
+
     def num_globals(self, context: Context) -> int:
         """The number of global views of an image."""
         kinds = context.data.training_views()
@@ -186,14 +197,13 @@ class Dino(Objective):
 
     def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:
         """As `Objective.model_operations`: those of all views of an image, and of the teacher on the global ones."""
-        found: list[Operation] = []
-        for (view, side), is_global in zip(context.data.training_views(), self.are_global(context), strict=True):
-            of_kind = [_times(each, view.count) for each in context.model.operations(side, num_classes)]
-            # Learned positions are those of data.image_size, which the first view has.
-            found += of_kind if not found else [replace(each, params=0) for each in of_kind]
-            if is_global:
-                found += [_of_teacher(each) for each in of_kind]
-        return found
+        of_teacher = context.model.operations(context.data.image_size, num_classes)
+        count = self.num_globals(context)
+        taught = [
+            _of_teacher(replace(each, macs=count * each.macs, accounting_macs=count * each.accounting_macs))
+            for each in of_teacher
+        ]
+        return [*operations_on_views(context, num_classes), *taught]
 
     def operations(self, context: Context) -> Sequence[Operation]:
         """As `Objective.operations`: the heads, the teacher's targets, and what compares; a group's masked patches are
@@ -246,10 +256,6 @@ def masked_counts(crops: int, patches: int, probability: float, shares: Sequence
     # The added part makes up for rounding: DINOv3's code computes the shares in single precision.
     counts = [int(patches * (low + (high - low) * (index + 1) / masked) + 1e-6) for index in range(masked)]
     return counts + [0] * (crops - masked)
-
-
-def _times(operation: Operation, count: int) -> Operation:
-    return replace(operation, macs=count * operation.macs, accounting_macs=count * operation.accounting_macs)
 
 
 def _of_teacher(operation: Operation) -> Operation:

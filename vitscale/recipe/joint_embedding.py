@@ -1,6 +1,7 @@
 """The `objective` blocks that compare projections of several views, and what is known about them without torch."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -9,6 +10,7 @@ from pydantic import Field
 from vitscale.ground.operations import Operation, dense, parameters, product
 from vitscale.recipe.objectives import Context, Objective, forward_only
 
+_LEAST = 0.05  # of a spread, or of a difference of cosines, that means something
 _MOST_COMPONENTS = 2**26  # of all directions
 
 
@@ -44,11 +46,7 @@ class JointEmbedding(Objective):
                 f"data.views: objective.kind: {self.kind} compares several views of an image, and there are none; set "
                 f"for example data.views: [{{name: global, count: 2}}]"
             )
-        if other := next((view for view, side in data.training_views() if side != data.image_size), None):
-            raise ValueError(
-                f"data.views: {other.name} has {other.size} pixels, and objective.kind: {self.kind} compares views of "
-                f"one size; leave its size out"
-            )
+        check_view_sizes(context)
         if self.group != "global" and context.batch.global_size % self.group:
             sizes = [size for size in range(2, self.group) if context.batch.global_size % size == 0]
             raise ValueError(
@@ -81,17 +79,29 @@ class JointEmbedding(Objective):
         """As `Objective.prepares`: if the whole global batch is one group."""
         return "weights" if self.group == "global" else None
 
+    def complaint(self, figures: Mapping[str, Any]) -> str | None:
+        """As `Objective.complaint`: projections that are all the same, or not more alike for being of one image."""
+        spread, cosine = figures["spread"], figures.get("view_cosine")
+        if spread < _LEAST:
+            return (
+                f"the projections of all images are nearly the same (spread {spread:.3f}, expected towards 1): the "
+                f"model has collapsed; use a lower optimizer.lr or a longer warmup, and watch evaluation.knn"
+            )
+        if cosine is not None and cosine - (1 - spread**2) < _LEAST:
+            return (
+                f"views of one image are hardly more alike than those of any two (view_cosine {cosine:.3f}, of all "
+                f"{1 - spread**2:.3f}): nothing has been learned; use weaker crops or another optimizer.lr, and watch "
+                f"evaluation.knn"
+            )
+        return None
+
     def group_size(self, context: Context) -> int:
         """The number of images that are compared with one another."""
         return context.batch.global_size if self.group == "global" else self.group
 
     def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:
         """As `Objective.model_operations`: those of all views of an image, and of the pass before."""
-        views = num_views(context)
-        of_view = super().model_operations(context, num_classes)
-        return self._and_prepared(
-            [replace(each, macs=views * each.macs, accounting_macs=views * each.accounting_macs) for each in of_view]
-        )
+        return self._and_prepared(operations_on_views(context, num_classes))
 
     def operations(self, context: Context) -> Sequence[Operation]:
         """As `Objective.operations`: the projection, and what compares its outputs."""
@@ -185,3 +195,36 @@ class LeJEPA(JointEmbedding):
 def num_views(context: Context) -> int:
     """The number of views of an image, of all kinds."""
     return sum(view.count for view, _ in context.data.training_views())
+
+
+def check_view_sizes(context: Context) -> None:
+    """Raise `ValueError` if views have several sizes, and the model does not take them in one call."""
+    model, size = context.model, context.data.image_size
+    others = [(view.name, side) for view, side in context.data.training_views() if side != size]
+    for name, side in others:
+        where = f"data.views: {name} has {side} pixels, and others {size}"
+        try:
+            model.check_several_sizes()
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}; leave its size out") from None
+        patches = model.patches(side)
+        if patches is not None and side % patches.size:
+            near = max(side // patches.size, 1) * patches.size
+            raise ValueError(f"{where}: expected a multiple of the patch size, {patches.size}; use {near}")
+
+
+def operations_on_views(context: Context, num_classes: int | None) -> list[Operation]:
+    """The model's operations on all views of an image, with their parameters."""
+    counts: Counter[int] = Counter()
+    for view, side in context.data.training_views():
+        counts[side] += view.count
+    return [
+        replace(
+            each,
+            macs=count * each.macs,
+            accounting_macs=count * each.accounting_macs,
+            params=each.params if side == context.data.image_size else 0,  # all have the same weights
+        )
+        for side, count in counts.items()
+        for each in context.model.operations(side, num_classes)
+    ]

@@ -116,6 +116,13 @@ class Objective(Block):
         """The model's operations on one image in training, with their parameters."""
         return context.model.operations(context.data.image_size, num_classes)
 
+    def complaint(self, figures: Mapping[str, Any]) -> str | None:
+        """What a line of `metrics.jsonl` says of a run that learns nothing, a tenth of its steps done; None if nothing.
+
+        Training warns of it once.
+        """
+        return None
+
     def smoke_form(self) -> Self:
         """A form of it that runs in seconds on any machine; by default itself."""
         return self

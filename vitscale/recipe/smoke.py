@@ -27,9 +27,12 @@ def smoke_form(recipe: Recipe, data_root: Path, world_size: int = 1) -> Recipe:
     content["model"] |= small | {"num_classes": None}
     content["objective"] = recipe.objective.smoke_form().model_dump(mode="json", by_alias=True)
     content["data"] |= {"train": TRAIN, "root": str(data_root), "image_size": image_size, "threads": 1}
-    patch = 1 if patches is None else patches.size
-    for view in content["data"].get("views", []):  # smaller ones stay smaller
-        view |= {"size": max(image_size // 2 // patch, 1) * patch} if view["size"] is not None else {}
+    for view in content["data"].get("views", ()):  # of about as large a share of the image, in whole patches
+        if view["size"] not in (None, recipe.data.image_size):
+            share, unit = view["size"] / recipe.data.image_size, 1 if patches is None else patches.size
+            view["size"] = max(round(image_size * share) // unit, 1) * unit
+        else:
+            view["size"] = None
     content["batch"] = {"global": max(8, 4 * world_size), "micro_max": 2}
     content["schedule"] |= {
         "duration": {"steps": SMOKE_STEPS},

@@ -1,6 +1,6 @@
 """What an update must be, in plain torch: one process, whole tensors, no DeepSpeed.
 
-It is short so that it can be read and believed. It shares with training the model, the objective with what that draws
+It is short so that it can be read and believed. It shares with training the model, the objective with what they draw
 for a batch, and the operations on pixels. All else is written again: here the mean over the global batch, clipping,
 groups and averages, and beside each optimizer the formula of its paper (`Rule.reference`), which training never runs.
 The forward and backward pass are in fp32, on the weights and pixels that the engine computes with (rounded to bf16
@@ -115,6 +115,7 @@ class Oracle:
             labels, mask = (each[part].to(self._device) for each in (batch.labels, batch.mask))
             views = tuple(view[part] for view in inputs)
             planned = (each.to(self._device) for each in (*plans[start // rows], *agreed.shared))
+            self.module.choose_paths([keys[part] for keys in batch.view_keys], self._device)
             losses = self.module(views, labels, tuple(planned)).per_sample
             loss = torch.where(mask, losses, 0.0).sum() / int(batch.mask.sum())
             ways = ways if start else _ways(loss, trained)
@@ -136,14 +137,12 @@ class Oracle:
         self._take(state[EMA if settings.prepares == "average" else MASTER])
         self.module.train(settings.prepares != "average")
         with torch.no_grad():
-            prepared = [
-                self.module(
-                    [view[number * rows : (number + 1) * rows] for view in inputs],
-                    None,
-                    tuple(each.to(self._device) for each in planned),
-                )
-                for number, planned in enumerate(dealt(plan, parts))
-            ]
+            prepared = []
+            for number, planned in enumerate(dealt(plan, parts)):
+                part = slice(number * rows, (number + 1) * rows)
+                self.module.choose_paths([keys[part] for keys in batch.view_keys], self._device)
+                own = tuple(each.to(self._device) for each in planned)
+                prepared.append(self.module([view[part] for view in inputs], None, own))
         weights = {name: each.detach().clone() for name, each in self.module.named_weights() if name in settings.reads}
         self.module.train()
         return self.module.agree(joined(prepared), batch.labels.to(self._device), Sums(), weights)

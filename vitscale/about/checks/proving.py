@@ -50,7 +50,7 @@ _SIZES = {  # sizes in elements -> whether there has to be room for the largest 
     "sub_group_size": False,
     _PERSISTENT: False,
 }
-_NOT_RANDOM = {"dropout": 0.0, "drop_path": 0.0, "drop_path_rule": "growing"}  # a rule belongs to a drop_path
+_NOT_RANDOM = {"dropout": 0.0}
 
 
 def prove_recipe(name: str, settings: Sequence[str], ranks: int | None, say: Callable[[str], None]) -> dict[str, Any]:

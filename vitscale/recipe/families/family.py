@@ -166,7 +166,7 @@ class Model(Block):
 
     @property
     def draws(self) -> bool:
-        """Whether the forward pass draws random numbers in training."""
+        """Whether the forward pass draws from torch in training: dropout does, our drop path does not."""
         return False
 
     @abstractmethod

@@ -121,10 +121,6 @@ class ResNet(Model):
         return "resnet" if self.shape().mixing == "conv" else "axial"
 
     @property
-    def draws(self) -> bool:
-        return self.drop_path > 0
-
-    @property
     def representation_width(self) -> int:
         return self.shape().channels
 

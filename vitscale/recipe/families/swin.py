@@ -206,10 +206,6 @@ class Swin(Model):
     def has_attention_bias(self) -> bool:
         return True
 
-    @property
-    def draws(self) -> bool:
-        return self.drop_path > 0
-
     def small(self) -> tuple[dict[str, Any], int]:
         """As `Model.small`; images of 16 patches a side: windows are shifted in two stages, and whole in the others."""
         shape = self.shape()

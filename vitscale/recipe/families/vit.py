@@ -346,7 +346,7 @@ class ViT(Model):
 
     @property
     def draws(self) -> bool:
-        return self.dropout > 0 or self.drop_path > 0
+        return self.dropout > 0
 
     def small(self) -> tuple[dict[str, Any], int]:
         """As `Model.small`; images have 64 pixels a side, or the first larger power of two that holds a patch."""

@@ -160,7 +160,7 @@ class Learner:
         for micro_step, rows in enumerate(self._micro_batches()):
             is_last = micro_step == self._plan.accumulation - 1
             labels, *planned = map(self._to_device, (batch.labels[rows], *plans[micro_step], *agreed.shared))
-            self._seed_dropout(step, micro_step)
+            self._seed_dropout(step, micro_step, batch, rows)
             with self.own_work.counted(), part("forward"):
                 losses = engine(self._views(batch, rows), labels, tuple(planned))
             if audit is not None:
@@ -211,7 +211,7 @@ class Learner:
         with torch.no_grad(), averaging:
             with self.engine.first_pass():
                 for micro_step, rows in enumerate(self._micro_batches()):
-                    self._seed_dropout(step, micro_step)  # the same dropout as in the pass that learns
+                    self._seed_dropout(step, micro_step, batch, rows)  # the same dropout as in the pass that learns
                     with self.own_work.counted(), part("forward"):
                         planned = tuple(map(self._to_device, plans[micro_step]))
                         prepared.append(self.engine.deepspeed(self._views(batch, rows), None, planned))
@@ -258,8 +258,11 @@ class Learner:
             self.engine.optimizer.zero_grad(set_to_none=True)  # torch's optimizers leave out what has no gradient
         return norm
 
-    def _seed_dropout(self, step: int, micro_step: int) -> None:
-        """Dropout is a function of (seed, step, rank, micro-step), so that it needs no state in a checkpoint."""
+    def _seed_dropout(self, step: int, micro_step: int, batch: Batch, rows: slice) -> None:
+        """Dropout is a function of (seed, step, rank, micro-step), so that it needs no state in a checkpoint; drop path
+        is one of the views' keys, as crops are.
+        """
+        self.objective.choose_paths([keys[rows] for keys in batch.view_keys], self._world.device)
         if self._recipe.model.draws:
             key = f"{self._recipe.seed}:{step}:{self._world.rank}:{micro_step}"
             torch.manual_seed(xxhash.xxh64_intdigest(key.encode()) >> 1)

@@ -38,6 +38,7 @@ class Report:
             self._peak_flops = hardware.peak_flops(torch.cuda.get_device_name(), "bf16")
         self._progress: TrainingProgress | None = None
         self._metrics: MetricsWriter | None = None
+        self._has_complained = False
         self._bad_samples = 0  # of this rank since the last line of metrics
         self.logged_step, self._logged_at = 0, time.monotonic()  # of the last line of metrics
 
@@ -136,6 +137,10 @@ class Report:
         line |= {key: value for key, value in optional.items() if value is not None}
         assert self._metrics is not None
         self._metrics.training(state.step, line)
+        complaint = self._recipe.objective.complaint(line)
+        if complaint is not None and not self._has_complained and 10 * state.step >= self._plan.total_steps:
+            self._has_complained = True
+            self.say(f"WARNING: step {state.step:,}: {complaint}")
         if self._progress is not None:
             self._progress.update(state.step, loss=loss, lr=update.rate, images_per_s=images_per_s)
 

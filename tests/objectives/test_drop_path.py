@@ -1,0 +1,105 @@
+"""Which branches drop path leaves out: a function of each view's key, whatever the world and the micro-batch."""
+
+import numpy as np
+import pytest
+import torch
+
+from vitscale.data.draws import kept_paths
+from vitscale.models import initial_value
+from vitscale.objectives import build_objective
+from vitscale.recipe import validate_recipe
+
+SHARES = [0.0, 0.1, 0.5, 0.9]
+KEYS = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, (200, 100))
+RECIPE = {
+    "model": {"patch_size": 8, "width": 32, "depth": 3, "mlp_dim": 48, "num_heads": 2, "head": "linear"},
+    "data": {"train": "train", "image_size": 32},
+    "batch": {"global": 8},
+    "optimizer": {"name": "adamw", "lr": 1e-3},
+    "schedule": {"duration": {"steps": 4}},
+}
+SWIN = {"width": 32, "blocks": [2, 2], "num_heads": 2, "window": 4, "name": "Swin-T", "head": "linear"}
+RESNET = {"name": "ResNet50x1", "blocks": [2, 1], "width_factor": 1, "head": "linear"}
+VIEWS = [{"name": "global", "count": 2}, {"name": "local", "count": 3, "size": 16}]
+
+
+def test_branches_are_left_out_as_often_as_they_should_and_independently():
+    kept = kept_paths(KEYS, SHARES)
+    assert kept.shape == (200, 100, 4) and kept[..., 0].all()
+    left = 1 - kept.reshape(-1, 4)
+    deviation = np.sqrt(np.array(SHARES) * (1 - np.array(SHARES)) / KEYS.size)
+    assert (np.abs(left.mean(axis=0) - SHARES) <= 5 * deviation).all()  # of a binomial distribution
+    several = kept_paths(KEYS, [0.5] * 6).reshape(-1, 6)
+    correlations = np.corrcoef(several.T) - np.eye(6)
+    assert np.abs(correlations).max() < 5 / np.sqrt(KEYS.size)
+    by_sample = kept_paths(KEYS, [0.5])[..., 0]
+    assert np.abs(np.corrcoef(by_sample)[0, 1:]).max() < 0.5  # 200 samples of 100
+
+
+def test_draws_are_the_same_in_every_part():
+    whole = kept_paths(KEYS, SHARES)
+    assert np.array_equal(whole[30:32, 4:9], kept_paths(KEYS[30:32, 4:9], SHARES))
+
+
+def made(model, objective, views):
+    data = RECIPE["data"] | ({"views": views} if views else {})
+    content = {**RECIPE, "model": model, "data": data, "objective": objective}
+    objective = build_objective(validate_recipe(content, "test"), 7).train()
+    with torch.no_grad():
+        for name, parameter in objective.named_weights():
+            parameter.copy_(initial_value(objective, name, parameter.shape, 0))
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    return objective
+
+
+@pytest.mark.parametrize(
+    ("model", "objective", "views"),
+    [
+        (RECIPE["model"] | {"drop_path": 0.5}, {"loss": "softmax"}, None),
+        (SWIN | {"drop_path": 0.5}, {"loss": "softmax"}, None),
+        (RESNET | {"drop_path": 0.5}, {"loss": "softmax"}, None),
+        (RECIPE["model"] | {"drop_path": 0.5}, {"kind": "contrastive", "hidden": 16, "outputs": 8}, VIEWS[:1]),
+        (RECIPE["model"] | {"drop_path": 0.5}, {"kind": "lejepa", "hidden": 16, "outputs": 8}, VIEWS),
+    ],
+    ids=["vit", "swin", "resnet", "contrastive", "lejepa"],
+)
+def test_an_update_is_the_same_in_every_micro_batch(model, objective, views):
+    """Gradients of a global batch of 8 in parts of 1 to 8; other keys give others."""
+    objective = made(model, objective, views)
+    generator = torch.Generator().manual_seed(3)
+    counts = [(view.get("count", 1), view.get("size", 32)) for view in views or [{}]]
+    images = [torch.rand(8, count, side, side, 3, generator=generator) * 2 - 1 for count, side in counts]
+    labels = torch.arange(8) % 7
+    keys = [torch.from_numpy(KEYS[:8, 10 * at : 10 * at + count]) for at, (count, _) in enumerate(counts)]
+
+    def gradients(size, keys):
+        objective.zero_grad()
+        parts = [slice(start, start + size) for start in range(0, 8, size)]
+        plan = objective.plan(keys[0][:, 0].numpy(), 0)
+        if objective.prepares:
+            rows = []
+            for part in parts:
+                objective.choose_paths([each[part] for each in keys], labels.device)
+                with torch.no_grad():
+                    rows.append(objective([each[part] for each in images], None))
+            plan = objective.agree(torch.cat(rows), labels)
+        for part in parts:
+            objective.choose_paths([each[part] for each in keys], labels.device)
+            losses = objective([each[part] for each in images], labels[part], tuple(each[part] for each in plan))
+            (losses.per_sample.sum() / 8).backward()
+        return [parameter.grad.clone() for parameter in objective.parameters()]
+
+    expected = gradients(8, keys)
+    for size in (1, 2, 4):
+        for found, other in zip(gradients(size, keys), expected, strict=True):
+            assert float((found - other).norm()) <= 3e-6 * float(other.norm()) + 1e-7
+    others = gradients(8, [each + 1 for each in keys])
+    assert any(not torch.allclose(found, other, rtol=0.1) for found, other in zip(others, expected, strict=True))
+
+
+def test_images_that_are_no_views_of_the_samples_are_refused():
+    objective = made(RECIPE["model"] | {"drop_path": 0.5}, {"loss": "softmax"}, None)
+    objective.choose_paths([torch.from_numpy(KEYS[:4, :1])], torch.device("cpu"))
+    with pytest.raises(ValueError, match="4 samples"):
+        objective.backbone(torch.zeros(6, 32, 32, 3))
+    objective.eval().backbone(torch.zeros(6, 32, 32, 3))
