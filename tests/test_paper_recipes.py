@@ -347,7 +347,7 @@ def test_no_recipe_of_the_paper_is_left_out():
     known |= {"b16_i21k_masked", *(f"b16_jft_masked{ablation}" for ablation in ("", "_cells", "_pixels", "_15pct"))}
     others = {path.stem for path in recipes_dir().glob("*.yaml")} - known
     own = {"demo", "vit4_cifar10", "beit_b16_i1k", "continue_mae_b16", *CONTINUED}
-    own |= {"dino_s16_i1k", "dinov2_l16_i1k", "dinov3_l16_i1k"}
+    own |= {"dino_s16_i1k", "dinov2_l16_i1k", "dinov3_l16_i1k", "simclr_s16_i1k", "lejepa_l14_i1k"}
     assert {stem for stem in others if not stem.startswith("shape_")} == {*own, *LATER, *MAE}
     assert {path.stem for path in recipes_dir().glob("finetune/*.yaml")} == {
         *(*TABLE_4, *HYPERRULE, *LAST_EPOCHS, *MAE, "swin_b_384")
