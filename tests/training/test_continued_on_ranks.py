@@ -137,7 +137,7 @@ def test_what_is_measured_first_is_what_was_released(root, name):
         model.predict,
     )
     of_step = [{key: line[f"eval/{key}"] for key in expected} for line in lines]
-    assert of_step[0] == expected and all(value < 1 for value in expected.values())
+    assert of_step[0] == expected and expected["knn/20nn"] < 1
     if name != "mae":  # the model stands still while heads learn
         assert of_step[1] == of_step[2] == expected
 
