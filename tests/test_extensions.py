@@ -191,7 +191,7 @@ def test_the_block_of_another_family_is_replaced_whole():
         ("data.operations=[{kind: solarise}]", "data.operations.0.kind", "'solarize'"),
         ("data.operations=[{kind: example_vision.Solarize, share: 2}]", "data.operations.0.share", "2"),
         ("evaluation.evaluators=[{kind: example_vision.FeatureNorm, name: n}]", "evaluation.evaluators.0.data", ""),
-        ("evaluation.evaluators=[{name: n}]", "evaluation.evaluators.0.kind", ""),
+        ("evaluation.evaluators=[{name: n, train: a, test: b}]", "evaluation.evaluators.0.kind", ""),
         ("selection.metric=features/median", "selection.metric", "features/mean"),
         ("evaluation.validation=test", "evaluation.validation", "example_vision.Rotation"),
     ],

@@ -13,7 +13,7 @@ from vitscale.about.studies.reading import load_study
 from vitscale.flops import recipe_work
 from vitscale.models import build_model
 from vitscale.objectives import build_objective
-from vitscale.recipe import is_frozen, load_recipe, override, recipes_dir
+from vitscale.recipe import group_of, is_frozen, load_recipe, override, recipes_dir
 
 # Table 3: recipe -> model, epochs, base learning rate. All of JFT: linear decay, weight decay 0.1, no dropout.
 JFT = {
@@ -114,6 +114,12 @@ MAE = {
     "mae_b16_i1k": (2e-3, 100, 0.65, 0.1),
     "mae_l16_i1k": (4e-3, 50, 0.75, 0.2),
     "mae_h14_i1k": (4e-3, 50, 0.75, 0.3),
+}
+# Continued from released weights: the recipe -> model, drop-path.
+CONTINUED = {
+    f"continue_dinov{version}_{size}{patch}": (f"DINOv{version}-{size.upper()}/{patch}", drop_path)
+    for version, patch in ((2, 14), (3, 16))
+    for size, drop_path in (("s", 0.1), ("b", 0.1), ("l", 0.2))
 }
 LATER = (
     *("s16_i1k_90ep", "s16_i1k_300ep", "deit_ti16_i1k", "deit_s16_i1k", "deit_b16_i1k"),
@@ -339,10 +345,9 @@ def test_no_recipe_of_the_paper_is_left_out():
     known |= {f"b16_{short}_jft" for short in TABLE_8}
     known |= {"b16_i21k_masked", *(f"b16_jft_masked{ablation}" for ablation in ("", "_cells", "_pixels", "_15pct"))}
     others = {path.stem for path in recipes_dir().glob("*.yaml")} - known
-    assert {stem for stem in others if not stem.startswith("shape_")} == {
-        *("demo", "vit4_cifar10", *LATER, *MAE, *TAUGHT),
-        *("simclr_s16_i1k", "lejepa_l14_i1k"),
-    }
+    own = {"demo", "vit4_cifar10", "beit_b16_i1k", "continue_mae_b16", "simclr_s16_i1k", "lejepa_l14_i1k"}
+    others = {stem for stem in others if not stem.startswith("shape_")}
+    assert others == {*own, *CONTINUED, *LATER, *MAE, *TAUGHT}
     assert {path.stem for path in recipes_dir().glob("finetune/*.yaml")} == {
         *(*TABLE_4, *HYPERRULE, *LAST_EPOCHS, *MAE, "swin_b_384")
     }
@@ -521,6 +526,85 @@ def test_mae(stem):
         weights = dict(build_objective(recipe, 1000).named_weights())
     decayed = {name for name in weights if not re.search(optimizer.decay_exclude, name)}
     assert decayed == {name for name, each in weights.items() if each.ndim > 1}  # timm 0.3.2's rule
+
+
+def test_beit():
+    """Bao et al. (2022) by the command for ImageNet-1k of beit/README.md and run_beit_pretraining.py's defaults."""
+    recipe = load_recipe("beit_b16_i1k")
+    objective, optimizer, schedule = recipe.objective, recipe.optimizer, recipe.schedule
+    assert (objective.kind, objective.masks, objective.counts(recipe.context)) == (
+        "masked_patches",
+        "blocks",
+        (75, 0, 0),
+    )
+    targets = objective.targets
+    assert (targets.path, targets.vocabulary, targets.image_size) == ("transformers:FlavaImageCodebook", 8192, 112)
+    for mean, std in zip(targets.normalise.mean, targets.normalise.std, strict=True):
+        assert [(x - mean) / std for x in (0.0, 1.0)] == pytest.approx([0.1, 0.9])  # map_pixels of openai/DALL-E
+    assert (recipe.model.name, recipe.model.layer_scale, recipe.model.drop_path) == ("ViT-B/16", 0.1, 0.1)
+    assert (recipe.model.mlp, recipe.model.qkv_bias) == ("exact_gelu", "no_key")
+    assert (optimizer.lr, optimizer.betas, optimizer.weight_decay, optimizer.clip_norm) == (
+        1.5e-3,
+        [0.9, 0.999],
+        0.05,
+        3,
+    )
+    assert (recipe.batch.global_size, schedule.duration.epochs, schedule.warmup.epochs) == (2048, 800, 10)
+    assert (schedule.decay, schedule.min_lr, recipe.data.crop.area) == ("cosine", 1e-5, [0.08, 1])
+    (jitter,) = recipe.data.operations
+    assert (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue, jitter.probability) == (
+        0.4,
+        0.4,
+        0.4,
+        0,
+        1,
+    )
+    with torch.device("meta"):
+        weights = dict(build_objective(recipe, 1000).named_weights())
+    decayed = {name for name in weights if not re.search(optimizer.decay_exclude, name)}
+    assert decayed == {name for name, each in weights.items() if each.ndim > 1} - {"cls", "pos_embedding"}
+
+
+def test_mae_continued():
+    """The rate of pre-training after a longer warmup, watched from before the first update on."""
+    recipe, before = load_recipe("continue_mae_b16"), load_recipe("mae_b16_i1k")
+    assert (recipe.model, recipe.objective, recipe.data.crop) == (before.model, before.objective, before.data.crop)
+    assert recipe.optimizer.lr == pytest.approx(1.5e-4 * recipe.batch.global_size / 256)
+    assert recipe.optimizer.betas == before.optimizer.betas and recipe.schedule.warmup.steps == 5000
+    evaluation = recipe.evaluation
+    assert (
+        evaluation.at_start and recipe.measured_on(recipe.selection.metric)[0] == evaluation.knn.test == "photos/test"
+    )
+
+
+@pytest.mark.parametrize("stem", CONTINUED)
+def test_dino_continued(stem):
+    """Heads learn alone at first: no parameter of the model moves before step 2,500."""
+    model, drop_path = CONTINUED[stem]
+    recipe = load_recipe(stem)
+    assert (recipe.model.name, recipe.model.drop_path) == (model, drop_path)
+    optimizer, schedule = recipe.optimizer, recipe.schedule
+    with torch.device("meta"):
+        names = [name for name, _ in build_objective(recipe, 0).named_weights()]
+    begins = {name: group_of(optimizer, name).begin.steps for name in names}
+    assert {begins[name] for name in names if not recipe.objective.owns(name)} == {2500}
+    assert {name for name in names if begins[name] == 1250} == {name for name in names if ".last." in name} != set()
+    assert {begins[name] for name in names if recipe.objective.owns(name) and ".last." not in name} == {0}
+    assert 2e-5 <= optimizer.lr / (recipe.batch.global_size / 1024) ** 0.5 <= 1e-4
+    assert schedule.weight_decay is None and schedule.warmup.steps == 2500 + 5000
+    (average,) = recipe.averages
+    assert (average.decay, average.to, recipe.objective.koleo) == (0.999, None, 0.1)
+    assert recipe.objective.teacher_temperature.over.steps * 5 == schedule.duration.steps
+    heads = (recipe.objective.ibot.prototypes, recipe.objective.prototypes)
+    assert heads == (16384 if "v3" in stem else None, 16384)
+    # It cannot end before the warmup does.
+    assert recipe.selection.patience * recipe.evaluation.every.steps > schedule.warmup.steps
+    assert recipe.evaluation.at_start and 2500 % recipe.evaluation.every.steps == 0
+    assert all(side % model_patch(recipe) == 0 for _, side in recipe.data.training_views())
+
+
+def model_patch(recipe):
+    return recipe.model.patches(recipe.data.image_size).size
 
 
 @pytest.mark.parametrize("stem", MAE)

@@ -1,11 +1,14 @@
 """Nearest neighbours while training: scikit-learn's votes, what a recipe may say, and that they can decide."""
 
+import json
+
 import numpy as np
 import pytest
 from toy_split import model, split
 
 from vitscale.data.shards.generated import write_generated_dataset
-from vitscale.evaluation import NearestNeighbours, build_evaluators, evaluate
+from vitscale.evaluation import FewShot, NearestNeighbours, build_evaluators, evaluate
+from vitscale.evaluation.linear import LinearHeads
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.recipe import override, smoke_form, validate_recipe
 
@@ -48,6 +51,39 @@ def test_more_neighbours_than_samples_and_unlabelled_samples_are_refused():
     test.labels[3] = -1
     with pytest.raises(DataError, match="nearest-neighbour evaluator"):
         evaluate([NearestNeighbours("knn", train.loader(8), test.loader(8), CLASSES, (5,))], model(K))
+
+
+def test_what_cannot_vote_is_found_before_training_and_named_by_its_side(tmp_path):
+    write_generated_dataset(tmp_path / "train", [24], seed=1)
+    write_generated_dataset(tmp_path / "test", [12], seed=2)
+    with pytest.raises(RecipeError, match=r"evaluation\.knn\.k 25: .*train.* 24 samples"):
+        build_evaluators(make_recipe(tmp_path, "evaluation.knn.k=[5, 25]"), [])
+    manifest = tmp_path / "train" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["checksum"]
+    manifest.write_text(json.dumps(content | {"class_names": []}))
+    with pytest.raises(DataError, match=r"/train.* names no classes"):
+        build_evaluators(make_recipe(tmp_path), [])
+    train, test = split(40, K, seed=2), split(40, K, seed=3)
+    train.labels[3] = -1
+    with pytest.raises(DataError, match="1 training samples have a label"):
+        evaluate([NearestNeighbours("knn", train.loader(8), test.loader(8), CLASSES, (5,))], model(K))
+
+
+@pytest.mark.parametrize("side", ["training", "test"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_representations_that_are_not_finite_have_no_votes(side, value):
+    train, test = split(40, K, seed=2), split(40, K, seed=3)
+    (train if side == "training" else test).images[7] = 255
+
+    def predict(images):
+        outputs = model(K)(images)
+        outputs.pooled[(images == 255).flatten(1).all(dim=1)] = value
+        return outputs
+
+    for evaluator in (NearestNeighbours, FewShot, LinearHeads):
+        with pytest.raises(DataError, match=f"1 {side} samples is not finite"):
+            evaluate([evaluator("a", train.loader(8), test.loader(8), CLASSES, (5,))], predict)
 
 
 def test_a_recipe_asks_for_it_and_chooses_by_it(tmp_path):

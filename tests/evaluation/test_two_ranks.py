@@ -10,6 +10,7 @@ import torch.multiprocessing as mp
 from toy_split import model, split
 
 from vitscale.evaluation import FewShot, NearestNeighbours, SharedL2FewShot, Validation, evaluate
+from vitscale.evaluation.linear import LinearHeads
 from vitscale.ground.errors import DataError
 from vitscale.objectives.classification import CrossEntropy
 
@@ -25,6 +26,7 @@ def evaluators(rank, world, folder):
         FewShot("toy", *loaders, list("abcdefg"), shots=(1, 5)),
         SharedL2FewShot("shared", [FewShot("toy", *loaders, list("abcdefg"), shots=(5,))], l2s=(1.0, 2.0**10)),
         NearestNeighbours("knn", *loaders, list("abcdefg"), (5, 20)),
+        LinearHeads("linear", *loaders, list("abcdefg"), steps=20),
         *stored_split.evaluators(Path(folder) / "split" / "damaged", "mask", rank, world),
     ]
 
@@ -39,6 +41,9 @@ def failures(rank, world):
         FewShot("toy", mislabelled.loader(8, rank, world), data, list("abcdefg"), shots=(5,)),
         NearestNeighbours("knn", data, mislabelled.loader(8, rank, world), list("abcdefg"), (5,)),
         NearestNeighbours("knn", data, data, list("abcdefg"), (42,)),
+        LinearHeads(
+            "linear", split(41, K, seed=1).loader(8, rank, world), mislabelled.loader(8, rank, world), "abcdefg"
+        ),
     ]
     messages = []
     for evaluator in bad:

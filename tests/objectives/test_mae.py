@@ -191,6 +191,7 @@ def test_a_whole_file_of_the_authors_is_read_and_its_encoder_is_timm_s(tmp_path)
         *(f"decoder_blocks.{i}.{each}" for i in range(3) for each in of_block),
     }
     of_decoder |= {f"decoder_{layer}.{kind}" for layer in ("embed", "norm", "pred") for kind in ("weight", "bias")}
+    assert {key for key in tensors if key.startswith(("decoder", "mask"))} == of_decoder  # of models_mae.py
     torch.save({"model": tensors}, tmp_path / "mae_full.pth")
     again = take(build_objective(make_recipe(), 0), tmp_path / "mae_full.pth")
     assert all(map(torch.equal, again.parameters(), ours.parameters()))

@@ -139,10 +139,10 @@ def reference(objective, images, order):
             y, x = divmod(place, SIDE // P)
             patch = images[row, y * P : (y + 1) * P, x * P : (x + 1) * P].numpy()
             predicted = (tokens[row, place] @ weight.T + bias).astype(np.float64)
-            if objective.target == "pixels":
+            if objective.settings.target == "pixels":
                 of_patches.append(np.mean((predicted - (patch.reshape(-1) / 127.5 - 1)) ** 2))
                 continue
-            cells = 4 if objective.target == "cell_colours" else 1
+            cells = 4 if objective.settings.target == "cell_colours" else 1
             side = P // cells
             for index, logits in enumerate(predicted.reshape(cells**2, 512)):
                 r, c = divmod(index, cells)

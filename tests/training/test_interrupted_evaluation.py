@@ -36,12 +36,14 @@ RUNS = {
     "zero3": blocks(3),
     "unsaved": blocks(2, checkpoint={"keep": 20}),
     "impatient": blocks(1, **IMPATIENT),
+    "measured first": blocks(3, evaluation={"validation": "test", "batch": 5, "every": {"steps": 2}, "at_start": True}),
 }
 # Run, step whose evaluation is cut short, and how. "error" ends the process where it stands.
 CUT = [
     *(("zero1", 4, "error"), ("zero3", 4, "signal"), ("zero3", 6, "signal")),
     *(("unsaved", 4, "error"), ("unsaved", 4, "signal")),
     *(("impatient", 4, "error"), ("impatient", 6, "error")),
+    *(("measured first", 0, "error"), ("measured first", 0, "signal"), ("measured first", 4, "signal")),
 ]
 HOW = {"error": end_in_evaluation, "signal": signal_in_evaluation}
 
@@ -69,7 +71,10 @@ def test_an_evaluation_that_was_cut_short_is_made_up_for(root, run, step, how):
     error = error_of(root, name)
     if how == "signal":
         assert error["kind"] == "PreemptedError" and error["code"] == 85
-        assert f"step {step}" in error["message"] and error["saved"][-1] == step
+        if step == 0:
+            assert "no update yet" in error["message"] and error["saved"] == []
+        else:
+            assert f"step {step}" in error["message"] and error["saved"][-1] == step
     else:
         assert error["message"] == "the evaluation is cut short"
     assert evaluations(root, name) == evaluations(root, run)

@@ -18,7 +18,8 @@ from vitscale.ground.errors import RecipeError
 from vitscale.models import initial_value
 from vitscale.models.weights.table import table
 from vitscale.objectives import Objective, build_objective
-from vitscale.training.beginning.initial_weights import check_initial_weights
+from vitscale.training.beginning.found_weights import Named, find_weights
+from vitscale.training.beginning.initial_weights import _Assignment, check_initial_weights
 
 STAGES = range(4)
 FIRST_STEP = {"duration": {"steps": STEPS}, "warmup": {"steps": 2}}  # of a learning rate of 0
@@ -175,3 +176,11 @@ def test_a_decoder_with_other_heads_is_refused(root):
     other = begins(root / "runs" / "zero3") | {"objective": {"kind": "mae", **DECODER, "decoder_heads": 4}}
     with pytest.raises(RecipeError, match=r"objective\.decoder_heads is 4"):
         check_initial_weights(make_recipe(root, **other), [], root / "runs" / "none")
+
+
+@pytest.mark.parametrize("norm_pix", [True, False])
+def test_a_decoder_of_other_targets_is_told_of(root, norm_pix):
+    continued = begins(root / "runs" / "zero3") | {"objective": {"kind": "mae", **DECODER, "norm_pix": norm_pix}}
+    recipe = make_recipe(root, **continued)
+    found = _Assignment(recipe, [], find_weights(Named.by_init(recipe.init)))
+    assert any("norm_pix" in note for note in found.notes) == (not norm_pix)

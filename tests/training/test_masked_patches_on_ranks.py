@@ -49,9 +49,30 @@ def root(root: Path, request: pytest.FixtureRequest) -> Path:
     jobs += [job(each, blocks(2, target=each)) for each in ("cell_colours", "pixels")]
     begins = {"init": {"from": str(root / "runs" / "zero3"), "head": "zero"}}
     jobs.append(job("classes", {**begins, "model": {"head": "linear"}, "schedule": FIRST_STEP}, 1))
+    write_tokenizer(root / "codebook")
+    jobs.append(job("tokenizer", [named(root, 3), named(root, 0)], 3, None))
     launch(root, jobs, 2)
-    launch(root, [job("alone-fp32", fp32(1))], 1)
+    launch(root, [job("alone-fp32", fp32(1)), job("tokenizer-alone", named(root, 1))], 1)
     return root
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One with random weights that tells colours apart."""
+    from transformers import FlavaImageCodebook, FlavaImageCodebookConfig
+
+    torch.manual_seed(0)
+    tokenizer = FlavaImageCodebook(FlavaImageCodebookConfig(hidden_size=8, vocab_size=60, num_blocks_per_group=1))
+    with torch.no_grad():
+        for parameter in tokenizer.parameters():
+            parameter.normal_(0, 0.5)
+    tokenizer.save_pretrained(folder)
+
+
+def named(root: Path, stage: int) -> dict[str, Any]:
+    """BEiT: numbers of a tokenizer, blocks of patches."""
+    targets = {"kind": "tokenizer", "path": "transformers:FlavaImageCodebook", "from": str(root / "codebook")}
+    targets |= {"vocabulary": 60, "image_size": 32}
+    return fp32(stage) | {"objective": {"kind": "masked_patches", "masks": "blocks", "share": 0.4, "targets": targets}}
 
 
 def fp32(stage: int) -> dict[str, Any]:
@@ -86,7 +107,15 @@ def test_the_first_losses_equal_those_of_one_process(root):
     assert losses == pytest.approx([np.log(512)] * 2)
 
 
-@pytest.mark.parametrize("name", ["zero1-fp32", "zero3", "cell_colours", "pixels"])
+def test_a_tokenizer_names_the_same_on_every_world_and_is_in_no_checkpoint(root):
+    for key, within in (("loss", 2e-5), ("token_accuracy", 2e-5), ("grad_norm", 1e-3)):
+        assert column(root, "tokenizer", key) == pytest.approx(column(root, "tokenizer-alone", key), rel=within)
+    index = checkpoint(root, "tokenizer").index
+    assert index.shapes["prediction.weight"] == [60, 32] and not any("blocks.input" in name for name in index.shapes)
+    assert "model.safetensors" in index.data["teacher"]["files"]
+
+
+@pytest.mark.parametrize("name", ["zero1-fp32", "zero3", "cell_colours", "pixels", "tokenizer"])
 def test_something_is_learned(root, name):
     losses = column(root, name, "loss")
     assert len(losses) == STEPS and losses[-1] < losses[0] - 0.01

@@ -96,6 +96,8 @@ CASES |= {
     "recomputed-zero1": case("classes", "bf16", 1, "adamw", "parallelism.activation_checkpointing=1"),
     "one-micro-batch-zero0": case("classes", "bf16", 0, "adamw", "batch.micro_max=8192"),
     "one-micro-batch-zero2": case("classes", "bf16", 2, "adamw", "batch.micro_max=8192"),
+    "mae-muon-zero0": case("mae", "fp32", 0, "muon"),  # momenta of which five steps enlarge what is small 490 times
+    "mae-muon-zero1": case("mae", "bf16", 1, "muon"),
     "damaged-zero2": case("classes", "fp32", 2, "adamw", "data.bad_samples=mask"),
 }
 OVERLAP = "parallelism.overlap=true"

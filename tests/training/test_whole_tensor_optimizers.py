@@ -18,11 +18,13 @@ from vitscale.ground.errors import RecipeError
 from vitscale.models import build_model
 from vitscale.models.weights.table import table
 from vitscale.objectives import build_objective
-from vitscale.recipe import differences, load_recipe, validate_recipe
+from vitscale.recipe import Muon, differences, load_recipe, validate_recipe
 from vitscale.training.beginning.memory import expected_memory
 from vitscale.training.deepspeed.fragments import checkpoint_bytes
+from vitscale.training.optimizers import muon
 from vitscale.training.optimizers.muon import orthogonal
 from vitscale.training.optimizers.parameter_groups import parameter_groups
+from vitscale.training.optimizers.rule import Update, rule_of
 
 OPTIMIZERS = {
     "lamb": {"name": "lamb", "lr": 1.0, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1},
@@ -164,6 +166,37 @@ def test_ten_updates_are_timms(updated, case, world):
         # Of a difference in the last bit of fp32, the rounding to bf16 may make one of its own.
         coarse = {"adafactor": "exp_avg", "muon": ""}.get(name) == key[0]
         np.testing.assert_allclose(found[key], value, rtol=1e-2 if coarse else 1e-5, atol=1e-5, err_msg=str(key))
+
+
+def error_of_muon(gradient, expected):
+    made = -0.2 * np.sqrt(max(gradient.shape)) * orthogonal(gradient.bfloat16(), 1e-7).double()
+    return float((made - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(48, 32), (32, 48)])
+@pytest.mark.parametrize("smallest", [1.0, 1e-4])
+def test_the_noise_of_muon_is_that_of_its_momentum_and_missing_steps_are_beyond_it(
+    rows, columns, smallest, monkeypatch
+):
+    """Singular values from 1 down to the smallest: the proof's limit is the larger of 64 units and twice the noise."""
+    rule, update = rule_of(Muon(name="muon", lr=1.0)), Update((rows, columns), 1, 1.0, 0.0, 0.0)
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        left, right = (
+            torch.linalg.qr(torch.randn(n, 32, generator=generator, dtype=torch.float64))[0] for n in (rows, columns)
+        )
+        gradient = left * torch.logspace(0, np.log10(smallest), 32, dtype=torch.float64) @ right.mT
+        before = {
+            "master": torch.zeros(rows, columns, dtype=torch.float64),
+            "momentum_buffer": torch.zeros(1, dtype=torch.float64),
+        }
+        expected = rule.reference(update, before, gradient)["master"]
+        limit = max(64 * 2.0**-8, 2 * rule.noise(update, before, gradient))
+        assert error_of_muon(gradient, expected) < limit < 1
+        with monkeypatch.context() as patched:
+            patched.setattr(muon, "_COEFFICIENTS", muon._COEFFICIENTS[:-2])
+            assert error_of_muon(gradient, expected) > limit
+    assert (limit > 0.25) == (smallest < 1)
 
 
 # ---- In training -----------------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ class Purpose(IntEnum):
     PATH = 32  # which branches of a model drop path leaves out
     MASKED = 40  # which crops of a group are masked
     BLOCK = 41  # blocks of masked patches, by attempt and number
+    BEIT_BLOCK = 50  # the same, as BEiT draws them
 
 
 # ---- Hashes ----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from vitscale.evaluation.fewshot import PAPER_L2S, FewShot, SharedL2FewShot
 from vitscale.evaluation.knn import NearestNeighbours
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.extensions import implementation
+from vitscale.ground.wording import counted
 from vitscale.objectives.build import objective_class
 from vitscale.recipe import EvalCrop, Recipe
 
@@ -39,9 +40,7 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
     if settings.fewshot is not None:
         fewshot, tasks = settings.fewshot, []
         for task in fewshot.tasks:
-            test_path = recipe.dataset_path(task.test)
-            train, test = Manifest.load(recipe.dataset_path(task.train)), Manifest.load(test_path)
-            check_class_names(test_path, test.class_names, train.class_names)
+            train, test = labelled_splits(recipe, task.train, task.test)
             tasks.append(
                 FewShot(
                     task.name if fewshot.l2 == "shared" else f"fewshot/{task.name}",
@@ -57,9 +56,12 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
             )
         evaluators += [SharedL2FewShot("fewshot", tasks)] if fewshot.l2 == "shared" else tasks
     if settings.knn is not None:
-        knn, test_path = settings.knn, recipe.dataset_path(settings.knn.test)
-        train, test = Manifest.load(recipe.dataset_path(knn.train)), Manifest.load(test_path)
-        check_class_names(test_path, test.class_names, train.class_names)
+        knn = settings.knn
+        train, test = labelled_splits(recipe, knn.train, knn.test)
+        if max(knn.k) > train.num_samples:
+            raise RecipeError(
+                f"evaluation.knn.k {max(knn.k)}: {train.where} has {counted(train.num_samples, 'sample')} that can vote"
+            )
         evaluators.append(
             NearestNeighbours(
                 "knn",
@@ -77,6 +79,21 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
             raise RecipeError(f"evaluation.evaluators: two evaluators have one name: {evaluator.name!r}")
         evaluators.append(evaluator)
     return evaluators
+
+
+def labelled_splits(recipe: Recipe, train: str, test: str) -> tuple[Manifest, Manifest]:
+    """The manifests of a dataset to learn from and of one to be tested on, as a recipe names them.
+
+    Raises `DataError` unless both have the same classes.
+    """
+    test_path = recipe.dataset_path(test)
+    learned, tested = Manifest.load(recipe.dataset_path(train)), Manifest.load(test_path)
+    if not learned.class_names:
+        raise DataError(
+            f"{learned.where} names no classes to learn from; convert the data with class folders or --classes"
+        )
+    check_class_names(test_path, tested.class_names, learned.class_names)
+    return learned, tested
 
 
 def evaluation_loader(

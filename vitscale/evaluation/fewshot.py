@@ -11,6 +11,7 @@ from torch import Tensor
 from vitscale.data.draws import mix
 from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict
 from vitscale.evaluation.features import Features, extract_features
+from vitscale.evaluation.probes import DEVELOPMENT
 from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
 from vitscale.ground.errors import DataError
 from vitscale.ground.ranks import on_rank_zero
@@ -126,8 +127,8 @@ class Task:
         *,
         kind: str = "few-shot",
     ) -> Self:
-        """Raises `DataError`, which names the `kind` of evaluator, for a split without samples, and for labels outside
-        the classes.
+        """Raises `DataError`, which names the `kind` of evaluator, for a split without samples, for labels outside the
+        classes, and for representations that are not finite.
         """
         what, last = f"{kind} evaluator {name!r}", len(class_names) - 1
         if train is None or test is None:
@@ -138,6 +139,12 @@ class Task:
                 raise DataError(
                     f"{what}: {int(wrong.sum())} {which} samples have a label outside 0..{last} (-1 is unlabelled), "
                     f"the first with uid {int(split.uids[wrong][0])}"
+                )
+            wrong = ~split.features.isfinite().all(dim=1)
+            if wrong.any():
+                raise DataError(
+                    f"{what}: the representation of {int(wrong.sum())} {which} samples is not finite, the first with "
+                    f"uid {int(split.uids[wrong][0])}"
                 )
         return cls(name, class_names, train, test)
 
@@ -178,6 +185,20 @@ def select_shots(labels: Tensor, uids: Tensor, shots: int, num_classes: int, see
     starts = np.cumsum(counts) - counts
     drawn = np.arange(shots) < counts[:, None]
     return torch.from_numpy(np.sort(order[(starts[:, None] + np.arange(shots))[drawn]]))
+
+
+def development(labels: Tensor, uids: Tensor) -> Tensor:
+    """A mask (N,) bool of the training samples that settings are chosen on: every tenth.
+
+    Raises `DataError` if there are fewer than ten.
+    """
+    every, chosen = round(1 / DEVELOPMENT), torch.zeros(len(uids), dtype=torch.bool)
+    # Every tenth sample of the classes, each in the order of a hash, so that no class is missing from what is fitted.
+    order = torch.from_numpy(np.lexsort((hash_of(0, uids.numpy()), labels.numpy())))
+    chosen[order[every - 1 :: every]] = True
+    if not chosen.any():
+        raise DataError(f"{len(uids)} training samples: this needs {every}, to choose its settings on a tenth of them")
+    return chosen
 
 
 def hash_of(seed: int, uids: np.ndarray) -> np.ndarray:

@@ -12,11 +12,11 @@ from torch import Tensor
 from vitscale.data.shards import Manifest
 from vitscale.evaluation.build import check_class_names, samples_expected
 from vitscale.evaluation.features import Features, extract_features, read_features
-from vitscale.evaluation.fewshot import PAPER_L2S, Few, Solved, Task, hash_of
+from vitscale.evaluation.fewshot import PAPER_L2S, Few, Solved, Task, development
 from vitscale.evaluation.finished import FinishedModel, tell_common_samples
 from vitscale.evaluation.heads import Layout, best_of_bank, extract_blocks
 from vitscale.evaluation.placing import tell
-from vitscale.evaluation.probes import DEVELOPMENT, logistic_probe, neighbour_accuracies
+from vitscale.evaluation.probes import logistic_probe, neighbour_accuracies
 from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
 from vitscale.evaluation.splits import Overlap, common_samples, judge
 from vitscale.ground.errors import DataError, VitscaleError
@@ -198,24 +198,12 @@ def _solver(
         return list(accuracies.values()), [{"k": k} for k in accuracies]
 
     def logistic(few: Few, uids: Tensor) -> Solved:
-        probe = logistic_probe(*few, _development(few[1], uids))
+        probe = logistic_probe(*few, development(few[1], uids))
         return [probe.accuracy], [{"C": probe.strength}]
 
     def heads(few: Few, uids: Tensor) -> Solved:
         assert layout is not None, "heads know what they read"
-        head, accuracy = best_of_bank(*few, _development(few[1], uids), layout, device=device)
+        head, accuracy = best_of_bank(*few, development(few[1], uids), layout, device=device)
         return [accuracy], [{"lr": head.rate, "blocks": head.blocks, "patches": head.patches}]
 
     return {"ridge": ridge, "knn": knn, "logistic": logistic, "heads": heads}[method]
-
-
-def _development(labels: Tensor, uids: Tensor) -> Tensor:
-    """A mask (N,) bool of the training samples that settings are chosen on."""
-    every = round(1 / DEVELOPMENT)
-    development = torch.zeros(len(uids), dtype=torch.bool)
-    # Every tenth sample of the classes, each in the order of a hash, so that no class is missing from what is fitted.
-    order = torch.from_numpy(np.lexsort((hash_of(0, uids.numpy()), labels.numpy())))
-    development[order[every - 1 :: every]] = True
-    if not development.any():
-        raise DataError(f"{len(uids)} training samples: this needs {every}, to choose its settings on a tenth of them")
-    return development

@@ -28,11 +28,15 @@ def check_splits(recipe: Recipe, train: Manifest) -> list[str]:
         for other in (train, Manifest.load(recipe.dataset_path(task.train))):
             if line := common_samples(test, other):
                 overlaps.append(f"evaluation.fewshot, the test samples of {task.name}: {line}")
-    if settings.knn is not None:
-        test = Manifest.load(recipe.dataset_path(settings.knn.test))
-        for other in (train, Manifest.load(recipe.dataset_path(settings.knn.train))):
+    named = [] if settings.knn is None else [("evaluation.knn.test", settings.knn.train, settings.knn.test)]
+    for number, evaluator in enumerate(settings.evaluators):
+        if (splits := evaluator.splits()) is not None:
+            named.append((f"evaluation.evaluators.{number}.test", *splits[:2]))
+    for key, learned, tested in named:
+        test = Manifest.load(recipe.dataset_path(tested))
+        for other in (train, Manifest.load(recipe.dataset_path(learned))):
             if line := common_samples(test, other):
-                overlaps.append(f"evaluation.knn.test: {line}")
+                overlaps.append(f"{key}: {line}")
     judge(overlaps, settings.overlap, "--set evaluation.overlap=allow")
     return overlaps
 

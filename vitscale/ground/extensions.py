@@ -50,14 +50,7 @@ def block_class(path: object, base: type[_Block], place: str) -> type[_Block]:
     if not is_path(path) or not all(part.isidentifier() for part in path.split(".")):
         raise ValueError(f"{path!r}: expected a dotted path to a class, such as my_package.{base.__name__}")
     module, _, name = path.rpartition(".")
-    parents = {module[: dot.start()] for dot in re.finditer(r"\.|$", module)}
-    if "__main__" in module.split(".") or not parents & _allowed(module.partition(".")[0]):
-        top = module.partition(".")[0]
-        raise ValueError(
-            f"{path}: a recipe with dotted paths is a program, and you have not allowed {top}. If you trust it, set "
-            f"{VARIABLE}={top}, or add the line {top} to ~/{_LIST}; its authors can declare an entry point "
-            f"{ENTRY_POINTS}"
-        )
+    _check_allowed(module, path)
     found = getattr(_imported(module, path), name, None)
     expected = f"a subclass of {base.__module__}.{base.__name__}"
     if found is None:
@@ -69,6 +62,32 @@ def block_class(path: object, base: type[_Block], place: str) -> type[_Block]:
         raise ValueError(f"{path}: lacks {', '.join(missing)}, which {base.__module__}.{base.__name__} asks for")
     named.setdefault(place, {})[path] = found
     return found
+
+
+def outside_class(path: str) -> type:
+    """The class that `module:class` names in a package that the user has allowed. Raises `ValueError`."""
+    module, _, name = path.partition(":")
+    _check_allowed(module, path)
+    try:
+        found = getattr(_imported(module, path), name, None)
+    except ValueError:
+        raise
+    except Exception as error:  # of a package that imports a class when it is asked for
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
+    if not isinstance(found, type):
+        raise ValueError(f"{path}: there is no class {name!r} in {module}")
+    return found
+
+
+def _check_allowed(module: str, path: str) -> None:
+    parents = {module[: dot.start()] for dot in re.finditer(r"\.|$", module)}
+    if "__main__" in module.split(".") or not parents & _allowed(module.partition(".")[0]):
+        top = module.partition(".")[0]
+        raise ValueError(
+            f"{path}: a recipe with dotted paths is a program, and you have not allowed {top}. If you trust it, set "
+            f"{VARIABLE}={top}, or add the line {top} to ~/{_LIST}; its authors can declare an entry point "
+            f"{ENTRY_POINTS}"
+        )
 
 
 def _allowed(package: str) -> set[str]:

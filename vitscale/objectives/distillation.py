@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitscale import recipe as recipes
@@ -37,8 +37,9 @@ class Distillation(Classification):
         objective._change = change_of_pixels(recipe.data.normalise, settings.teacher.normalise)
         return objective
 
-    def learn_from(self, teacher: Model) -> None:
+    def learn_from(self, teacher: nn.Module) -> None:
         """As `Objective.learn_from`."""
+        assert isinstance(teacher, Model)
         self._teacher = [teacher]
 
     def prepare(self, views: Sequence[Tensor], plan: Plan) -> Tensor:

@@ -3,7 +3,7 @@
 Patch embeddings are corrupted before class token and positions are added, so where a patch lies stays known. Which
 ones, and how, is a function of each sample's key, so that it is the same on every world and after resuming.
 
-Shape legend: B batch, S side in pixels, N patches, C corrupted patches, P patch size, D width.
+Shape legend: B batch, S side in pixels, N patches, C corrupted patches, P patch size, D width, G grid.
 """
 
 from collections.abc import Sequence
@@ -11,17 +11,18 @@ from typing import Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitscale.data.draws import Purpose, orders
+from vitscale.data.draws import Purpose, between_ratios, orders, uniform
 from vitscale.models import Initialiser, Model, build_model, constant, normal
 from vitscale.models.layers import OutputLayer
 from vitscale.objectives.objective import Losses, Objective, Plan
 from vitscale.recipe import Recipe
-from vitscale.recipe.masked_patches import CELLS, COLOURS, Counts, MaskedPatches
+from vitscale.recipe.masked_patches import CELLS, Counts, MaskedPatches
 
 _LEVELS = 8  # levels of each channel, 3 bits
+_SMALLEST, _ASPECTS, _TRIES = 16, (0.3, 1 / 0.3), 10  # BEiT's blocks: patches, height / width, failures before the end
 
 
 class MaskedPatchPrediction(Objective):
@@ -29,14 +30,15 @@ class MaskedPatchPrediction(Objective):
 
     Args:
         backbone: a Transformer without a head, which cuts the image itself into patches.
-        target: what is predicted, as in the recipe's block.
+        settings: the recipe's block.
         counts: the numbers of patches of each image that are corrupted, by kind.
-        outputs: how many numbers are predicted for one patch.
     """
 
-    def __init__(self, backbone: Model, target: str, counts: Counts, outputs: int) -> None:
+    def __init__(self, backbone: Model, settings: MaskedPatches, counts: Counts) -> None:
         super().__init__(backbone)
-        self.target, self.counts = target, counts
+        self.settings, self.counts = settings, counts
+        self._tokenizer: list[nn.Module] = []  # a list, so that it is no submodule
+        outputs = settings.outputs(backbone.shape.patch_size)
         self.mask = torch.nn.Parameter(torch.empty(1, 1, backbone.shape.width))
         self.prediction = OutputLayer(backbone.shape.width, outputs)
 
@@ -45,14 +47,20 @@ class MaskedPatchPrediction(Objective):
         """As `Objective.of`; the classes play no part."""
         settings, backbone = recipe.objective, build_model(recipe, None)
         assert isinstance(settings, MaskedPatches)
-        return cls(
-            backbone, settings.target, settings.counts(recipe.context), settings.outputs(backbone.shape.patch_size)
-        )
+        return cls(backbone, settings, settings.counts(recipe.context))
+
+    def learn_from(self, teacher: nn.Module) -> None:
+        """As `Objective.learn_from`: a tokenizer, images (B, S, S, 3) in [-1, 1] -> numbers int64 (B, N)."""
+        self._tokenizer = [teacher]
 
     def plan(self, keys: np.ndarray, step: int) -> Plan:
         """A random order of each image's patches, (B, N) int64: masked, replaced, kept, and then those left intact."""
-        patches = self.backbone.shape.grid(self.backbone.image_size) ** 2
-        return (torch.from_numpy(orders(keys.view(np.uint64), patches, Purpose.PATCH_ORDER)),)
+        grid = self.backbone.shape.grid(self.backbone.image_size)
+        order = orders(keys.view(np.uint64), grid**2, Purpose.PATCH_ORDER)
+        if self.settings.masks == "blocks":
+            in_blocks = np.take_along_axis(blocks(keys, grid, self.counts.corrupted), order, axis=1)
+            order = np.take_along_axis(order, np.argsort(~in_blocks, axis=1, kind="stable"), axis=1)
+        return (torch.from_numpy(order),)
 
     def losses(self, views: Sequence[Tensor], labels: Tensor, plan: Plan) -> Losses:
         """As `Objective.losses`: means over corrupted patches, in nats, or of squares in units of half the range."""
@@ -60,15 +68,14 @@ class MaskedPatchPrediction(Objective):
         corrupted_BC = order_BN[:, : self.counts.corrupted]
         tokens_BTD = self.backbone(images, edit=lambda x_BND: self._corrupt(x_BND, order_BN)).tokens
         predicted = self.prediction(rows(self.backbone.patch_tokens(tokens_BTD), corrupted_BC))
+        if self.settings.targets is not None:
+            assert self._tokenizer, "the tokenizer is given before the first step"
+            return _named(predicted, self._tokenizer[0](images).gather(1, corrupted_BC)[..., None], "token_accuracy")
         pixels = whole_pixels(rows(self.backbone.patchify(images), corrupted_BC))
-        if self.target == "pixels":
+        if self.settings.target == "pixels":
             return Losses((predicted - (pixels / 127.5 - 1)).square().mean(dim=(1, 2)))
-        cells = CELLS if self.target == "cell_colours" else 1
-        colours = quantised_colours(pixels, self.backbone.shape.patch_size, cells)  # (B, C, cells**2)
-        predicted = predicted.unflatten(2, (cells**2, COLOURS))
-        losses = F.cross_entropy(predicted.flatten(0, 2), colours.flatten(), reduction="none").view(colours.shape)
-        is_right = (predicted.detach().argmax(dim=3) == colours).float()
-        return Losses(losses.mean(dim=(1, 2)), {"colour_accuracy": is_right.mean(dim=(1, 2))})
+        cells = CELLS if self.settings.target == "cell_colours" else 1
+        return _named(predicted, quantised_colours(pixels, self.backbone.shape.patch_size, cells), "colour_accuracy")
 
     def _corrupt(self, x_BND: Tensor, order_BN: Tensor) -> Tensor:
         """Patch embeddings, some of them replaced by another patch's or by [mask]."""
@@ -86,6 +93,39 @@ class MaskedPatchPrediction(Objective):
         if name == "mask":
             return normal(0.02)
         return constant(0.0) if name.startswith("prediction.") else super().initialiser(name)
+
+
+def _named(predicted: Tensor, classes: Tensor, accuracy: str) -> Losses:
+    """Cross-entropies of logits (B, C, n K), for n classes of each patch, int64 (B, C, n)."""
+    predicted = predicted.unflatten(2, (classes.shape[2], -1))
+    losses = F.cross_entropy(predicted.flatten(0, 2), classes.flatten(), reduction="none").view(classes.shape)
+    is_right = (predicted.detach().argmax(dim=3) == classes).float()
+    return Losses(losses.mean(dim=(1, 2)), {accuracy: is_right.mean(dim=(1, 2))})
+
+
+def blocks(keys: np.ndarray, grid: int, count: int) -> np.ndarray:
+    """Which patches lie in BEiT's blocks, bool (B, G * G): at most `count` for each key (B,), and seldom fewer.
+
+    As microsoft/unilm's `MaskingGenerator` draws them: a block has from 16 patches to as many as are left, is lower
+    than the grid and narrower, and is taken if it adds some, but no more than are left. Ten refused in turn end it.
+    """
+    taken = np.zeros((len(keys), grid, grid), bool)
+    failures, attempt, lines = np.zeros(len(keys), int), 0, np.arange(grid)
+    while len(trying := np.flatnonzero((taken.sum(axis=(1, 2)) < count) & (failures < _TRIES))):
+        left = count - taken[trying].sum(axis=(1, 2))
+        area, aspect, top, place = (uniform(keys[trying], Purpose.BEIT_BLOCK, attempt, number) for number in range(4))
+        area, aspect = _SMALLEST + (left - _SMALLEST) * area, between_ratios(_ASPECTS, aspect)
+        height, width = np.rint(np.sqrt(area * aspect)), np.rint(np.sqrt(area / aspect))
+        top, place = np.floor(top * (grid - height + 1)), np.floor(place * (grid - width + 1))
+        is_row = (lines >= top[:, None]) & (lines < (top + height)[:, None])
+        is_column = (lines >= place[:, None]) & (lines < (place + width)[:, None])
+        added = is_row[:, :, None] & is_column[:, None, :] & ~taken[trying]
+        number = added.sum(axis=(1, 2))
+        fits = (height < grid) & (width < grid) & (number > 0) & (number <= left)
+        taken[trying] |= added & fits[:, None, None]
+        failures[trying] = np.where(fits, 0, failures[trying] + 1)
+        attempt += 1
+    return taken.reshape(len(keys), -1)
 
 
 def rows(values_BND: Tensor, at_BC: Tensor) -> Tensor:

@@ -189,8 +189,8 @@ class Objective(nn.Module):
             return self.predict(images) if isinstance(images, Tensor) else self.prepare(images, plan)
         return self.losses((images[:, None],) if isinstance(images, Tensor) else images, labels, plan)
 
-    def learn_from(self, teacher: Model) -> None:
-        """Take the teacher that `build_teacher` has made, with its values; it does not become a submodule."""
+    def learn_from(self, teacher: nn.Module) -> None:
+        """Take the teacher or tokenizer that training has made, with its values; it does not become a submodule."""
         raise NotImplementedError
 
     def units(self) -> Sequence[nn.Module]:

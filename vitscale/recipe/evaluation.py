@@ -63,13 +63,12 @@ class Inspect(Block):
 
 
 class Evaluator(Block):
-    """An evaluator of another package."""
+    """An evaluator beside those above: `linear`, or one of another package."""
 
     # `module:class` of the `vitscale.evaluation.Evaluator` that measures.
     implementation: ClassVar[str]
 
-    kind: str
-    """dotted path of its block, such as my_package.Calibration, whose keys are written here"""
+    kind: str = Field(description="dotted path of its block")
     name: str = Field(min_length=1, description="its name in metrics")
 
     def metrics(self) -> Sequence[str]:
@@ -80,18 +79,55 @@ class Evaluator(Block):
         """The keys that make it use a smoke run's datasets instead of its own."""
         return {}
 
+    def splits(self) -> tuple[str, str, EvalCrop] | None:
+        """The dataset that it learns from, the one that it is tested on, and the crop of both; None if it has none."""
+        return None
+
+
+class LinearHeads(Evaluator):
+    """Linear heads on the representation, as DINOv2 measures (Oquab et al., 2023): the learning rate, one of 13, is
+    chosen on a tenth of the training samples; its head is trained again on all of them, and tested.
+    """
+
+    implementation: ClassVar[str] = "vitscale.evaluation.linear:LinearHeads"
+
+    kind: Literal["linear"] = Field(description="chooses this evaluator")
+    name: str = Field("linear", min_length=1, description="its name in metrics")
+    train: str
+    """a dataset, as data.train, that heads learn from; a part of data.train is enough (`vitscale shards split`)"""
+    test: str = Field(description="a dataset, as data.train, that is classified")
+    steps: int | None = Field(None, ge=1, lt=2**31)
+    """number of updates of each head, with batches of 256; default: 10 epochs, at least 1,250"""
+    crop: EvalCrop = EvalCrop()
+
+    def metrics(self) -> Sequence[str]:
+        """As `Evaluator.metrics`."""
+        return ("top1", "lr")
+
+    def on_smoke_data(self, train: str, test: str) -> dict[str, Any]:
+        """As `Evaluator.on_smoke_data`."""
+        return {"train": train, "test": test, "steps": 10}
+
+    def splits(self) -> tuple[str, str, EvalCrop]:
+        """As `Evaluator.splits`."""
+        return self.train, self.test, self.crop
+
 
 class Evaluation(Block):
     """What is evaluated during training, and when; always at the end as well."""
 
-    _later_keys: ClassVar[tuple[str, ...]] = ("knn",)
+    _later_keys: ClassVar[tuple[str, ...]] = ("knn", "at_start")
 
     every: Interval | None = Field(None, description="how often to evaluate; default: only at the end")
+    at_start: bool = False
+    """whether to evaluate the weights that the run begins with, too, before the first update; selection does not choose
+    them"""
     validation: str | None = Field(None, description="a dataset, as data.train: top-1, top-5 and loss")
     fewshot: FewShot | None = None
     knn: KNN | None = None
-    evaluators: list[Annotated[SerializeAsAny[Evaluator], by_kind(Evaluator, "evaluation.evaluators.N")]] = Field([])
-    """evaluators of other packages"""
+    evaluators: list[Annotated[SerializeAsAny[LinearHeads], by_kind(Evaluator, "evaluation.evaluators.N")]] = Field([])
+    """linear heads, and evaluators of other packages: `kind` is then the dotted path of a block, such as
+    my_package.Calibration, whose keys are written beside it"""
     batch: int = Field(64, ge=1, description="images per rank and forward pass")
     overlap: Literal["refuse", "allow"] = "refuse"
     """evaluated samples that are training samples: refuse: an error; allow: a warning"""

@@ -12,11 +12,13 @@ _KEYS_BY_UNIT = {
     "views per sample": "data.repeats data.views.N.count",
     "batches": "data.prefetch",
     "blocks of patches": "objective.blocks",
-    "pixels": "data.image_size model.patch_size data.operations.N.radius data.operations.N.kernel data.views.N.size",
+    "pixels": "data.image_size model.patch_size data.operations.N.radius data.operations.N.kernel data.views.N.size "
+    "objective.targets.image_size",
     "channels": "model.width model.mlp_dim objective.decoder_width objective.hidden objective.outputs "
     "objective.bottleneck objective.predictor_width",
     "classes": "model.num_classes",
     "tokens": "model.registers",
+    "numbers": "objective.targets.vocabulary",
     "tokens along a side": "model.window",
     "heads": "model.num_heads objective.decoder_heads objective.predictor_heads",
     "ranks": "parallelism.hpz_size",
@@ -26,13 +28,14 @@ _KEYS_BY_UNIT = {
     "operations": "data.operations.N.n",
     "prototypes": "objective.prototypes objective.ibot.prototypes",
     "levels of a pixel, 0 to 255": "data.operations.N.fill data.operations.N.threshold",
-    "pixel values from 0 to 1": "data.normalise.mean data.normalise.std",
+    "pixel values from 0 to 1": "data.normalise.mean data.normalise.std objective.targets.normalise.mean "
+    "objective.targets.normalise.std",
     "logits": "model.head_bias",
     "threads": "data.threads",
     "GB of 10**9 bytes": "data.cache.limit_gb",
     "seconds": "data.stall_s check.step_timeout_s",
     "steps": "init.step objective.teacher.step anomalies.spike.window check.replicas_every check.recompute_every "
-    "check.audit_every logging.every profile.steps",
+    "check.audit_every logging.every profile.steps evaluation.evaluators.N.steps",
     "checkpoints": "checkpoint.keep",
     "saves": "checkpoint.max_failures",
     "evaluations": "selection.patience",
@@ -48,6 +51,7 @@ _KEYS_BY_UNIT = {
     "data.eval_crop.fraction data.operations.N.area data.operations.N.hue objective.keep objective.share "
     "objective.removed objective.ibot.probability objective.ibot.shares objective.area objective.context "
     "objective.mixing.cutmix_sides evaluation.fewshot.crop.fraction evaluation.knn.crop.fraction "
+    "evaluation.evaluators.N.crop.fraction "
     "parallelism.activation_budget",
     NO_UNIT: "seed model.width_factor model.norm_eps model.layer_scale model.position.base "
     "model.position.registers_base data.crop.aspect data.operations.N.jitter data.operations.N.brightness "

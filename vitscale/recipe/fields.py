@@ -112,7 +112,9 @@ def json_schema() -> dict[str, Any]:
     for name, tag in (("model", "family"), ("objective", "kind"), ("optimizer", "name")):
         schema["properties"][name]["anyOf"].append(_named_by_path(tag))
     schema["properties"]["model"]["anyOf"].append({"type": "string", "description": "the name alone"})
-    schema["$defs"]["Evaluator"] = _named_by_path("kind")
+    evaluators = schema["$defs"]["Evaluation"]["properties"]["evaluators"]
+    whole = evaluators["items"] | {"required": ["kind", "train", "test"]}  # lists are not extended by others
+    evaluators["items"] = {"anyOf": [whole, _named_by_path("kind")]}
     operations = schema["$defs"]["Data"]["properties"]["operations"]["items"]
     operations["oneOf"].append(_named_by_path("kind"))
     operations.pop("discriminator")

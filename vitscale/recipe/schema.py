@@ -279,8 +279,9 @@ class Recipe(Block):
                 f"parallelism.offload keeps the state of adamw and sgd on the host, and this is {self.optimizer.name}, "
                 f"which needs whole tensors; leave it at none, and use a higher zero_stage"
             )
-        if known("evaluation") and self.evaluation.every is not None and not self.evaluation.measures:
-            yield "evaluation.every is set, and none of evaluation.validation, .fewshot, .knn and .evaluators"
+        evaluated = [key for key in ("every", "at_start") if known("evaluation") and getattr(self.evaluation, key)]
+        if evaluated and not self.evaluation.measures:
+            yield f"evaluation.{evaluated[0]} is set, and none of evaluation.validation, .fewshot, .knn and .evaluators"
         if known("evaluation", "objective") and self.evaluation.validation and not self.objective.has_classes:
             yield (
                 f"evaluation.validation measures classes, and objective.kind: {self.objective.kind} has none; use "
@@ -409,6 +410,9 @@ class Recipe(Block):
             return validation, self.data.eval_crop
         if metric.startswith("knn/") and self.evaluation.knn is not None:
             return self.evaluation.knn.test, self.evaluation.knn.crop
+        for evaluator in self.evaluation.evaluators:
+            if metric.startswith(f"{evaluator.name}/") and (splits := evaluator.splits()) is not None:
+                return splits[1:]
         for task in fewshot.tasks if fewshot is not None else ():
             if fewshot is not None and metric.startswith(f"fewshot/{task.name}/"):
                 return task.test, fewshot.crop

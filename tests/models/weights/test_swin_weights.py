@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from vitscale.ground.errors import CheckpointError, RecipeError
-from vitscale.models.weights import describe, load_weights, open_weights
+from vitscale.models.weights import describe, load_weights, open_weights, write_weights
 from vitscale.recipe import validate_recipe
 from vitscale.training.beginning.initial_weights import check_initial_weights
 
@@ -142,6 +142,38 @@ def test_a_folder_says_what_it_is(tmp_path):
         (folder / "config.json").write_text(json.dumps(config | {key: value}))
         with pytest.raises(CheckpointError, match=key):
             describe(open_weights(folder))
+
+
+def test_the_size_that_a_folder_states_is_that_of_its_images(tmp_path):
+    description = described({**SMALL, "window": 2}, 64)
+    folder = write(valued(description), description, "hf", tmp_path)
+    (folder / "preprocessor_config.json").unlink()
+    assert describe(open_weights(folder)).image_size == 64
+    config = json.loads((folder / "config.json").read_text())
+    for size, known in (([96, 96], 96), ([96, 64], 64), ("large", 64), (10**9, 64)):
+        (folder / "config.json").write_text(json.dumps(config | {"image_size": size}))
+        assert describe(open_weights(folder)).image_size == known
+    (folder / "config.json").write_text(json.dumps(config | {"image_size": 32}))  # one place is left in the last stage
+    with pytest.raises(CheckpointError, match="image_size"):
+        describe(open_weights(folder))
+
+
+def test_a_timm_folder_that_contradicts_its_tensors_is_refused(tmp_path):
+    description = described({**SMALL, "window": 2}, 64)
+    folder, values = tmp_path / "folder", dict(valued(description).named_parameters())
+    write_weights(folder, "timm", description, lambda name: values[name].detach(), report=lambda note: None)
+    config = json.loads((folder / "config.json").read_text())
+    arguments = config["model_args"]
+    assert describe(open_weights(folder)).image_size == 64
+    for key, value in (
+        *(("window_size", 7), ("embed_dim", 96), ("depths", [2, 2, 6, 2]), ("num_heads", [3, 6, 12, 24])),
+        *(("patch_size", 2), ("window_size", [2, 4])),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | {"model_args": arguments | {key: value}}))
+        with pytest.raises(CheckpointError, match=key):
+            describe(open_weights(folder))
+    (folder / "config.json").write_text(json.dumps(config | {"model_args": arguments | {"window_size": [2, 2]}}))
+    assert describe(open_weights(folder)).model["window"] == 2
 
 
 @pytest.mark.parametrize("name", ["swin_s3_tiny_224", "swinv2_tiny_window8_256"])

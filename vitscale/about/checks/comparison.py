@@ -129,9 +129,10 @@ class Comparison:
             kinds = self.oracle.recipe.kept(name, tuple(shape)) if name in applied else {}
             weight = before.values["master"][name].double()
             kept = {kind: before.values[kind][name].double() for kind in kinds}
-            expected, moments = self.oracle.update(name, weight, kept, applied.get(name, weight), rates)
+            given = name, weight, kept, applied.get(name, weight), rates
+            expected, moments = self.oracle.update(*given)
             where, master = f"step {step}, {name}", after.values["master"][name]
-            of_step = _update_limit(*self.oracle.rule.roundings(kept))
+            of_step = max(_update_limit(*self.oracle.rule.roundings(kept)), _MARGIN * self.oracle.noise(*given))
             moved, size = float((expected - weight).norm()), _size(weight, expected)
             limit = _update_limit(torch.float32) + of_step * moved / size
             self._note("update", name, _error(master, expected, size), limit, where)

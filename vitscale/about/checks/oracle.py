@@ -151,18 +151,28 @@ class Oracle:
 
     def update(self, name: str, weight: Tensor, kept: Kept, gradient: Tensor, rates: Rates) -> tuple[Tensor, Kept]:
         """A parameter and what is kept for it after an update with this gradient; all in double precision."""
+        update = self._update(name, weight, rates)
+        if update is None:
+            return weight, {}
+        after = dict(self.rule.reference(update, {MASTER: weight, **kept}, gradient))
+        return after.pop(MASTER), after
+
+    def noise(self, name: str, weight: Tensor, kept: Kept, gradient: Tensor, rates: Rates) -> float:
+        """As `Rule.noise`, of a parameter before an update with this gradient."""
+        update = self._update(name, weight, rates)
+        return 0.0 if update is None else self.rule.noise(update, {MASTER: weight, **kept}, gradient)
+
+    def _update(self, name: str, weight: Tensor, rates: Rates) -> Update | None:
         group = self.group(name, rates.waiting)
         if group is None:
-            return weight, {}
-        update = Update(
+            return None
+        return Update(
             shape=self.recipe.axes(name, tuple(weight.shape)),
             number=rates.updates + 1,
             rate=rates.learning_rate * group[0],
             decay=group[1] * (1.0 if rates.weight_decay_factor is None else rates.weight_decay_factor),
             momentum=self.recipe.optimizer.first_momentum if rates.momentum is None else rates.momentum,
         )
-        after = dict(self.rule.reference(update, {MASTER: weight, **kept}, gradient))
-        return after.pop(MASTER), after
 
 
 def _ways(loss: Tensor, weights: Mapping[str, Tensor]) -> dict[str, int]:

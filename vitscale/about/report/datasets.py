@@ -66,6 +66,7 @@ def tests_of(run: Run) -> list[str]:
     fewshot, knn, validation = evaluation.fewshot, evaluation.knn, evaluation.validation
     names = [] if fewshot is None else [task.test for task in fewshot.tasks]
     names += [] if knn is None else [knn.test]
+    names += [splits[1] for each in evaluation.evaluators if (splits := each.splits()) is not None]
     return names if validation is None else [*names, validation]
 
 

@@ -14,7 +14,7 @@ from vitscale.models.layers import CHANNELS
 from vitscale.models.resnet.weights import units_of
 from vitscale.models.weights.foreign import ForeignWeights, Resampling, TimmModel
 from vitscale.models.weights.rules import Rule, renamed, same, stacked, torch_patches
-from vitscale.models.weights.source import Source, contradicted
+from vitscale.models.weights.source import MOST_PIXELS, Source, contradicted
 from vitscale.models.weights.timm_hub import check_arguments, model_arguments
 from vitscale.recipe.families import SwinShape, architecture
 
@@ -36,7 +36,6 @@ _IN_BLOCK = {
 _PATCHES = {"timm": "patch_embed.proj.weight", "hf": "swin.embeddings.patch_embeddings.projection.weight"}
 _BLOCK = re.compile(r"(?:swin\.encoder\.)?layers\.(\d{1,4})\.blocks\.(\d{1,4})\.(?:norm1|layernorm_before)\.weight$")
 # Arguments of timm's that show in the tensors; and others, with the values that we compute.
-_SEEN = {"patch_size", "embed_dim", "depths", "num_heads", "window_size"}
 _TAKEN: dict[str, tuple[Any, ...]] = {
     **{"global_pool": ("avg", ""), "mlp_ratio": (4,), "qkv_bias": (True,), "always_partition": (False,)},
     "norm_layer": (None, "layernorm"),
@@ -194,14 +193,26 @@ def recognise(source: Source) -> tuple[dict[str, Any], int | None] | None:
     if not all(windows):
         return None
     shape = SwinShape(patches[0], tuple(blocks), tables[0][1], windows[0], patches[-1])
-    image_size = source.image_size or shape.stride * windows[-1]
+    is_timm = source.form == "timm"
+    key, arguments = ("img_size", model_arguments(source.config)[1]) if is_timm else ("image_size", source.config)
+    stated = next(iter(_sides(arguments.get(key))), None)
+    image_size = source.image_size or stated or shape.stride * windows[-1]
     if windows != [shape.window_of(stage, image_size) for stage in range(len(blocks))]:
+        if image_size == stated:
+            raise contradicted(source, key, stated, f"a size at which windows are {windows}, as its tables are")
         return None
-    if source.form == "timm":
-        check_arguments(source, _SEEN, _TAKEN)
+    if is_timm:
+        seen = {name: (value, [value, value]) for name, value in _dimensions(shape).items()}
+        check_arguments(source, {"img_size"}, _TAKEN | seen)
     else:
         _check_config(source, shape)
     return {key: list(value) if key == "blocks" else value for key, value in vars(shape).items()}, image_size
+
+
+def _sides(size: Any) -> list[int]:
+    """The side of square images that a config.json states, once or twice; empty for anything else."""
+    sides = size if isinstance(size, list) else [size]
+    return sides if len(set(map(repr, sides))) == 1 and type(sides[0]) is int and 0 < sides[0] <= MOST_PIXELS else []
 
 
 def _check_config(source: Source, shape: SwinShape) -> None:

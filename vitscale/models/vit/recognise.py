@@ -22,7 +22,7 @@ _HEADS = {
     **{"so400m": 16, "intern300m": 16},
 }
 _WIDE = (1152, 1280, 1408, 1664)  # these have 16 heads, all others heads of 64 channels
-_KINDS = ("vit", "deit", *dino.ARCHITECTURES)
+_KINDS = ("vit", "deit", "vit_mae", *dino.ARCHITECTURES)
 _TANH = re.compile(r"vit_(?:(?:so400m|giantopt)_patch16|base_patch32)_siglip_|vit_large_patch16_siglip_(?:gap_)?512")
 _TIMM_FUNCTIONS = {"gelu": "exact_gelu", "gelu_tanh": "gelu", "quick_gelu": "quick_gelu", "quickgelu": "quick_gelu"}
 _HF_FUNCTIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()} | {"gelu_new": "gelu"}

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from vitscale.ground.errors import CheckpointError, RecipeError, VitscaleError
+from vitscale.ground.ranks import on_rank_zero
 from vitscale.ground.wording import counted, shortened
 from vitscale.models import Model, initialise, weight_dtype
 from vitscale.models.weights import FUNCTIONS, HEAD, Reader, load_weights, parameters, parameters_beside, recognised
 from vitscale.objectives import Objective, build_objective, build_teacher
+from vitscale.objectives.tokenizer import files_of, load_tokenizer, open_tokenizer
 from vitscale.recipe import MAE, Recipe, families, read_recipe, validate_recipe
+from vitscale.recipe.masked_patches import MaskedPatches, Tokenizer
 from vitscale.runs.checkpoint import checkpoint_directory
 from vitscale.runs.checkpoint.opening import OpenWeights
 from vitscale.runs.directory import read_newest
@@ -28,6 +31,7 @@ from vitscale.training.beginning.found_weights import (
     Named,
     check_classes,
     check_model,
+    digests,
     find_weights,
     in_yaml,
     open_found,
@@ -37,7 +41,7 @@ from vitscale.training.deepspeed.fragments import Source as FragmentSource
 from vitscale.training.deepspeed.fragments import in_pieces
 
 _OUTPUT_LAYERS = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
-_TEACHER = "objective.teacher"
+_TEACHER, _TOKENIZER = "objective.teacher", "objective.targets"
 _TEACHERS_HEAD = "the head of the teacher is needed, with the classes of data.train"
 _ADVICE = "leave the whole head out, as for fine-tuning: model.head: linear and init.head: zero"
 
@@ -169,7 +173,10 @@ class _Assignment:
             resample=init.positions == "resample",
             advice=_ADVICE,
         )
-        self.readers |= _beside(recipe, objective, weights)
+        beside = _beside(recipe, objective, weights)
+        self.readers |= beside
+        if beside and isinstance(recipe.objective, MAE):
+            self.notes += _other_pixels(recipe.objective, weights)
         for reader in self.readers.values():
             if reader.compares:  # now, not when the ranks have met
                 reader()
@@ -229,6 +236,18 @@ def _beside(recipe: Recipe, objective: Objective, weights: OpenWeights) -> dict[
     return parameters_beside(objective, rules, weights.source) if rules else {}
 
 
+def _other_pixels(ours: MAE, weights: OpenWeights) -> list[str]:
+    """What to know of a decoder that learned other targets, which no shape shows."""
+    theirs = None if weights.recipe is None else weights.recipe.objective
+    norm_pix = weights.source.config.get("norm_pix_loss", theirs.norm_pix if isinstance(theirs, MAE) else None)
+    if norm_pix in (None, ours.norm_pix):
+        return []
+    return [
+        f"its decoder predicts pixels with norm_pix {str(bool(norm_pix)).lower()}, and objective.norm_pix is "
+        f"{str(ours.norm_pix).lower()}: the loss begins high"
+    ]
+
+
 def _layers(keys: list[str]) -> list[str]:
     """The layers that keys of any format belong to, in their order."""
     return list(dict.fromkeys(re.sub(r"[./](weight|bias|kernel|scale)$", "", key) for key in keys))
@@ -238,7 +257,7 @@ def _layers(keys: list[str]) -> list[str]:
 
 
 def check_teacher(recipe: Recipe, class_names: list[str]) -> None:
-    """Check the teacher by names and shapes alone, before the ranks meet.
+    """Check the teacher, or a tokenizer, by names and shapes alone, before the ranks meet.
 
     Raises `RecipeError` if there are no such weights or they contradict the recipe, and `CheckpointError` if they are
     damaged or of another model.
@@ -250,6 +269,8 @@ def check_teacher(recipe: Recipe, class_names: list[str]) -> None:
                 f"{_TEACHER}.model.num_classes is {num_classes}, but data.train has {len(class_names)} "
                 "classes, and the teacher's are the same; leave it out"
             )
+    if (tokenizer := _tokenizer(recipe)) is not None:
+        open_tokenizer(*tokenizer)
     if (named := _named_teacher(recipe)) is not None:
         with torch.device("meta"):
             teacher = build_teacher(recipe, len(class_names))
@@ -259,14 +280,23 @@ def check_teacher(recipe: Recipe, class_names: list[str]) -> None:
 
 def load_teacher(
     recipe: Recipe, class_names: list[str], world: World, say: Callable[[str], None]
-) -> tuple[Model | None, dict[str, Any] | None]:
-    """The teacher, whole on this rank's device and in the run's dtype, never updated; all ranks call it together.
+) -> tuple[torch.nn.Module | None, dict[str, Any] | None]:
+    """The teacher, whole on this rank's device and in the run's dtype, never updated; all ranks call it together. For
+    `objective.targets` it is the tokenizer, in fp32.
 
     `say` prints what is taken from where, on rank 0. Returns the teacher, or None without one; and what identifies its
     weights, None without a source.
 
     Raises as `check_teacher`, and `CheckpointError` if no checkpoint of a run verifies.
     """
+    if (tokenizer := _tokenizer(recipe)) is not None:
+        try:
+            loaded = load_tokenizer(*tokenizer, world.device)
+        except VitscaleError as error:
+            raise error.on_all_ranks() from None
+        say(f"tokenizer: {tokenizer[0].path} of {tokenizer[0].source}")
+        files = on_rank_zero(lambda: [digests(file) for file in files_of(tokenizer[0])])
+        return loaded, {"tokenizer": tokenizer[0].path, "files": files[0] | files[1]}
     teacher = build_teacher(recipe, len(class_names))
     if teacher is None:
         return None, None
@@ -296,10 +326,20 @@ def check_same_teacher(now: dict[str, Any] | None, before: dict[str, Any] | None
     if now == before:
         return
     files = {name: digest for each in (now, before) if each is not None for name, digest in each["files"].items()}
+    key, whose = (_TEACHER, "teacher") if "tokenizer" not in (now or before or {}) else (_TOKENIZER, "tokenizer")
     raise CheckpointError(
-        f"{_TEACHER}.from: the teacher's weights are not those that this run has learned from so far "
+        f"{key}.from: the {whose}'s weights are not those that this run has learned from so far "
         f"({', '.join(sorted(files)) or 'initial values'}); use those again, or start another run"
     ).on_all_ranks()
+
+
+def _tokenizer(recipe: Recipe) -> tuple[Tokenizer, int] | None:
+    """The tokenizer that a recipe names, and the patches along one side of its model's images."""
+    settings, patches = recipe.objective, recipe.model.patches(recipe.data.image_size)
+    if not isinstance(settings, MaskedPatches) or settings.targets is None:
+        return None
+    assert patches is not None, "the objective's own check"
+    return settings.targets, patches.grid
 
 
 def _named_teacher(recipe: Recipe) -> Named | None:

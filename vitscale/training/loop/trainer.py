@@ -152,6 +152,8 @@ class Trainer:
         step = self.state.step
         if step > 0 and self.plan.due(step, self._last).evaluate and self.state.selection.evaluated != step:
             self._evaluate_and_select()  # the process that took this step ended before it could evaluate
+        if step == 0 and self.recipe.evaluation.at_start:
+            self.report.evaluation(0, self._evaluate())
         while self.state.step < self._last and not self._is_out_of_patience():
             start, border = self.state.anomalies.skipped.next_stretch(self.state.position)
             stop = start + self._last - self.state.step
@@ -309,8 +311,10 @@ class Trainer:
             # The directory may be available again when the run continues.
             unsaved = StorageError(f"{reason}: ending without a checkpoint of step {step:,}: {error}")
             raise unsaved.on_all_ranks() from None
-        where = f"at step {step:,} of {self.plan.total_steps:,} in {self.saves.store.root}"
-        raise PreemptedError(f"{reason}: saved {where}; repeat the command to continue").on_all_ranks()
+        where = f"saved at step {step:,} of {self.plan.total_steps:,} in {self.saves.store.root}"
+        if step == 0:  # in the evaluation before the first update
+            where = "there was no update yet"
+        raise PreemptedError(f"{reason}: {where}; repeat the command to continue").on_all_ranks()
 
     def _finish(self, past: str) -> None:
         """Leave a checkpoint of this step and, if the run is done, the file that says so."""

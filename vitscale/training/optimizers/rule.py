@@ -66,6 +66,12 @@ class Rule(ABC, Generic[_Settings]):
         """The number format in which the direction of such a parameter is computed, and the roundings on the way."""
         return torch.float32, 16
 
+    def noise(self, update: Update, before: State, gradient: Tensor) -> float:
+        """How far the paper's formula in that format is from `reference`, relative to the direction, where it enlarges
+        roundings by as much as the values decide; 0 where it does not.
+        """
+        return 0.0
+
     def of_elements(self, update: Update, before: State, gradient: Tensor, after: State) -> Expected:
         """What a few elements must be after an update, and by how much they may be off; an audit compares them.
 

@@ -1,0 +1,105 @@
+"""Linear heads while training: chosen without the test set, beside scikit-learn, and asked for in recipes."""
+
+import pytest
+import torch
+from toy_split import model, split
+
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.evaluation import build_evaluators, evaluate
+from vitscale.evaluation.heads import RATES
+from vitscale.evaluation.linear import LinearHeads
+from vitscale.evaluation.splits import check_splits
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.recipe import override, smoke_form, validate_recipe
+
+K = 7
+CLASSES = list("abcdefg")
+LINEAR = {"kind": "linear", "train": "train", "test": "test"}
+
+
+def make_recipe(root, *settings, **linear):
+    content = {
+        "model": {"patch_size": 8, "width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 2},
+        "data": {"train": "train", "image_size": 32, "root": str(root)},
+        "batch": {"global": 8},
+        "objective": {"kind": "masked_patches"},
+        "optimizer": {"name": "adamw", "lr": 1e-3},
+        "schedule": {"duration": {"steps": 4}},
+        "evaluation": {"every": {"steps": 2}, "evaluators": [LINEAR | linear]},
+    }
+    return override(validate_recipe(content, "test").dump(), settings, "test")
+
+
+def scaled(images):
+    """The toy's outputs, at a scale at which these rates learn."""
+    outputs = model(K)(images)
+    return outputs._replace(pooled=outputs.pooled / 4)
+
+
+def test_accuracy_is_near_scikit_learn_s_and_the_test_set_chooses_nothing():
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    train, test = split(400, K, seed=2), split(400, K, seed=3)
+    found = evaluate([LinearHeads("linear", train.loader(8), test.loader(16), CLASSES)], scaled)
+    assert list(found) == ["linear/top1", "linear/lr"] and found["linear/lr"] in RATES
+    x, y = (scaled(part.images).pooled.numpy() for part in (train, test))
+    peer = linear_model.LogisticRegression(C=1e3, max_iter=5000).fit(x, train.labels.numpy())
+    assert found["linear/top1"] == pytest.approx(peer.score(y, test.labels.numpy()), abs=0.04)
+    assert found["linear/top1"] > 3 / K
+    test.labels = test.labels.flip(0)
+    other = evaluate([LinearHeads("linear", train.loader(8), test.loader(16), CLASSES)], scaled)
+    assert other["linear/lr"] == found["linear/lr"] and other["linear/top1"] != found["linear/top1"]
+
+
+def test_fewer_samples_than_settings_need_are_refused():
+    few = split(9, K, seed=2)
+    with pytest.raises(DataError, match="9 training samples"):
+        evaluate([LinearHeads("linear", few.loader(8), few.loader(8), CLASSES, 5)], model(K))
+
+
+def test_a_recipe_asks_for_it_and_chooses_by_it(tmp_path):
+    write_generated_dataset(tmp_path / "train", [24], seed=1)
+    write_generated_dataset(tmp_path / "test", [12], seed=2)
+    recipe = make_recipe(tmp_path, "selection={metric: linear/top1, mode: max}")
+    (evaluator,) = build_evaluators(recipe, [])
+    assert (evaluator.name, evaluator.train_samples, evaluator.test_samples) == ("linear", 24, 12)
+    assert recipe.measured_on("linear/top1") == ("test", recipe.evaluation.evaluators[0].crop)
+    assert recipe.measured_on("validation/top1") == (None, None)
+    for settings, split_of_run in (({"test": "train"}, "train"), ({"train": "test"}, "train"), ({}, "test")):
+        with pytest.raises(DataError, match=r"evaluation\.evaluators\.0\.test"):
+            check_splits(make_recipe(tmp_path, **settings), Manifest.load(tmp_path / split_of_run))
+    assert check_splits(recipe, Manifest.load(tmp_path / "train")) == []
+    small = smoke_form(make_recipe(tmp_path, train="photos/a", test="photos/b"), tmp_path).evaluation.evaluators[0]
+    assert (small.train, small.test, small.steps) == ("train", "test", 10)
+
+
+@pytest.mark.parametrize(
+    ("settings", "linear", "key"),
+    [
+        ([], {"steps": 0}, "evaluation.evaluators.0.steps"),
+        ([], {"epochs": 3}, "evaluation.evaluators.0.epochs"),
+        ([], {"kind": "linea"}, "evaluation.evaluators.0.kind"),
+        (["selection={metric: linear/top5, mode: max}"], {}, "linear/top1"),
+    ],
+)
+def test_mistakes_name_their_key(settings, linear, key, tmp_path):
+    with pytest.raises(RecipeError) as caught:
+        make_recipe(tmp_path, *settings, **linear)
+    assert key in str(caught.value)
+
+
+def test_two_of_one_name_are_refused(tmp_path):
+    write_generated_dataset(tmp_path / "train", [24], seed=1)
+    write_generated_dataset(tmp_path / "test", [12], seed=2)
+    twice = make_recipe(tmp_path).dump()
+    twice["evaluation"]["evaluators"] *= 2
+    with pytest.raises(RecipeError, match="'linear'"):
+        build_evaluators(override(twice, [], "test"), [])
+
+
+def test_what_it_learns_is_no_part_of_the_run():
+    """Training goes on with the random numbers that it had."""
+    part = split(40, K, seed=2)
+    before = torch.get_rng_state()
+    evaluate([LinearHeads("linear", part.loader(8), part.loader(8), CLASSES, 5)], model(K))
+    assert torch.equal(torch.get_rng_state(), before)
