@@ -6,16 +6,17 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from commands import command, on_processes
-from leaks import resident_bytes
 from models.test_feature_maps import SWIN
 from models.weights.exported import described, valued, write
 
 import vitscale as vs
 from vitscale.evaluation import features
 from vitscale.evaluation.features import write_features
+from vitscale.ground.errors import DataError
 from vitscale.models import Model, Outputs
 from vitscale.models.vit import ViT
 
@@ -46,10 +47,9 @@ def test_they_are_the_normed_maps_of_the_model(family, home, swin, tmp_path, mon
     assert (meta["samples"], meta["grid"], meta["width"]) == (SAMPLES, [side, side], width)
     assert len(list((tmp_path / "out").glob("tokens-*.npy"))) == (4 if family == "vit" else 2)
     model, uids = vs.load(source), np.load(tmp_path / "out/uids.npy").tolist()
-    (batch,) = vs.Dataset(home / "data/test").loader(SAMPLES, image_size=64)
-    rows = [batch.uids.tolist().index(uid) for uid in uids]
+    seen = {each.uid: model.preprocess(each.image) for each in vs.Dataset(home / "data/test")}
     with torch.no_grad():
-        pixels = (batch.images[rows].float() / 255 - 0.5) / 0.5
+        pixels = torch.stack([seen[uid] for uid in uids]).permute(0, 2, 3, 1)
         maps = model.backbone.norm(model.backbone.feature_maps(pixels)[-1].permute(0, 2, 3, 1))
     np.testing.assert_allclose(tokens, maps.numpy(), rtol=1e-3, atol=1e-3)
 
@@ -105,7 +105,7 @@ def test_ten_thousand_images_take_the_memory_of_a_batch(tmp_path):
 
     def batches():
         for first in range(0, 10_000, 8):
-            seen.append(resident_bytes())
+            seen.append(psutil.Process().memory_info().rss)
             yield Batch(first)
 
     count = write_features(batches, predict, tmp_path / "out", {}, 10_000, names=dict)
@@ -131,6 +131,6 @@ def test_nothing_is_there_after_a_kill_and_the_next_call_writes_all(tmp_path):
 
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path):
     expected = 10**12
-    with pytest.raises(vs.VitscaleError, match=r"98,304,000,000,000,000 bytes"):
+    with pytest.raises(DataError, match=r"98,304,000,000,000,000 bytes"):
         write_features(lambda: map(Batch, range(0, 8, 8)), predict, tmp_path / "out", {}, expected, names=dict)
     assert not (tmp_path / "out").exists()
