@@ -91,7 +91,8 @@ def test_maps_are_those_of_transformers_backbones(case, tmp_path, monkeypatch):
     peer, told = transformers.AutoBackbone.from_pretrained(
         str(tmp_path / "out"), out_features=[f"stage{stage}" for stage in stages], output_loading_info=True
     )
-    assert type(peer).__name__ == name and not any(told.values())
+    missing = {key for key in told.pop("missing_keys") if not key.startswith("hidden_states_norms.")}
+    assert type(peer).__name__ == name and not any(told.values()) and not missing
     side = model.anatomy().grid * model.anatomy().stride if isinstance(model.shape, ViTShape) else size
     with torch.no_grad():
         theirs = peer.eval()(images(size).permute(0, 3, 1, 2)[:, :, :side, :side]).feature_maps

@@ -55,7 +55,7 @@ def fewshot(
         ),
     ] = None,
     mask_classes: Annotated[
-        int | None, Option(min=1, max=4096, help="For --masks: classes.", show_default="those in the training masks")
+        int | None, Option(min=1, max=1024, help="For --masks: classes.", show_default="those in the training masks")
     ] = None,
     ignore: Annotated[
         int | None, Option(min=0, max=65535, help="For --masks: the number that is no class; default 255.")

@@ -9,6 +9,7 @@ Shape legend: B samples of a batch, N samples of a dataset, D width of the repre
 """
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -180,10 +181,11 @@ class _Writer:
 
     def add(self, rows: Rows) -> None:
         values = rows[0].contiguous().numpy()
-        if not self._shape and len(values):
+        if not self._shape:
             self._shape = values.shape[1:]
-            self._most = _ROWS if self.what == "features" else max(1, _TOKEN_BYTES // values[0].nbytes)
-            needed, free = (self._expected or 0) * values[0].nbytes, shutil.disk_usage(self._folder).free
+            size = math.prod(self._shape) * values.itemsize
+            self._most = _ROWS if self.what == "features" else max(1, _TOKEN_BYTES // size)
+            needed, free = (self._expected or 0) * size, shutil.disk_usage(self._folder).free
             if needed > free > 0:
                 raise DataError(f"{self._folder.parent}: {self.what} take {needed:,} bytes, and {free:,} are free")
         self._labels.append(rows[1])

@@ -19,7 +19,7 @@ from vitscale.ground.errors import DataError
 from vitscale.ground.files.unpacked import most_pixels
 from vitscale.ground.storage import regular
 
-MOST_CLASSES = 1 << 12
+MOST_CLASSES = 1 << 10
 _MOST_BYTES = 1 << 28
 _GRAY, _PALETTE = 0, 3
 _COLOURS = {2: "RGB", 4: "gray with alpha", 6: "RGB with alpha"}
@@ -56,8 +56,9 @@ class Masks:
                 if shard.keys is None:
                     raise DataError(f"{shard.file.path}: no table of provenance, so its images have no names")
                 for slot in shard.slots.tolist():
-                    name = PurePosixPath(shard.keys[slot]).with_suffix("")
-                    paths = [whole[str(name)]] if str(name) in whole else by_stem.get(name.name, [])
+                    name = PurePosixPath(shard.keys[slot])
+                    own = whole.get(str(name.parent / name.stem))
+                    paths = by_stem.get(name.stem, []) if own is None else [own]
                     if len(paths) > 1:
                         raise DataError(f"{shard.keys[slot]}: two masks, {paths[0]} and {paths[1]}")
                     if not paths:

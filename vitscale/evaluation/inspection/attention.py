@@ -165,8 +165,8 @@ class AttentionMeter:
             reach, averaged = self._measure(attending, layer)
             self.reach.setdefault(name, []).append(reach)
             if self._wanted:
-                is_cut = layer.windows is not None
-                shown = _unwindowed(averaged, layer.windows) if is_cut else self._mix(averaged, layer.along)
+                cut = layer.windows
+                shown = self._mix(averaged, layer.along) if cut is None else _unwindowed(averaged, cut)
                 self.maps.setdefault(name, []).append(shown.cpu())
         elif self._product is not None:
             first = Attending(attending.query[: self._wanted], attending.key[: self._wanted], None)

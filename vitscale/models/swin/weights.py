@@ -13,7 +13,7 @@ from vitscale.ground.weight_formats import Format
 from vitscale.models.layers import CHANNELS
 from vitscale.models.resnet.weights import units_of
 from vitscale.models.weights.foreign import Backbone, ForeignWeights, Resampling, TimmModel
-from vitscale.models.weights.rules import Rule, renamed, same, stacked, torch_patches, with_constant
+from vitscale.models.weights.rules import Rule, renamed, same, stacked, torch_patches
 from vitscale.models.weights.source import Source, contradicted
 from vitscale.models.weights.timm_hub import check_arguments, model_arguments
 from vitscale.recipe.families import SwinShape, architecture
@@ -146,28 +146,20 @@ class SwinWeights(ForeignWeights):
         }
 
     def backbone(self) -> Backbone:
-        """As `ForeignWeights.backbone`: SwinBackbone, which has a norm behind each stage; its factors are ones.
+        """As `ForeignWeights.backbone`: SwinBackbone, which adds a norm behind each stage, at first without effect.
 
-        Raises `RecipeError` for images on which a stage is one window, whose second blocks it shifts nevertheless.
+        Raises `RecipeError` for images on which a stage is one window: it shifts its second block nevertheless.
         """
-        shape, stages = self._shape, range(len(self._shape.blocks))
-        config = self.transformers_config()
-        if any(
-            shape.size_of(stage, self._model.image_size) <= shape.window and shape.blocks[stage] > 1 for stage in stages
-        ):
+        shape, size = self._shape, self._model.image_size
+        if any(count > 1 and shape.size_of(stage, size) <= shape.window for stage, count in enumerate(shape.blocks)):
             least = shape.stride * shape.window + 1
             raise RecipeError(
-                f"at {self._model.image_size} pixels a stage is one window, which transformers' SwinBackbone shifts "
-                f"and this model does not: its maps are equal from {least} pixels on (--image-size {2 * least - 2})"
+                f"at {size} pixels a stage is one window, which transformers' SwinBackbone shifts and this model does "
+                f"not: its maps are equal from {least} pixels on (--image-size {2 * least - 2})"
             )
-        names = [f"stage{stage + 1}" for stage in stages]
-        rules = {rule.ours: rule for rule in self._rules(is_timm=False)}
-        for stage, name in enumerate(names):
-            block = f"blocks.{sum(shape.blocks[: stage + 1]) - 1}.norm2"
-            for kind, value in (("weight", 1.0), ("bias", 0.0)):
-                ours = f"{block}.{kind}"
-                rules[ours] = with_constant(rules[ours], f"hidden_states_norms.{name}.{kind}", value)
-        return Backbone(config | {"architectures": ["SwinBackbone"], "out_features": names}, [*rules.values()])
+        stages = [f"stage{stage}" for stage in range(1, len(shape.blocks) + 1)]
+        config = self.transformers_config() | {"architectures": ["SwinBackbone"], "out_features": stages}
+        return Backbone(config, self.rules("hf"))
 
 
 def _dimensions(shape: SwinShape) -> dict[str, Any]:
