@@ -34,7 +34,7 @@ IGNORED = 255
 STRENGTHS = tuple(10.0**exponent for exponent in range(-5, 2))
 """C, among which the probe chooses."""
 MOST_TOKENS = 1 << 16
-"""Tokens that are fitted; of more, equally many of each image are drawn by a hash."""
+"""Tokens that are fitted; of more, equally many of each image are drawn by a hash, at least one."""
 _EVERY = round(1 / DEVELOPMENT)  # every so many images choose C
 
 
@@ -136,49 +136,35 @@ class SegmentationProbe:
         development = torch.from_numpy(np.isin(uids, order[_EVERY - 1 :: _EVERY]))
         solution, strength = fit((x - mean) / std, y, development, num_classes)
         confusion = Confusion(num_classes)
-        for tokens, uid in self._maps(test):
-            predicted = predicted_classes(((tokens.double() - mean) / std)[None], solution, self._side)[0].numpy()
-            mask = self._mask(of_test, uid)
-            self._check(of_test, uid, mask, num_classes)
+        for tokens, mask, _ in self._seen(test, of_test, num_classes):
+            predicted = predicted_classes(((tokens.double() - mean) / std)[None], solution, len(mask))[0].numpy()
             confusion.add(mask, predicted, self.ignored)
         return {"miou": {**confusion.measures(), "std": 0.0, "draws": 1, "C": strength, "tokens": len(y)}}
 
-    @property
-    def _side(self) -> int:
-        anatomy = self.model.backbone.anatomy()
-        return (anatomy.grid or 0) * anatomy.stride
-
-    def _maps(self, dataset: Manifest) -> Iterator[tuple[Tensor, int]]:
-        """The tokens (h, w, D) and uid of each image."""
-        count = 0
+    def _seen(self, dataset: Manifest, masks: Masks, num_classes: int) -> Iterator[tuple[Tensor, np.ndarray, int]]:
+        """The tokens (h, w, D) of each image, the mask of what they cover, (S, S), and the image's uid."""
+        anatomy, size, count = self.model.backbone.anatomy(), self.model.image_size, 0
+        side = (anatomy.grid or 0) * anatomy.stride  # the patches may end before the image does, or behind it
         for rows in gathered(self.model.loader(dataset, WHOLE), self.model.predict_patches):
             assert rows is not None, "there is one process"
             count += len(rows[2])
-            yield from zip(rows[0], rows[2].tolist(), strict=True)
+            for tokens, uid in zip(rows[0], rows[2].tolist(), strict=True):
+                mask = np.full((side, side), self.ignored, np.int64)
+                mask[:size, :size] = masks.read(uid, size, size)[:side, :side]
+                if (beyond := mask[(mask >= num_classes) & (mask != self.ignored)]).size:
+                    raise DataError(
+                        f"{masks.files[uid][0]}: class {beyond.max()}; expected 0 to {num_classes - 1}, or "
+                        f"{self.ignored} for none (--mask-classes, --ignore)"
+                    )
+                yield tokens, mask, uid
         check_count(str(dataset.where), count, samples_expected(self.model.recipe, dataset))
-
-    def _mask(self, masks: Masks, uid: int) -> np.ndarray:
-        """The mask of what the patches cover, which may end before the image does, or behind it."""
-        size = self.model.image_size
-        covered = np.full((self._side, self._side), self.ignored, np.int64)
-        covered[:size, :size] = masks.read(uid, size, size)[: self._side, : self._side]
-        return covered
-
-    def _check(self, masks: Masks, uid: int, mask: np.ndarray, num_classes: int) -> None:
-        if (beyond := mask[(mask >= num_classes) & (mask != self.ignored)]).size:
-            raise DataError(
-                f"{masks.files[uid][0]}: class {beyond.max()}; expected 0 to {num_classes - 1}, or {self.ignored} for "
-                "none (--mask-classes, --ignore)"
-            )
 
     def _tokens_of(self, train: Manifest) -> tuple[Tensor, Tensor, np.ndarray, int]:
         """Tokens, float64 (n, D), their classes and images' uids, (n,), and the largest class."""
         masks = Masks.of(self.folder, train)
         share, highest = max(1, MOST_TOKENS // max(1, train.num_samples)), 0
         found: list[tuple[Tensor, np.ndarray, np.ndarray]] = []
-        for tokens, uid in self._maps(train):
-            mask = self._mask(masks, uid)
-            self._check(masks, uid, mask, self.num_classes or MOST_CLASSES)
+        for tokens, mask, uid in self._seen(train, masks, self.num_classes or MOST_CLASSES):
             highest = max(highest, int(mask[mask != self.ignored].max(initial=0)))
             labels = label_of_patches(mask, self.model.backbone.anatomy().stride, self.ignored).ravel()
             places = np.flatnonzero(labels >= 0)
