@@ -17,7 +17,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 import vitscale as vs
-from vitscale.evaluation.masks import read_mask
+from vitscale.evaluation.masks import Masks, read_mask
 from vitscale.evaluation.probes import Solution, statistics
 from vitscale.evaluation.segmentation import STRENGTHS, Confusion, fit, label_of_patches, predicted_classes
 from vitscale.ground.errors import DataError
@@ -242,6 +242,17 @@ def test_wrong_masks_are_refused_by_name(damage, split, named, place, masks):
     done = probed(place, masks)
     assert done.returncode == 3 and named in done.message
     assert path.name in done.message or damage is nothing
+
+
+def test_two_images_do_not_share_a_mask(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / "images" / folder).mkdir(parents=True)
+        Image.fromarray(picture(1)[0]).save(tmp_path / "images" / folder / "1.png")
+    (tmp_path / "masks").mkdir()
+    Image.fromarray(picture(1)[1]).save(tmp_path / "masks" / "1.png")
+    data = vs.convert(tmp_path / "images", tmp_path / "data", workers=1)
+    with pytest.raises(DataError, match="two images"):
+        Masks.of(tmp_path / "masks", data.manifest)
 
 
 def test_what_is_no_class_counts_nowhere(place, masks):

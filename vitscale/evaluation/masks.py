@@ -50,7 +50,7 @@ class Masks:
         by_stem: dict[str, list[Path]] = {}
         for path in found:
             by_stem.setdefault(path.stem, []).append(path)
-        files, missing = {}, []
+        files, missing, taken = {}, [], dict[Path, str]()
         for index in range(len(manifest.shards)):
             with open_shard(manifest, index) as shard:
                 if shard.keys is None:
@@ -64,6 +64,8 @@ class Masks:
                     if not paths:
                         missing.append(shard.keys[slot])
                         continue
+                    if (other := taken.setdefault(paths[0], shard.keys[slot])) != shard.keys[slot]:
+                        raise DataError(f"{paths[0]}: the mask of two images, {other} and {shard.keys[slot]}")
                     size = int(shard.file.height[slot]), int(shard.file.width[slot])
                     files[int(shard.file.uid[slot])] = (paths[0], *size)
         if missing:
