@@ -32,8 +32,10 @@ def test_the_blocks_of_the_page_run_one_after_the_other(tmp_path, monkeypatch):
         "labels": [{"boxes": boxes(2, 0.5), "class_labels": torch.tensor([3, 90])} for _ in pictures],
     }
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
-    assert len(blocks) == 2 and all(len(block.strip().splitlines()) <= 12 for block in blocks)
+    assert len(blocks) == 2
     for block in blocks:
+        lines = [line for line in block.splitlines() if line and not line.startswith(("import ", "from ", "#"))]
+        assert len(lines) <= 10
         exec(compile(block, str(PAGE), "exec"), said)
     assert sum(said["losses"].values()).isfinite() and said["loss"].isfinite()
     for trained in (said["model"].backbone.embedding.weight, *said["detr"].model.backbone.parameters()):
