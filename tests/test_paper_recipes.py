@@ -651,6 +651,7 @@ def test_swin(stem):
     assert (recipe.schedule.duration.epochs, recipe.schedule.warmup.epochs) == (epochs, warmup)
     base = 1.25e-4 if "i21k" in stem else 5e-4
     assert (recipe.optimizer.lr, recipe.optimizer.weight_decay) == (base * batch / 512, 0.05)
+    assert recipe.schedule.min_lr == pytest.approx(recipe.optimizer.lr / 100)
     assert recipe_work(recipe, 1000).params / 1e6 == pytest.approx(params, abs=0.05)
 
 
@@ -660,6 +661,7 @@ def test_swin_at_384_pixels():
     assert (recipe.model.name, recipe.model.shape().window, recipe.model.drop_path) == ("Swin-B", 12, 0.2)
     assert (recipe.data.image_size, recipe.data.eval_crop.kind, recipe.data.eval_crop.fraction) == (384, "square", 1)
     assert (recipe.optimizer.lr, recipe.optimizer.weight_decay) == (2e-5 * 1024 / 512, 1e-8)
+    assert recipe.schedule.min_lr == 2e-7 * 1024 / 512
     assert (recipe.schedule.duration.epochs, recipe.schedule.warmup.epochs) == (30, 5)
     assert (recipe.batch.global_size, recipe.init.head, recipe.init.positions) == (1024, "zero", "resample")
 

@@ -86,6 +86,8 @@ def test_attention_within_windows_is_what_transformers_reports(tmp_path):
     block = {"name": "Swin-T", "width": 32, "num_heads": 2, "blocks": [2, 2, 2], "window": 4}
     model, found = inside(block, parts=("attention", "norms"))
     description = described(block)
+    shifts = [layer.windows.shift for layer in model.anatomy().attention]
+    assert shifts == [0, 2, 0, 2, 0, 0]
     peer = transformers.SwinForImageClassification.from_pretrained(
         write(model, description, "hf", tmp_path), attn_implementation="eager"
     )
@@ -98,6 +100,11 @@ def test_attention_within_windows_is_what_transformers_reports(tmp_path):
         reach, windows = found.reach[f"stage {stage + 1}.2"], len(weights) // len(IMAGES)
         expected = attention_distance(weights.numpy(), 4, 4 * 2**stage, 0)
         np.testing.assert_allclose(reach.distance, expected.reshape(len(IMAGES), windows, -1).mean(1), rtol=1e-4)
+        side, shown = int(windows**0.5), found.maps[f"stage {stage + 1}.2"]
+        received = weights.mean(dim=(1, 2)).reshape(len(IMAGES), side, side, 4, 4).numpy()
+        of_map = received.transpose(0, 1, 3, 2, 4).reshape(len(IMAGES), 4 * side, 4 * side)
+        of_map = np.roll(of_map, (shifts[2 * stage + 1],) * 2, (1, 2)).reshape(len(IMAGES), -1)
+        np.testing.assert_allclose(shown, of_map[: len(shown)], rtol=1e-3, atol=1e-7)
     assert [values.shape[1] for values in found.norms.values()] == [256, 256, 64, 64, 16, 16]
 
 

@@ -1,5 +1,9 @@
 """Feature maps for detection and segmentation: equal to those of the libraries that use our exports as backbones."""
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from models.small_models import images
@@ -8,11 +12,14 @@ from models.weights.test_weights_peers import prepared
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from vitscale.ground.errors import RecipeError
 from vitscale.models import Model
+from vitscale.models.weights import write_weights
 from vitscale.recipe.families import ViTShape
 
 timm = pytest.importorskip("timm")
 SWIN = {"name": "Swin-T", "width": 32, "num_heads": 2, "blocks": [2, 2, 2, 2], "window": 2}
+DINOV3 = TINY | {"position": {"kind": "rope", "base": 100.0}, "layer_scale": 1e-5, "registers": 4, "qkv_bias": "no_key"}
 
 
 def seen_by(model: Model, layers=None) -> list[torch.Tensor]:
@@ -41,38 +48,95 @@ def test_maps_are_timms(block, layers, tmp_path):
         assert (ours - other).abs().max() < 1e-4 * other.abs().max()
 
 
-def test_maps_are_those_of_transformers_backbones(tmp_path):
-    """Which norm each map by a norm of their own. They shift windows in a map of one window, too: here none is."""
-    transformers = pytest.importorskip("transformers")
-    description = described(SWIN, 128)
+BACKBONES = {  # the class, our block, the image size
+    "swin": ("SwinBackbone", SWIN, 128),
+    "swin_padded": ("SwinBackbone", SWIN | {"window": 3}, 150),
+    "resnet": ("BitBackbone", {"name": "ResNet50x2", "blocks": [1, 2]}, 70),
+    "vit": ("Dinov2Backbone", TINY, 64),
+    "mae": ("Dinov2Backbone", TINY | {"position": {"kind": "sincos", "table": "mae"}, "pool": "normed_mean"}, 64),
+    "gated": ("Dinov2Backbone", TINY | {"mlp": "swiglu", "mlp_dim": 128}, 70),
+    "no_class_position": ("Dinov2Backbone", TINY | {"class_position": False}, 64),
+    "registers": ("Dinov2WithRegistersBackbone", TINY | {"registers": 2, "layer_scale": 1e-5}, 64),
+    "mean": ("VitDetBackbone", TINY | {"pool": "mean", "qkv_bias": "none"}, 64),
+    "map": ("VitDetBackbone", TINY | {"pool": "map", "position": {"kind": "sincos"}}, 64),
+    "dinov3": ("DINOv3ViTBackbone", DINOV3, 64),
+}
+
+
+def exported(block: dict, size: int, folder: Path) -> Model:
+    """Our model, written to a folder as transformers' backbone."""
+    description = described(block, size)
     model = valued(description)
-    peer = transformers.SwinBackbone.from_pretrained(
-        str(write(model, description, "hf", tmp_path)), out_features=["stage1", "stage2", "stage3", "stage4"]
-    ).eval()
     with torch.no_grad():
-        theirs = peer(images(128).permute(0, 3, 1, 2)).feature_maps
-    for stage, (ours, other) in enumerate(zip(seen_by(model), theirs, strict=True)):
-        assert ours.shape[2] == 128 // (4 * 2**stage)
-        normed = F.layer_norm(ours.permute(0, 2, 3, 1), ours.shape[1:2], eps=1e-5).permute(0, 3, 1, 2)
-        torch.testing.assert_close(normed, other, rtol=1e-4, atol=1e-4)
-
-
-def test_maps_are_those_of_dinov2_as_a_backbone(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    block = TINY | {"mlp": "exact_gelu", "layer_scale": 1e-5, "head": "linear", "mlp_dim": 192}
-    description = described(block)
-    model = valued(description)
-    folder = tmp_path / "dino"
-    from vitscale.models.weights import write_weights
-
+        for parameter in model.parameters():
+            if parameter.ndim == 4:
+                parameter.mul_(parameter[0].numel() ** 0.5)
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    write_weights(folder, "hf", description, values.__getitem__, True)
-    peer = transformers.Dinov2Backbone.from_pretrained(str(folder), out_features=["stage1", "stage2"]).eval()
+    write_weights(folder, "hf", description, values.__getitem__, as_backbone=True)
+    return model
+
+
+@pytest.mark.parametrize("case", BACKBONES)
+def test_maps_are_those_of_transformers_backbones(case, tmp_path, monkeypatch):
+    """AutoBackbone asks the hub before it opens anything, so this is what it does with a folder that is there.
+
+    Swin's have norms behind them, which begin with factors of one, and DINOv3's the final norm.
+    """
+    transformers = pytest.importorskip("transformers")
+    name, block, size = BACKBONES[case]
+    model = exported(block, size, tmp_path / "out")
+    stages = range(1, 1 + (len(model.blocks) if isinstance(model.shape, ViTShape) else len(model.shape.blocks)))
+    hub = SimpleNamespace(repo_exists=lambda where: True)
+    monkeypatch.setattr("transformers.models.auto.auto_factory.hf_api", lambda: hub)
+    peer, told = transformers.AutoBackbone.from_pretrained(
+        str(tmp_path / "out"), out_features=[f"stage{stage}" for stage in stages], output_loading_info=True
+    )
+    missing = {key for key in told.pop("missing_keys") if not key.startswith("hidden_states_norms.")}
+    assert type(peer).__name__ == name and not any(told.values()) and not missing
+    side = model.anatomy().grid * model.anatomy().stride if isinstance(model.shape, ViTShape) else size
     with torch.no_grad():
-        theirs = peer(images(64).permute(0, 3, 1, 2)).feature_maps
-        ours = [model.norm(each.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) for each in seen_by(model, [1, 2])]
+        theirs = peer.eval()(images(size).permute(0, 3, 1, 2)[:, :, :side, :side]).feature_maps
+        ours = seen_by(model, stages)
+        if case == "dinov3":
+            ours = [model.norm(each.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) for each in ours]
+    if case.startswith("swin"):
+        ours = [F.layer_norm(each.permute(0, 2, 3, 1), each.shape[1:2]).permute(0, 3, 1, 2) for each in ours]
     for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        assert one.shape == other.shape and (one - other).abs().max() < 1e-4 * one.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("block", "size", "why"),
+    [
+        (TINY | {"position": {"kind": "relative"}}, 64, "relative"),
+        (TINY | {"pool": "mean", "layer_scale": 1e-5}, 64, "layer_scale"),
+        (TINY | {"norm": "rms", "qk_norm": True}, 64, "norm: rms, qk_norm"),
+        ({"name": "R50+ViT-B/16", "blocks": [1], "width": 48, "depth": 1, "mlp_dim": 96, "num_heads": 3}, 64, "ResNet"),
+        ({"name": "AxialResNet50", "blocks": [1, 1]}, 64, "axial|3x3"),
+        (SWIN | {"window": 4}, 128, "--image-size 256"),
+    ],
+)
+def test_a_model_without_a_backbone_there_is_refused_with_the_reason(block, size, why, tmp_path):
+    with pytest.raises(RecipeError, match=why):
+        exported(block, size, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("case", ["swin", "resnet", "vit", "mean"])
+def test_maps_are_those_of_timm_s_features_only(case, tmp_path):
+    """Of a folder. Swin's have their channels last there; timm takes a ResNet's root for its first map."""
+    _, block, _ = BACKBONES[case]
+    description, model = prepared({"name": "ResNet50x1"} if case == "resnet" else block)
+    folder = write(model, description, "timm", tmp_path, name="folder")
+    chosen = {"resnet": (1, 2, 3, 4), "swin": (0, 1, 2, 3)}.get(case, (0, 1))
+    peer = timm.create_model(f"local-dir:{folder}", pretrained=True, features_only=True, out_indices=chosen).eval()
+    with torch.no_grad():
+        theirs = peer(images(64).permute(0, 3, 1, 2))
+    if case == "swin":
+        theirs = [each.permute(0, 3, 1, 2) for each in theirs]
+    for ours, other in zip(seen_by(model, range(1, len(theirs) + 1)), theirs, strict=True):
+        assert ours.shape == other.shape
+        assert (ours - other).abs().max() < 1e-4 * other.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -96,5 +160,12 @@ def test_a_map_has_the_places_of_the_last_tokens(block):
         side,
     )
     assert torch.equal(seen_by(model)[-1], last)
-    with pytest.raises(ValueError, match=r"\[0, 9\]"):
-        seen_by(model, [0, 1, 9])
+    for layers, named in (
+        ([0, 1, 9], "[0, 9]"),
+        ([True, 1.0], "[True, 1.0]"),
+        ("1", "'1'"),
+        (1, "1"),
+        ([None], "None"),
+    ):
+        with pytest.raises(RecipeError, match=re.escape(named)):
+            seen_by(model, layers)

@@ -160,13 +160,21 @@ class Model(nn.Module):
         """The representations of pictures, fp32 (B, D) on the CPU. Raises `DataError` for what is not an image."""
         return torch.cat([outputs.pooled.float().cpu() for outputs in self._all_outputs(images)])
 
-    def save(self, out: str | os.PathLike[str], format: Format = "safetensors", *, drop_head: bool = False) -> Path:
+    def save(
+        self,
+        out: str | os.PathLike[str],
+        format: Format = "safetensors",
+        *,
+        drop_head: bool = False,
+        as_backbone: bool = False,
+    ) -> Path:
         """Write the weights as they are now, as `vitscale export` does; returns the file or folder.
 
         Args:
             out: the file, or the folder of hf and timm; nothing is overwritten.
             format: safetensors (ours), npz (Google's), timm, or hf (transformers).
             drop_head: leave the output layer out.
+            as_backbone: for hf: as one of transformers' backbones, with feature maps and no head.
 
         Raises `RecipeError` if the format cannot hold the model or `out` exists, `CheckpointError` without room.
         """
@@ -183,6 +191,7 @@ class Model(nn.Module):
                 lambda name: values[name].detach().float().cpu().contiguous(),
                 drop_head,
                 report=lambda note: None,
+                as_backbone=as_backbone,
             )
         return Path(out)
 

@@ -40,6 +40,9 @@ def export(
     ] = None,
     head: Annotated[Literal["linear", "pretrain"] | None, Option(help="Head of a named model; default linear.")] = None,
     drop_head: Annotated[bool, Option("--drop-head", help="Leave out output layer and pre_logits.")] = False,
+    backbone: Annotated[
+        bool, Option("--backbone", help="For hf: as one of transformers' backbones: feature maps, without a head.")
+    ] = False,
     licence: Annotated[
         str | None, Option("--license", metavar="ID", help="The hub's name of a licence, for a folder's README.md.")
     ] = None,
@@ -70,6 +73,7 @@ def export(
         if no_ema:
             refuse("--no-ema takes the weights themselves", {"--average": average})
         is_fresh = kind == "a model's name"
+        drop_head = drop_head or backbone
         if is_fresh and num_classes is None and not drop_head:
             raise RecipeError(f"{source}: fresh weights need --num-classes")
         block = model_block(model, settings or [])
@@ -84,11 +88,14 @@ def export(
         def card() -> str:
             kinds = [MASTER] if weights.recipe is None else weight_kinds(weights.recipe)
             is_as_evaluated = image_size is None and stored == (EMA if EMA in kinds else MASTER)
-            place, lines = run_directory(Path(source)), loading_lines(Path("PATH"), form, written)
+            place = run_directory(Path(source))
+            lines = loading_lines(Path("PATH"), form, written, as_backbone=backbone)
             run = None if weights.recipe is None or place is None else Run(place)
             return model_card(written, form, lines, run, is_as_evaluated=is_as_evaluated, licence=licence)
 
-        count = write_weights(out, form, description, lambda name: values[name](), drop_head, readme=card)
+        count = write_weights(
+            out, form, description, lambda name: values[name](), drop_head, readme=card, as_backbone=backbone
+        )
     except KeyboardInterrupt:
         if not _written(out):
             print("interrupted: nothing was written", file=sys.stderr)
@@ -101,7 +108,7 @@ def export(
     print(f"wrote {out}: {', '.join(what)} as {form}, {count:,} parameters, {size:,} bytes")
     if out.is_dir():
         print(description.pictures)
-    if lines := loading_lines(out, form, written):
+    if lines := loading_lines(out, form, written, as_backbone=backbone):
         print("In Python:", *lines, sep="\n    ")
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from vitscale.cli.options import Json, ModelOptions, one_speaks, with_model_options
+from vitscale.cli.options import Json, ModelOptions, one_speaks, refuse, with_model_options
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.wording import finite
 
@@ -47,6 +47,19 @@ def fewshot(
             "evaluation.overlap, else refuse."
         ),
     ] = None,
+    masks: Annotated[
+        Path | None,
+        Option(
+            metavar="DIR",
+            help="Segment instead: PNGs of class numbers, called as the images; a linear probe of the patches' tokens.",
+        ),
+    ] = None,
+    mask_classes: Annotated[
+        int | None, Option(min=1, max=1024, help="For --masks: classes.", show_default="those in the training masks")
+    ] = None,
+    ignore: Annotated[
+        int | None, Option(min=0, max=65535, help="For --masks: the number that is no class; default 255.")
+    ] = None,
     options: ModelOptions = ModelOptions(),
     as_json: Json = False,
 ) -> None:
@@ -54,9 +67,10 @@ def fewshot(
 
     Images are seen as the paper's few-shot evaluation does: resized to a square, of which the central 224 / 256.
     Without SOURCE no model is run: --train and --test are folders that `vitscale features --view fewshot` wrote.
+    With --masks images are seen whole, and the result is the mean IoU.
     """
     from vitscale.evaluation.placing import join
-    from vitscale.evaluation.representation import Measuring, measure, measure_features
+    from vitscale.evaluation.representation import Measuring, measure, measure_features, measure_masks
 
     counts = _counts(shots, method)
     if l2 is not None and method != "ridge":
@@ -67,6 +81,13 @@ def fewshot(
     if len(set(train)) < len(train):
         raise RecipeError("--train: two tasks have one training set, by which they are called")
     tasks = list(zip(train, test, strict=True))
+    if masks is None:
+        refuse("there is no --masks", {"--mask-classes": mask_classes, "--ignore": ignore})
+    else:
+        given = {"--shots": shots, "--l2": l2, "--method": None if method == "ridge" else method}
+        refuse("--masks has a classifier of its own, of all training images", given)
+        if source is None:
+            raise RecipeError("--masks: needs a model, as SOURCE, whose patches are compared with the masks")
     if source is None:
         options.refuse("without SOURCE no model is run", *vars(options))
         with one_speaks():
@@ -74,7 +95,11 @@ def fewshot(
             results = measure_features(tasks, how, accelerator.device)
     else:
         with options.opened(source) as finished:
-            accelerator, results = finished.accelerator, measure(finished, tasks, how)
+            accelerator = finished.accelerator
+            if masks is None:
+                results = measure(finished, tasks, how)
+            else:
+                results = measure_masks(finished, tasks, masks, mask_classes, ignore, overlap)
     if accelerator.is_main_process:
         print(json.dumps(finite(results)) if as_json else table_of(results))
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -83,13 +84,17 @@ def features(
     view: Annotated[
         Literal["evaluation", "fewshot"], Option(help="See images as evaluate does, or as fewshot does.")
     ] = "evaluation",
+    tokens: Annotated[
+        bool, Option("--tokens", help="Write the patches' tokens, one map for each image, and the images' names.")
+    ] = False,
     options: ModelOptions = ModelOptions(),
 ) -> None:
-    """Write a dataset's representations: .npy files.
+    """Write a dataset's representations, or the tokens of its patches: .npy files.
 
     Beside them are labels, uids and meta.json, which says how they came about. Under `torchrun -m vitscale`
     several processes share the images; the files are the same.
     """
+    from vitscale.data.shards.opening import names_by_uid
     from vitscale.evaluation.build import samples_expected
     from vitscale.evaluation.features import write_features
     from vitscale.evaluation.representation import FEWSHOT_CROP
@@ -106,9 +111,11 @@ def features(
         }
         expected = samples_expected(finished.recipe, manifest)
         with at_work(finished, "computing representations"):
-            count = write_features(finished.loader(manifest, crop), finished.predict, out, about, expected)
+            predict = finished.predict_patches if tokens else finished.predict
+            names = partial(names_by_uid, manifest) if tokens else None
+            count = write_features(finished.loader(manifest, crop), predict, out, about, expected, names)
         if finished.accelerator.is_main_process:
-            print(f"wrote {out}: the representations of {count:,} samples")
+            print(f"wrote {out}: the {'patch tokens' if tokens else 'representations'} of {count:,} samples")
 
 
 @with_model_options()

@@ -1,18 +1,22 @@
 """Representations of whole datasets: gathered from all processes in the dataset's order, and kept or written to disk.
 
 A folder of features has `features-NNNNN.npy` (float32, rows of at most 65,536 samples), `uids.npy` and `labels.npy`
-(int64; a label of -1 is none), and `meta.json`, which says how they were made and has the sha256 of each file.
+(int64; a label of -1 is none), and `meta.json`, which says how they were made and has the sha256 of each file. A folder
+of tokens has `tokens-NNNNN.npy` instead (float32, rows of (h, w, D), at most 1 GiB each), and `keys.json`, the images'
+names in the source in the order of the rows.
 
-Shape legend: B samples of a batch, N samples of a dataset, D width of the representation.
+Shape legend: B samples of a batch, N samples of a dataset, D width of the representation, h w rows, columns of tokens.
 """
 
 import json
+import math
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -27,12 +31,12 @@ from vitscale.ground.files.durable import new_folder
 from vitscale.ground.ranks import gather_rows, on_rank_zero
 from vitscale.ground.storage import read_bytes
 
-META = "meta.json"
+META, KEYS = "meta.json", "keys.json"
 _VERSION = 1
-_ROWS = 65_536
+_ROWS, _TOKEN_BYTES = 65_536, 2**30  # of one file
 
 Rows = tuple[Tensor, ...]
-"""Features (B, D) fp32, labels (B,) and uids (B,) int64, in host memory."""
+"""Features (B, D) or tokens (B, h, w, D), fp32, labels (B,) and uids (B,) int64, in host memory."""
 
 
 @dataclass(frozen=True)
@@ -81,22 +85,31 @@ def shared_folder(out: Path) -> Iterator[Path]:
 
 
 def write_features(
-    make_loader: MakeLoader, predict: Predict, out: Path, about: dict[str, Any], num_samples: int | None = None
+    make_loader: MakeLoader,
+    predict: Predict,
+    out: Path,
+    about: dict[str, Any],
+    num_samples: int | None = None,
+    names: Callable[[], Mapping[int, str]] | None = None,
 ) -> int:
     """Write a folder of features, complete or not at all; returns the number of samples. Collective.
 
-    Rank 0 holds the features of at most 65,536 samples, and of a batch, in memory.
+    Rank 0 holds one batch of all ranks in memory.
 
-    `about` is further content of meta.json; `num_samples` as in `extract_features`. Raises `RecipeError` if the folder
-    is not free, and `DataError` if the disk is full or samples are lost.
+    Args:
+        about: further content of meta.json.
+        num_samples: as in `extract_features`.
+        names: gives the images' names by uid. With it `pooled` of what `predict` returns are tokens, (B, h, w, D).
+
+    Raises `RecipeError` if the folder is not free, and `DataError` if the disk is too small or samples are lost.
     """
     with shared_folder(out) as folder:
-        writer = _Writer(folder)
+        writer = _Writer(folder, "features" if names is None else "tokens", num_samples)
         for rows in gathered(make_loader, predict):
             if rows is not None:
                 writer.add(rows)
-        on_rank_zero(lambda: check_count("features", writer.samples, num_samples))
-        on_rank_zero(lambda: writer.finish(about))
+        on_rank_zero(lambda: check_count(writer.what, writer.samples, num_samples))
+        on_rank_zero(lambda: writer.finish(about, None if names is None else names()))
     return on_rank_zero(lambda: writer.samples)
 
 
@@ -138,6 +151,8 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{folder / META}: cannot be read: {error}") from None
+    if isinstance(meta, dict) and "grid" in meta:
+        raise DataError(f"{folder}: patch tokens, one map an image; expected features, without --tokens")
     needed = {"version": int, "samples": int, "width": int, "sha256": dict, "class_names": list, "policy": dict}
     if not isinstance(meta, dict) or not all(isinstance(meta.get(key), kind) for key, kind in needed.items()):
         raise DataError(f"{folder / META}: is not of `vitscale features`; expected {', '.join(needed)}")
@@ -151,36 +166,67 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 
 
 class _Writer:
-    def __init__(self, folder: Path) -> None:
-        self.samples = 0
-        self._folder = folder
-        self._unwritten: list[Tensor] = []  # features
+    """Appends rows to files as they come, each a .npy file whose header is written again at its end."""
+
+    def __init__(self, folder: Path, what: str, expected: int | None) -> None:
+        self.what, self.samples = what, 0
+        self._folder, self._expected = folder, expected
         self._labels: list[Tensor] = []
         self._uids: list[Tensor] = []
         self._files: list[str] = []
+        self._shape: tuple[int, ...] = ()  # of one row
+        self._most = _ROWS  # rows of one file
+        self._rows = 0  # of the file that is open
+        self._file: BinaryIO | None = None
 
     def add(self, rows: Rows) -> None:
-        for values, batch in zip((self._unwritten, self._labels, self._uids), rows, strict=True):
-            values.append(batch)
-        self.samples += len(rows[0])
-        while sum(map(len, self._unwritten)) >= _ROWS:
-            self._write()
+        values = rows[0].contiguous().numpy()
+        if not self._shape:
+            self._shape = values.shape[1:]
+            size = math.prod(self._shape) * values.itemsize
+            self._most = _ROWS if self.what == "features" else max(1, _TOKEN_BYTES // size)
+            needed, free = (self._expected or 0) * size, shutil.disk_usage(self._folder).free
+            if needed > free > 0:
+                raise DataError(f"{self._folder.parent}: {self.what} take {needed:,} bytes, and {free:,} are free")
+        self._labels.append(rows[1])
+        self._uids.append(rows[2])
+        self.samples += len(values)
+        while len(values):
+            if self._file is None:
+                self._files.append(f"{self.what}-{len(self._files):05d}.npy")
+                self._file, self._rows = (self._folder / self._files[-1]).open("wb"), 0
+                self._write_header()
+            part = values[: self._most - self._rows]
+            self._file.write(part.data)
+            self._rows, values = self._rows + len(part), values[len(part) :]
+            if self._rows == self._most:
+                self._close()
 
-    def finish(self, about: dict[str, Any]) -> None:
-        if sum(map(len, self._unwritten)):
-            self._write()
-        self._save("labels.npy", torch.cat(self._labels))
-        self._save("uids.npy", torch.cat(self._uids))
+    def finish(self, about: dict[str, Any], names: Mapping[int, str] | None) -> None:
+        if self._file is not None:
+            self._close()
+        labels, uids = torch.cat(self._labels), torch.cat(self._uids)
+        for name, values in (("labels.npy", labels), ("uids.npy", uids)):
+            np.save(self._folder / name, values.numpy())
+            self._files.append(name)
+        if names:
+            (self._folder / KEYS).write_text(json.dumps([names[uid] for uid in uids.tolist()], indent=0) + "\n")
+            self._files.append(KEYS)
         digests = {name: file_digests(self._folder / name).sha256 for name in self._files}
-        width = self._unwritten[-1].shape[1]
-        content = {"version": _VERSION, "samples": self.samples, "width": width, **about, "sha256": digests}
+        content: dict[str, Any] = {"version": _VERSION, "samples": self.samples, "width": self._shape[-1]}
+        content |= {"grid": self._shape[:-1]} if len(self._shape) > 1 else {}
+        content |= {**about, "sha256": digests}
         (self._folder / META).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
-    def _write(self) -> None:
-        features = torch.cat(self._unwritten)
-        self._save(f"features-{len(self._files):05d}.npy", features[:_ROWS])
-        self._unwritten = [features[_ROWS:].clone()]
+    def _write_header(self) -> None:
+        """The header has room for any number of rows, so that it keeps its length."""
+        assert self._file is not None, "a file is open"
+        described = {"descr": "<f4", "fortran_order": False, "shape": (self._rows, *self._shape)}
+        np.lib.format.write_array_header_1_0(self._file, described)
 
-    def _save(self, name: str, values: Tensor) -> None:
-        np.save(self._folder / name, values.numpy())
-        self._files.append(name)
+    def _close(self) -> None:
+        assert self._file is not None, "a file is open"
+        with self._file:
+            self._file.seek(0)
+            self._write_header()
+        self._file = None

@@ -190,6 +190,17 @@ class FinishedModel:
         """The tokens of the last `count` blocks for images, uint8 (B, S, S, 3)."""
         return self.backbone.block_tokens(to_model_input(images, *self.computes_in, self.normalise), count)
 
+    @torch.no_grad()
+    def predict_patches(self, images: torch.Tensor) -> Outputs:
+        """As `predict`, but `pooled` are the patches' tokens after the final norm, by row and column: (B, h, w, D).
+
+        Raises `RecipeError` for a model without patches.
+        """
+        if (side := self.backbone.anatomy().grid) is None:
+            raise RecipeError(f"{self.title} does not say where its patches are").on_all_ranks()
+        tokens = self.predict(images).tokens
+        return Outputs(tokens, tokens[:, -(side**2) :].unflatten(1, (side, side)), None)
+
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter with its name; on the meta device if the model is spread and its value is elsewhere."""
         for name, parameter in self._model.named_parameters():

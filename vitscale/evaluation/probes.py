@@ -97,8 +97,13 @@ def logistic_probe(
 def whitened(train_x: Tensor, other_x: Tensor) -> tuple[Tensor, Tensor]:
     """Both whitened by the training samples' mean and standard deviation, in float64."""
     train_x, other_x = train_x.double(), other_x.double()
-    mean, std = train_x.mean(dim=0), train_x.std(dim=0, correction=0) + _STD_FLOOR
+    mean, std = statistics(train_x)
     return (train_x - mean) / std, (other_x - mean) / std
+
+
+def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of features, float64 (N, D) -> (D,), (D,), the latter above zero."""
+    return x.mean(dim=0), x.std(dim=0, correction=0) + _STD_FLOOR
 
 
 def solve(

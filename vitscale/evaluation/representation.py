@@ -18,6 +18,7 @@ from vitscale.evaluation.heads import Layout, best_of_bank, extract_blocks
 from vitscale.evaluation.placing import tell
 from vitscale.evaluation.probes import logistic_probe, neighbour_accuracies
 from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
+from vitscale.evaluation.segmentation import IGNORED, WHOLE, SegmentationProbe
 from vitscale.evaluation.splits import Overlap, common_samples, judge
 from vitscale.ground.errors import DataError, VitscaleError
 from vitscale.ground.ranks import on_rank_zero
@@ -60,12 +61,9 @@ def measure(model: FinishedModel, tasks: Sequence[tuple[str, str]], how: Measuri
     Each has its mean and deviation over the draws. Raises `DataError` if the classes of a task's datasets differ,
     labels are outside them, or the datasets share samples and that is refused.
     """
-    opened = [[model.dataset(name) for name in task] for task in tasks]
+    opened = _opened(model, tasks, how.overlap)
     for (_, test), manifests in zip(tasks, opened, strict=True):
         check_class_names(test, manifests[1].class_names, manifests[0].class_names)
-        tell_common_samples(model, manifests[1])
-    default: Overlap = "refuse" if model.recipe is None else model.recipe.evaluation.overlap
-    _judge([common_samples(test, train) for train, test in opened], how.overlap or default)
     pairs: list[list[Features | None]] = []
     layout = None
     for manifests in opened:
@@ -88,6 +86,38 @@ def measure(model: FinishedModel, tasks: Sequence[tuple[str, str]], how: Measuri
         return _measured(splits, how, layout, device) | {"policy": policy}
 
     return on_rank_zero(measured)
+
+
+def measure_masks(
+    model: FinishedModel,
+    tasks: Sequence[tuple[str, str]],
+    folder: Path,
+    num_classes: int | None = None,
+    ignored: int | None = None,
+    overlap: Overlap | None = None,
+) -> dict[str, Any]:
+    """The mean IoU of a linear segmentation probe for each task, for JSON; arguments as `SegmentationProbe` has them.
+
+    Raises `RecipeError` and `DataError` as that does, and `DataError` if datasets share samples and that is refused.
+    """
+    probe = SegmentationProbe(model, folder, num_classes, IGNORED if ignored is None else ignored)
+    results = {}
+    for (name, _), (train, test) in zip(tasks, _opened(model, tasks, overlap), strict=True):
+        samples = {"train_samples": train.num_samples, "test_samples": test.num_samples}
+        results[name] = samples | probe.measure(train, test)
+    return {"method": "segmentation", "tasks": results, "policy": model.policy(WHOLE)}
+
+
+def _opened(
+    model: FinishedModel, tasks: Sequence[tuple[str, str]], overlap: Overlap | None
+) -> list[tuple[Manifest, Manifest]]:
+    """The datasets of tasks, training and test. Raises `DataError` if these share samples and that is refused."""
+    opened = [(model.dataset(train), model.dataset(test)) for train, test in tasks]
+    for _, test in opened:
+        tell_common_samples(model, test)
+    default: Overlap = "refuse" if model.recipe is None else model.recipe.evaluation.overlap
+    _judge([common_samples(test, train) for train, test in opened], overlap or default)
+    return opened
 
 
 def measure_features(tasks: Sequence[tuple[str, str]], how: Measuring, device: torch.device) -> dict[str, Any]:

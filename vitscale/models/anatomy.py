@@ -14,11 +14,21 @@ Reads = Literal["class token", "patches", "pooling"]
 
 
 class Windows(NamedTuple):
-    """The windows of a layer: how many an image has, positions along a side of one, and the pixels between two."""
+    """The windows of a layer.
+
+    Attributes:
+        number: how many an image has.
+        side: positions along a side of one.
+        stride: the pixels between two positions.
+        size: positions along a side of the map; windows may end beyond it.
+        shift: by how many positions they are shifted.
+    """
 
     number: int
     side: int
     stride: int
+    size: int
+    shift: int
 
 
 class AttentionLayer(NamedTuple):

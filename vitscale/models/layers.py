@@ -5,12 +5,15 @@ a weight starts as never depends on how or where a module was built.
 """
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from vitscale.ground.errors import RecipeError
 
 LAYER_NORM_EPS = 1e-6
 CHANNELS = 3
@@ -76,9 +79,13 @@ def cut_patches(x_BHWC: Tensor, patch_size: int) -> Tensor:
 
 
 def check_layers(layers: Sequence[int], count: int) -> None:
-    """Raise `ValueError` for a layer beyond 1 to `count`."""
-    if beyond := [layer for layer in layers if not 1 <= layer <= count]:
-        raise ValueError(f"layers {beyond}: this model has the layers 1 to {count}")
+    """Raise `RecipeError` unless `layers` are whole numbers from 1 to `count`."""
+    if isinstance(layers, str) or not isinstance(layers, Sequence):
+        raise RecipeError(f"layers={layers!r}: expected a list of numbers from 1 to {count}")
+    is_one = [isinstance(each, Integral) and not isinstance(each, bool) and 1 <= each <= count for each in layers]
+    if not all(is_one):
+        wrong = [each for each, is_right in zip(layers, is_one, strict=True) if not is_right]
+        raise RecipeError(f"layers {wrong}: this model has the layers 1 to {count}")
 
 
 def run_block(block: Callable[..., Tensor], *inputs: Any, recompute: bool) -> Tensor:

@@ -115,7 +115,7 @@ class Model(nn.Module):
             layers: counted from 1, in the order wanted: the blocks of a Transformer, the stages of a Swin or ResNet. By
                 default the last block, or all stages.
 
-        Raises `ValueError` for a layer that there is none of, and `NotImplementedError` in families without maps.
+        Raises `RecipeError` for a layer that there is none of, and `NotImplementedError` in families without maps.
         """
         raise NotImplementedError
 

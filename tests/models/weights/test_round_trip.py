@@ -39,7 +39,8 @@ def test_every_format_is_in_the_table():
 @pytest.mark.parametrize("block_of", BLOCKS)
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_model_through_every_format(name, block_of, tmp_path):
-    description = described(block_of(name))
+    # Of smaller pictures Swin's last windows are smaller, which transformers has not.
+    description = described(block_of(name), 224 if family(name) == "Swin" else 64)
     model = valued(description)
     for form in FORMATS:
         if form not in SUPPORTED[family(name)]:

@@ -187,6 +187,13 @@ def sample_names(manifest: Manifest) -> Iterator[tuple[int, str]]:
             yield from ((int(shard.file.uid[slot]), shard.keys[slot]) for slot in shard.slots.tolist())
 
 
+def names_by_uid(manifest: Manifest) -> dict[int, str]:
+    """The images' names in the source, by uid; empty if a shard has no table of provenance. Raises as `open_shard`."""
+    if any(keys_of(manifest, index) is None for index in range(len(manifest.shards))):
+        return {}
+    return dict(sample_names(manifest))
+
+
 @contextmanager
 def local_copy(where: str) -> Iterator[Path]:
     """The path itself if it is on this machine; for a URL, the path of a temporary copy. A context manager.

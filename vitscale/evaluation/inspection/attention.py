@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from vitscale.models.anatomy import Along, Anatomy, AttentionLayer
+from vitscale.models.anatomy import Along, Anatomy, AttentionLayer, Windows
 
 _CHUNK = 2**21
 """The number of attention weights that exist at once: 8 MB, about what stays in a processor's cache."""
@@ -137,7 +137,7 @@ class AttentionMeter:
         pictures: the number of images, the first ones, of which maps are made.
         reach: name of a layer -> the reach for each batch.
         maps: name of a layer -> for each batch (k, N): what the class token attends to, as a mean over heads; or, if
-            the representation is read from the patches, what these attend to.
+            the representation is read from the patches, what these attend to; of windows (k, positions of the map).
         rollout: for each batch (k, N): how much of each patch the representation is made of, by attention alone.
     """
 
@@ -165,7 +165,9 @@ class AttentionMeter:
             reach, averaged = self._measure(attending, layer)
             self.reach.setdefault(name, []).append(reach)
             if self._wanted:
-                self.maps.setdefault(name, []).append(self._mix(averaged, layer.along).cpu())
+                cut = layer.windows
+                shown = self._mix(averaged, layer.along) if cut is None else _unwindowed(averaged, cut)
+                self.maps.setdefault(name, []).append(shown.cpu())
         elif self._product is not None:
             first = Attending(attending.query[: self._wanted], attending.key[: self._wanted], None)
             probe = torch.cat([chunk.weights.mean(dim=1) for chunk in chunks(first)])  # (k, 1, T)
@@ -179,17 +181,21 @@ class AttentionMeter:
         self._finish(self._product[:, 0] if is_first else self._product[:, self.anatomy.before :].mean(dim=1))
 
     def _measure(self, attending: Attending, layer: AttentionLayer) -> tuple[Reach, Tensor]:
-        """The reach, and the first images' attention as a mean over heads: (k, T, T), or (k n, n, n) for lines."""
+        """The reach, and the first images' attention as a mean over heads: (k, T, T), or (k n, n, n) for lines.
+
+        Of windows it is what each position receives, a mean over heads and queries: (k, windows, T).
+        """
         B, A, T, _ = attending.query.shape
         before, windows = self.anatomy.before, 1
         if layer.windows is not None:
-            windows, side, stride = layer.windows
+            windows, side, stride = layer.windows[:3]
             apart = distances(side, stride, "grid").to(attending.query.device)
         else:
             assert self.anatomy.grid is not None, "a model with attention has a grid"
             apart = distances(self.anatomy.grid, self.anatomy.stride, layer.along).to(attending.query.device)
         lines = B // self._images
-        sums, averaged = apart.new_zeros(3, B, A), apart.new_empty(self._wanted * lines, T, T)
+        shape = (T, T) if layer.windows is None else (windows, T)
+        sums, averaged = apart.new_zeros(3, B, A), apart.new_zeros(self._wanted * lines, *shape)
         for images, queries, weights, entropy in chunks(attending):
             first = max(before - queries.start, 0)  # the first query that is a patch's
             patches = slice(queries.start + first - before, queries.stop - before)
@@ -201,7 +207,11 @@ class AttentionMeter:
             sums[2, images] += on_patches.sum(dim=-1)
             if images.start < len(averaged):
                 mapped = slice(images.start, min(images.stop, len(averaged)))
-                averaged[mapped, queries] = weights[: mapped.stop - mapped.start].mean(dim=1)
+                seen = weights[: mapped.stop - mapped.start]
+                if layer.windows is None:
+                    averaged[mapped, queries] = seen.mean(dim=1)
+                else:
+                    averaged[mapped] += seen.sum(dim=2).unflatten(1, (windows, A // windows)).mean(dim=2) / T
         means = (sums / (T - before)).view(3, self._images, lines * windows, A // windows).mean(dim=2).cpu()
         return Reach(*means), averaged
 
@@ -228,3 +238,11 @@ class AttentionMeter:
         self.rollout.append(rows[:, self.anatomy.before :].cpu())
         self._mapped += self._wanted
         self._product = None
+
+
+def _unwindowed(received: Tensor, windows: Windows) -> Tensor:
+    """What positions of windows receive, (k, windows, T), by their place in the map: (k, size * size)."""
+    _, n, _, size, shift = windows
+    side = -(-size // n)
+    of_map = received.view(-1, side, side, n, n).transpose(2, 3).reshape(-1, side * n, side * n)
+    return of_map.roll((shift, shift), (1, 2))[:, :size, :size].flatten(1)

@@ -260,7 +260,7 @@ def _maps(findings: dict[str, Findings]) -> InspectionFigure | None:
         for layer, values in each.maps.items()
         for picture in range(len(values))
     ]
-    most = max(each.grid or 0 for each in found.values())
+    most = max(math.isqrt(values.shape[1]) for each in found.values() for values in each.maps.values())
     caption = (
         "What the class token attends to in each layer, as a mean over heads; in models without one, what the patches "
         "attend to. Yellow is the largest of each map."

@@ -128,7 +128,9 @@ def look(
         found.similarities = {where: similarity(values) for where, values in model.positions().items()}
     if not set(parts) - {"filters", "positions"}:
         return found
-    meter = AttentionMeter(anatomy, pictures if "rollout" in parts else 0)
+    has_windows = any(layer.windows is not None for layer in anatomy.attention)
+    mapped = "attention" if has_windows else "rollout"  # the part that maps belong to
+    meter = AttentionMeter(anatomy, pictures if mapped in parts else 0)
     norms: dict[str, list[Tensor]] = {}
 
     def observe_layer(name: str, module: Any, inputs: Any, output: Tensor) -> None:
@@ -160,8 +162,8 @@ def look(
         for name, batches in meter.reach.items():
             columns = zip(*(vars(each).values() for each in batches), strict=True)
             found.reach[name] = Reach(*map(torch.cat, columns))
+    found.maps = {name: torch.cat(values) for name, values in meter.maps.items()}
     if "rollout" in parts:
-        found.maps = {name: torch.cat(values) for name, values in meter.maps.items()}
         found.rollout = torch.cat(meter.rollout)
     for name, values in norms.items():
         of_tokens = torch.cat(values)

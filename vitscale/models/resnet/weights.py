@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from vitscale.ground.errors import RecipeError
 from vitscale.ground.weight_formats import Format
-from vitscale.models.weights.foreign import ForeignWeights, TimmModel
+from vitscale.models.weights.foreign import Backbone, ForeignWeights, TimmModel
 from vitscale.models.weights.rules import Rule, as_conv, as_flax_conv, flax_conv, flax_norm, renamed, same
 from vitscale.models.weights.source import Source
 from vitscale.models.weights.timm_hub import check_arguments, model_arguments
@@ -58,7 +59,7 @@ class ResNetWeights(ForeignWeights):
         features = self._model.features
         if form == "timm":
             final = renamed("norm", "norm") if self._model.norm is not None else []
-            return [*timm_features(features, "features.", ""), *final, *as_conv("head", "head.fc")]
+            return [*timm_features(self._model.features, "features.", ""), *final, *as_conv("head", "head.fc")]
         return [
             *_bit_features(features),
             *flax_norm("norm", "resnet/group_norm", "gamma", "beta"),
@@ -71,6 +72,32 @@ class ResNetWeights(ForeignWeights):
             return None
         about = {"num_features": self._shape.channels, "global_pool": "avg"}
         return TimmModel(name, {}, about, {"first_conv": "stem.conv", "classifier": "head.fc"}, fixed_size=False)
+
+    def backbone(self) -> Backbone:
+        """As `ForeignWeights.backbone`: BitBackbone, whose names are timm's but for the places of root and stages."""
+        shape = self._shape
+        if shape.mixing == "axial" or shape.variant == "v1":
+            raise RecipeError(
+                "transformers' BitBackbone is a ResNet with pre-activation and 3x3 convolutions (BiT, variant v2), and "
+                "this is another; use timm or safetensors"
+            )
+        config = {
+            "architectures": ["BitBackbone"],
+            "model_type": "bit",
+            "embedding_size": shape.root_channels,
+            "hidden_sizes": [shape.stage_channels(stage) for stage in range(len(shape.blocks))],
+            "depths": list(shape.blocks),
+            "output_stride": shape.stride,
+            "out_features": [f"stage{stage}" for stage in range(1, len(shape.blocks) + 1)],
+        }
+        places = (("stem.conv.", "embedder.convolution."), ("stages.", "encoder.stages."), (".blocks.", ".layers."))
+        rules = []
+        for rule in [*timm_features(self._model.features, "features.", ""), *renamed("norm", "norm")]:
+            (name,) = rule.theirs
+            for theirs, of_transformers in places:
+                name = name.replace(theirs, of_transformers)
+            rules.append(same(rule.ours, f"bit.{name}"))
+        return Backbone(config, rules)
 
 
 def recognise(source: Source) -> tuple[dict[str, Any], int | None] | None:

@@ -181,9 +181,9 @@ class Swin(Model):
         blocks: list[Block] = list(self.blocks)  # type: ignore[arg-type]
         for block, (stage, place) in zip(blocks, self.shape.stages(), strict=True):
             name, side = f"stage {stage + 1}.{place + 1}", block.attention.window
-            count = (-(-self.shape.size_of(stage, self.image_size) // side)) ** 2
+            size = self.shape.size_of(stage, self.image_size)
             layers[name] = block
-            windows = Windows(count, side, self.shape.stride_of(stage))
+            windows = Windows((-(-size // side)) ** 2, side, self.shape.stride_of(stage), size, block.attention.shift)
             attention.append(AttentionLayer(name, block.attention, "windows", windows))
         return Anatomy(
             layers,

@@ -12,7 +12,7 @@ from vitscale.ground.errors import RecipeError
 from vitscale.ground.weight_formats import Format
 from vitscale.models.layers import CHANNELS
 from vitscale.models.resnet.weights import units_of
-from vitscale.models.weights.foreign import ForeignWeights, Resampling, TimmModel
+from vitscale.models.weights.foreign import Backbone, ForeignWeights, Resampling, TimmModel
 from vitscale.models.weights.rules import Rule, renamed, same, stacked, torch_patches
 from vitscale.models.weights.source import MOST_PIXELS, Source, contradicted
 from vitscale.models.weights.timm_hub import check_arguments, model_arguments
@@ -143,6 +143,22 @@ class SwinWeights(ForeignWeights):
             **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0},
             **_OF_TRANSFORMERS,
         }
+
+    def backbone(self) -> Backbone:
+        """As `ForeignWeights.backbone`: SwinBackbone, which adds a norm behind each stage, at first without effect.
+
+        Raises `RecipeError` for images on which a stage is one window: it shifts its second block nevertheless.
+        """
+        shape, size = self._shape, self._model.image_size
+        if any(count > 1 and shape.size_of(stage, size) <= shape.window for stage, count in enumerate(shape.blocks)):
+            least = shape.stride * shape.window + 1
+            raise RecipeError(
+                f"at {size} pixels a stage is one window, which transformers' SwinBackbone shifts and this model does "
+                f"not: its maps are equal from {least} pixels on (--image-size {2 * least - 2})"
+            )
+        stages = [f"stage{stage}" for stage in range(1, len(shape.blocks) + 1)]
+        config = self.transformers_config() | {"architectures": ["SwinBackbone"], "out_features": stages}
+        return Backbone(config, self.rules("hf"))
 
 
 def _dimensions(shape: SwinShape) -> dict[str, Any]:

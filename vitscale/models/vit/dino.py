@@ -11,7 +11,7 @@ import torch
 
 from vitscale.models.layers import CHANNELS
 from vitscale.models.weights.huggingface import ACTIVATIONS
-from vitscale.models.weights.rules import Rule, renamed, same, stacked, torch_patches
+from vitscale.models.weights.rules import Rule, renamed, same, stacked, torch_patches, with_constant
 
 if TYPE_CHECKING:
     from vitscale.models.vit.model import ViT
@@ -36,12 +36,12 @@ def model_type(model: "ViT") -> str | None:
     if model.position == "rope":
         return DINOV3
     has_positions = (model.position, model.position_at, shape.class_position) == ("1d", "stem", True)
-    if not has_positions or shape.qkv_bias == "no_key" or _mlp_ratio(shape) is None:
+    if not has_positions or shape.qkv_bias == "no_key" or mlp_ratio(shape) is None:
         return None
     return DINOV2[shape.registers > 0]
 
 
-def _mlp_ratio(shape: "ViTShape") -> int | None:
+def mlp_ratio(shape: "ViTShape") -> int | None:
     """The whole number that gives the hidden layer's size in DINOv2's configuration; None if there is none."""
     ratios = range(1, _LARGEST_RATIO + 1)
     return next((ratio for ratio in ratios if mlp_dim(shape.width, ratio, shape.mlp) == shape.mlp_dim), None)
@@ -52,9 +52,9 @@ def mlp_dim(width: int, ratio: int, mlp: str) -> int:
     return (int(width * ratio * 2 / 3) + 7) // 8 * 8 if mlp == "swiglu" else width * ratio
 
 
-def configuration(model: "ViT") -> dict[str, Any]:
-    """What config.json says about a model that has a `model_type`, as far as it decides what the model computes."""
-    shape, kind = model.shape, model_type(model)
+def configuration(model: "ViT", kind: str) -> dict[str, Any]:
+    """What config.json says about a model as this model_type, as far as it decides what the model computes."""
+    shape = model.shape
     is_gated = shape.mlp == "swiglu"
     config: dict[str, Any] = {
         "model_type": kind,
@@ -68,7 +68,7 @@ def configuration(model: "ViT") -> dict[str, Any]:
     if kind != DINOV2[0]:
         config["num_register_tokens"] = shape.registers
     if kind in DINOV2:
-        config |= {"mlp_ratio": _mlp_ratio(shape), "use_swiglu_ffn": is_gated, "qkv_bias": shape.qkv_bias == "all"}
+        config |= {"mlp_ratio": mlp_ratio(shape), "use_swiglu_ffn": is_gated, "qkv_bias": shape.qkv_bias == "all"}
         return config if is_gated else config | {"hidden_act": ACTIVATIONS[shape.mlp]}
     return config | {
         "intermediate_size": shape.mlp_dim,
@@ -83,9 +83,12 @@ def configuration(model: "ViT") -> dict[str, Any]:
     }
 
 
-def rules(model: "ViT") -> Iterator[Rule]:
-    """Every parameter except the head's, by the names in transformers' files."""
-    shape, is_v2 = model.shape, model_type(model) in DINOV2
+def rules(model: "ViT", kind: str) -> Iterator[Rule]:
+    """Every parameter except the head's, by the names in transformers' files of this model_type.
+
+    Layer scales that the model does not have are ones.
+    """
+    shape, is_v2 = model.shape, kind in DINOV2
     patches = "embeddings.patch_embeddings.projection" if is_v2 else "embeddings.patch_embeddings"
     yield Rule(
         "cls",
@@ -100,12 +103,15 @@ def rules(model: "ViT") -> Iterator[Rule]:
     yield from torch_patches("embedding", patches, shape.patch_size)
     for i in range(shape.depth):
         ours, theirs = f"blocks.{i}", f"encoder.layer.{i}" if is_v2 else f"layer.{i}"
-        yield from renamed(f"{ours}.norm1", f"{theirs}.norm1")
         yield from _attention(model, f"{ours}.attention", f"{theirs}.attention", is_v2)
-        yield same(f"{ours}.layer_scale1", f"{theirs}.layer_scale1.lambda1")
-        yield from renamed(f"{ours}.norm2", f"{theirs}.norm2")
         yield from _mlp(model, f"{ours}.mlp", f"{theirs}.mlp", is_v2)
-        yield same(f"{ours}.layer_scale2", f"{theirs}.layer_scale2.lambda1")
+        for part in (1, 2):
+            weight, bias = renamed(f"{ours}.norm{part}", f"{theirs}.norm{part}")
+            scale = f"{theirs}.layer_scale{part}.lambda1"
+            yield with_constant(weight, scale, 1.0) if shape.layer_scale is None else weight
+            yield bias
+            if shape.layer_scale is not None:
+                yield same(f"{ours}.layer_scale{part}", scale)
     yield from renamed("norm", "layernorm" if is_v2 else "norm")
 
 

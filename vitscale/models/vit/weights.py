@@ -14,7 +14,7 @@ from vitscale.models.layers import CHANNELS
 from vitscale.models.resnet.weights import flax_stem, timm_features
 from vitscale.models.vit import dino, eva
 from vitscale.models.vit.positions import SincosTable, resample_positions, sincos_positions
-from vitscale.models.weights.foreign import ForeignWeights, Resampling, TimmModel
+from vitscale.models.weights.foreign import Backbone, ForeignWeights, Resampling, TimmModel
 from vitscale.models.weights.huggingface import ACTIVATIONS
 from vitscale.models.weights.rules import (
     Rule,
@@ -131,9 +131,10 @@ class ViTWeights(ForeignWeights):
 
     def rules(self, form: Format) -> list[Rule]:
         """As `ForeignWeights.rules`."""
-        of_transformers = _transformers if dino.model_type(self._model) is None else dino.rules
+        if form == "hf" and (kind := dino.model_type(self._model)) is not None:
+            return list(dino.rules(self._model, kind))
         of_timm = eva.rules if self._model.position == eva.POSITION else _timm
-        return list({"npz": _flax, "timm": of_timm, "hf": of_transformers}[form](self._model))
+        return list({"npz": _flax, "timm": of_timm, "hf": _transformers}[form](self._model))
 
     def resampling(self, name: str, shape: tuple[int, ...]) -> Resampling | None:
         """As `ForeignWeights.resampling`: of position embeddings (section 3.2)."""
@@ -227,13 +228,19 @@ class ViTWeights(ForeignWeights):
         model, shape = self._model, self._model.shape
         return shape.registers == 1 and shape.class_position and shape.layer_scale is None and model.pool == "cls"
 
+    def backbone(self) -> Backbone:
+        """As `ForeignWeights.backbone`."""
+        from vitscale.models.vit.backbones import backbone  # it has rules of this file
+
+        return backbone(self._model)
+
     def transformers_config(self) -> dict[str, Any]:
         """As `ForeignWeights.transformers_config`; the image size is the part that whole patches cover."""
         shape = self._model.shape
         image_size = shape.grid(self._model.image_size) * shape.patch_size
         if (kind := dino.model_type(self._model)) is not None:
             of_kind = {"architectures": [dino.ARCHITECTURES[kind]], "layerscale_value": shape.layer_scale}
-            return of_kind | dino.configuration(self._model) | {"image_size": image_size}
+            return of_kind | dino.configuration(self._model, kind) | {"image_size": image_size}
         architecture = "ViTForImageClassification"
         if shape.distilled or self._deit_register:
             architecture = f"DeiTForImageClassification{'WithTeacher' if shape.distilled else ''}"
@@ -322,7 +329,7 @@ def _flax_map(num_heads: int) -> Iterator[Rule]:
     yield from flax_dense(f"{ours}.mlp.fc2", f"{theirs}/MlpBlock_0/Dense_1")
 
 
-def _patches(model: "ViT", theirs: str, positions: str, first: int) -> list[Rule]:
+def patches_and_fixed_positions(model: "ViT", theirs: str, positions: str, first: int) -> list[Rule]:
     """The rules of the patch embedding, and of `positions` with `first` tokens before the patches if they are fixed."""
     weight, bias = torch_patches("embedding", theirs, model.shape.patch_size)
     if model.position != "sincos":
@@ -356,7 +363,7 @@ def _timm(model: "ViT") -> Iterator[Rule]:
     if model.stem is not None:
         yield from timm_features(model.stem, "stem.", "patch_embed.backbone.")
     first = (model.cls is not None) * model.shape.class_position
-    yield from _patches(model, "patch_embed.proj", "pos_embed", first)
+    yield from patches_and_fixed_positions(model, "patch_embed.proj", "pos_embed", first)
     if model.cls is not None:
         yield same("cls", "cls_token")
     if model.dist is not None:
@@ -393,7 +400,9 @@ def _transformers(model: "ViT") -> Iterator[Rule]:
     if model.pos_embedding is not None:
         yield positions
     patches = f"{name}.embeddings.patch_embeddings.projection"
-    yield from _patches(model, patches, f"{name}.embeddings.position_embeddings", 1 + shape.registers)
+    yield from patches_and_fixed_positions(
+        model, patches, f"{name}.embeddings.position_embeddings", 1 + shape.registers
+    )
     for i in range(shape.depth):
         yield from _transformers_block(f"blocks.{i}", f"{name}.encoder.layer.{i}")
     yield from renamed("norm", f"{name}.layernorm")

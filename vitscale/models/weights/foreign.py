@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vitscale.ground.errors import RecipeError
 from vitscale.ground.weight_formats import Format
 from vitscale.models.weights.rules import Rule
 
@@ -43,6 +44,19 @@ class TimmModel:
     fixed_size: bool
 
 
+@dataclass(frozen=True)
+class Backbone:
+    """A model as one of transformers' backbones, those of `AutoBackbone`, which have feature maps and no head.
+
+    Args:
+        config: the content of config.json.
+        rules: a rule for every parameter that its maps depend on.
+    """
+
+    config: dict[str, Any]
+    rules: Sequence[Rule]
+
+
 class ForeignWeights:
     """One model in the formats of other libraries. Each family has a subclass; by default no format has the model."""
 
@@ -65,3 +79,7 @@ class ForeignWeights:
     def transformers_config(self) -> dict[str, Any]:
         """What transformers' config.json says of the model, classes aside, where `refusal` of hf is None."""
         raise NotImplementedError
+
+    def backbone(self) -> Backbone:
+        """transformers' backbone that computes the maps of `Model.feature_maps`. Raises `RecipeError` without one."""
+        raise RecipeError("transformers has no backbone that computes what this model does; use safetensors")

@@ -11,6 +11,7 @@ from vitscale.ground.errors import CheckpointError
 from vitscale.ground.wording import shortened
 from vitscale.models.layers import CHANNELS
 from vitscale.models.model import Model
+from vitscale.models.weights.foreign import Backbone
 from vitscale.models.weights.preprocessing import crop_of, filter_of, normalise_of, otherwise, resize_of, resized_edge
 from vitscale.models.weights.source import MOST_PIXELS, Entry, Source, names_of, read_json, rename, without_indices
 from vitscale.models.weights.torch_files import CONFIG, read_beside_config
@@ -202,14 +203,19 @@ def distinct(labels: list[str]) -> list[str]:
     return labels
 
 
-def configuration(model: Model, labels: list[str], crop: EvalCrop, normalise: Normalise) -> dict[str, dict[str, Any]]:
+def configuration(
+    model: Model, labels: list[str], crop: EvalCrop, normalise: Normalise, backbone: Backbone | None = None
+) -> dict[str, dict[str, Any]]:
     """File name -> content of the JSON files; labels are distinct."""
-    config = {
-        **model.foreign().transformers_config(),
-        "id2label": {str(i): label for i, label in enumerate(labels)},
-        "label2id": {label: i for i, label in enumerate(labels)},
-    }
-    size, edge = config["image_size"], resized_edge(model.image_size, crop)
+    if backbone is not None:
+        config = backbone.config
+    else:
+        config = {
+            **model.foreign().transformers_config(),
+            "id2label": {str(i): label for i, label in enumerate(labels)},
+            "label2id": {label: i for i, label in enumerate(labels)},
+        }
+    size, edge = config.get("image_size", model.image_size), resized_edge(model.image_size, crop)
     preprocessor = {
         "image_processor_type": "BitImageProcessor",  # a ViTImageProcessor cannot crop
         "do_convert_rgb": True,
@@ -227,9 +233,10 @@ def configuration(model: Model, labels: list[str], crop: EvalCrop, normalise: No
     return {CONFIG: config, PREPROCESSOR: preprocessor}
 
 
-def loading_lines(folder: Path, model: Model) -> list[str]:
+def loading_lines(folder: Path, model: Model, *, as_backbone: bool = False) -> list[str]:
     """Python that opens a written folder."""
-    (architecture,) = model.foreign().transformers_config()["architectures"]
+    foreign = model.foreign()
+    (architecture,) = (foreign.backbone().config if as_backbone else foreign.transformers_config())["architectures"]
     return [
         f"model = transformers.{architecture}.from_pretrained({str(folder)!r})",
         f"processor = transformers.AutoImageProcessor.from_pretrained({str(folder)!r})",

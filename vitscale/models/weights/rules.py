@@ -6,9 +6,9 @@ Shape legend: D width, H heads, d = D / H, P patch size, C channels, K classes, 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torch import Tensor, cat
+from torch import Tensor, cat, full_like
 
 Tensors = tuple[Tensor, ...]
 
@@ -38,6 +38,17 @@ def same(ours: str, theirs: str) -> Rule:
 def renamed(ours: str, theirs: str) -> list[Rule]:
     """A layer with weight and bias under another name."""
     return [same(f"{ours}.{kind}", f"{theirs}.{kind}") for kind in ("weight", "bias")]
+
+
+def with_constant(rule: Rule, theirs: str, value: float) -> Rule:
+    """A rule whose first array of theirs is followed by `theirs`, of its shape, which is no parameter of ours."""
+    return replace(
+        rule,
+        theirs=(rule.theirs[0], theirs, *rule.theirs[1:]),
+        split=lambda own: (*(parts := rule.split(own))[:1], full_like(parts[0], value), *parts[1:]),
+        join=lambda values: rule.join((values[0], *values[2:])),
+        renames=False,
+    )
 
 
 def flax_dense(ours: str, theirs: str) -> list[Rule]:

@@ -18,6 +18,7 @@ from vitscale.ground.weight_formats import Format
 from vitscale.models.model import Model
 from vitscale.models.weights import huggingface, timm_hub
 from vitscale.models.weights.description import METADATA_KEY, PROBLEM_TYPES, Description
+from vitscale.models.weights.foreign import Backbone
 from vitscale.models.weights.npz import write_npz
 from vitscale.models.weights.preprocessing import WHOLE_PICTURE
 from vitscale.models.weights.reading import Report
@@ -40,6 +41,8 @@ def write_weights(
     drop_head: bool = False,
     report: Report = print,
     readme: Callable[[], str] | None = None,
+    *,
+    as_backbone: bool = False,
 ) -> int:
     """Write the weights of a model. Returns the number of values written.
 
@@ -52,15 +55,22 @@ def write_weights(
         drop_head: leave the output layer and `pre_logits` out.
         report: called with what is worth knowing: values that are not finite, classes of one name.
         readme: gives the text of a folder's README.md; asked once it is certain that the format holds the model.
+        as_backbone: for hf: as one of the backbones of transformers, without a head.
 
     Raises `RecipeError` if the format cannot hold the model, if `out` does not end as the format does, or if it exists
     (for a folder, an empty one may exist), and `CheckpointError` if there is no room.
     """
-    if drop_head:
+    if as_backbone and form != "hf":
+        raise RecipeError(f"a backbone is a folder of transformers, format hf; {form} holds the model itself")
+    if drop_head := drop_head or as_backbone:
         description = replace(description, num_classes=None, class_names=None)
     model = description.build()
-    rules = [rule for rule in table(model, form) if not (drop_head and rule.ours in HEAD)]
+    backbone = model.foreign().backbone() if as_backbone else None
+    rules = [*backbone.rules] if backbone else table(model, form)
+    rules = [rule for rule in rules if not (drop_head and rule.ours in HEAD)]
     held = {rule.ours for rule in rules} | (set(HEAD) if drop_head else set())
+    if backbone:  # what comes after the last map
+        held |= {name for name, _ in model.named_parameters() if name.startswith(("norm.", "map."))}
     if homeless := [name for name, _ in model.named_parameters() if name not in held]:
         held_head = "one linear layer as the head" if "head.weight" in held else "no head of such a model"
         raise RecipeError(
@@ -70,7 +80,7 @@ def write_weights(
     shapes = their_shapes(model, rules)
     count = sum(map(math.prod, shapes.values()))
     tensors = _stream(rules, parameter, report)
-    configurations = _configurations(form, model, description, report) if _is_folder(out, form) else {}
+    configurations = _configurations(form, model, description, report, backbone) if _is_folder(out, form) else {}
     try:
         _prepare(out, form, 4 * count)
         if configurations:
@@ -99,7 +109,7 @@ def _stream(rules: list[Rule], parameter: Callable[[str], Tensor], report: Repor
         yield from zip(rule.theirs, rule.split(value), strict=True)
 
 
-def loading_lines(out: Path, form: Format, description: Description) -> list[str]:
+def loading_lines(out: Path, form: Format, description: Description, *, as_backbone: bool = False) -> list[str]:
     """Python that opens what was written in its own library; empty for formats without one, and where timm has no name.
 
     It can be copied into an interpreter as it is.
@@ -107,7 +117,7 @@ def loading_lines(out: Path, form: Format, description: Description) -> list[str
     `description` is that of what was written: without classes where the head was left out.
     """
     if form == "hf":
-        return ["import transformers", *huggingface.loading_lines(out, description.build())]
+        return ["import transformers", *huggingface.loading_lines(out, description.build(), as_backbone=as_backbone)]
     lines = timm_hub.loading_lines(out, description.build(), description.num_classes) if form == "timm" else []
     return ["import timm", *lines] if lines else []
 
@@ -116,11 +126,13 @@ def _is_folder(out: Path, form: Format) -> bool:
     return form == "hf" or (form == "timm" and out.suffix != SAFETENSORS)
 
 
-def _configurations(form: Format, model: Model, description: Description, report: Report) -> dict[str, dict[str, Any]]:
+def _configurations(
+    form: Format, model: Model, description: Description, report: Report, backbone: Backbone | None
+) -> dict[str, dict[str, Any]]:
     """File name -> content of the JSON files in a folder."""
     crop, normalise = description.eval_crop or WHOLE_PICTURE, description.normalise or Normalise()
     if form == "hf":
-        files = huggingface.configuration(model, _labels(description, report), crop, normalise)
+        files = huggingface.configuration(model, _labels(description, report), crop, normalise, backbone)
     else:
         labels = _labels(description, report) if description.class_names else None
         files = {CONFIG: timm_hub.configuration(model, description.num_classes, labels, crop, normalise)}

@@ -99,6 +99,11 @@ class ViTShape:
         return self.cut_size(image_size) // self.patch_size
 
     @property
+    def channels(self) -> int:
+        """Channels of a feature map."""
+        return self.width
+
+    @property
     def stride(self) -> int:
         """Image pixels per patch, along one side."""
         return self.patch_size * (1 if self.stem is None else self.stem.stride)
