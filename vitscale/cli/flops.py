@@ -11,7 +11,7 @@ from typing import Annotated
 from typer import Argument, Context, Option, Typer
 
 from vitscale.cli.command_line import HELP, Version, run
-from vitscale.cli.options import given_options
+from vitscale.cli.options import Price, check_numbers, given_options
 from vitscale.flops import reports
 from vitscale.flops.estimate import Estimate, estimate
 from vitscale.flops.hardware import find_device
@@ -30,12 +30,6 @@ _GOES_WITH = {
     "--hardware": {"RECIPE", "--set", "--samples", "--format", *_COST_OPTIONS},
 }
 
-# Lowest, highest, what it is. Within them every figure is a number that people can read.
-_RANGES = {
-    "--budget": (1e-9, 1e12, "exaFLOPs"),
-    "--mfu": (1e-6, 1, "a fraction"),
-    "--price": (0, 1e9, "the price of one device-hour"),
-}
 _MOST = 2**53  # whole numbers up to here are exact as floats
 
 app = Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -64,7 +58,7 @@ def command(
     mfu: Annotated[
         float | None, Option(metavar="FRACTION", help="The share of their peak that training reaches: 0.45.")
     ] = None,
-    price: Annotated[float | None, Option(help="Price of one device for one hour.")] = None,
+    price: Price = None,
     runs: Annotated[
         list[Path] | None, Option("--run", metavar="DIR", help="What a run has cost so far; may be repeated.")
     ] = None,
@@ -72,7 +66,7 @@ def command(
 ) -> None:
     """What recipes cost: parameters, multiply-adds and exaFLOPs, beside the paper's figures."""
     _check({"RECIPE" if name == "recipes" else flag for name, flag in given_options(context).items()})
-    _check_numbers({"--budget": budget, "--mfu": mfu, "--price": price})
+    check_numbers({"--budget": budget, "--mfu": mfu, "--price": price})
     device = None if hardware is None else find_device(hardware)
     if runs:
         from vitscale.flops.runs import runs_table
@@ -111,14 +105,6 @@ def _check(given: set[str]) -> None:
         raise RecipeError(f"{', '.join(of_hardware)}: only with --hardware")
     if "--samples" in given and "RECIPE" not in given:
         raise RecipeError("--samples is the size of one training set: name only recipes that train on it")
-
-
-def _check_numbers(given: dict[str, float | None]) -> None:
-    for option, value in given.items():
-        low, high, what = _RANGES[option]
-        if value is not None and not low <= value <= high:
-            percent = f"; {value:g} % is --mfu {value / 100:g}" if option == "--mfu" and 1 < value <= 100 else ""
-            raise RecipeError(f"{option} {value:g}: expected {what} from {low:g} to {high:g}{percent}")
 
 
 def _once(runs: Sequence[Path]) -> list[Path]:

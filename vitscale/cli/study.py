@@ -17,13 +17,15 @@ from typer import Argument, Exit, Option, Typer
 from typer.core import TyperGroup
 
 from vitscale.about.status import RunReader, RunStatus
+from vitscale.about.studies.cost import Slot, cost_of
 from vitscale.about.studies.engine import Engine, LocalEngine, RayEngine, SlurmEngine
 from vitscale.about.studies.expansion import Entry, Expansion, expand
 from vitscale.about.studies.outcomes import Progress, check_unchanged
 from vitscale.about.studies.reading import find_study, list_studies, load_study, study_schema
 from vitscale.about.studies.results import RESULTS_FILE, About
 from vitscale.about.studies.running import StudyRun
-from vitscale.cli.options import Hardware, Json, Mfu
+from vitscale.cli.options import Hardware, Json, Mfu, Price, check_numbers
+from vitscale.flops.accounting import PUBLISHED_MFU, PUBLISHED_MFU_SOURCE
 from vitscale.flops.hardware import find_device
 from vitscale.ground.errors import RecipeError, VitscaleError
 from vitscale.ground.table import Column, Console, ResultTable, Row, hanging, hours, number, render, short
@@ -40,7 +42,8 @@ _COST_COLUMNS = (
     Column("device_hours", "device-hours", short),
 )
 _ON_PAPER = (
-    "On paper: hours of training alone, without evaluations and interruptions; `vitscale plan` tells more of a recipe."
+    "On paper: hours of training alone, without evaluations and interruptions; whether a recipe fits into memory, "
+    "`vitscale plan` tells."
 )
 
 EngineName = Literal["local", "slurm", "ray"]
@@ -149,7 +152,7 @@ def plan(
         int | None,
         Option(min=1, max=2**53, help="Training samples, if neither a dataset nor the study says."),
     ] = None,
-    price: Annotated[float | None, Option(min=0, max=1e9, help="Price of one device for one hour.")] = None,
+    price: Price = None,
     mfu: Mfu = None,
     settings: Settings = None,
     as_json: Json = False,
@@ -157,20 +160,12 @@ def plan(
     """Say what a study costs before it starts: exaFLOPs, hours, money."""
     if devices % slots:
         raise RecipeError(f"--slots {slots}: does not divide --devices {devices}")
-    if price is not None and not 0 <= price <= 1e9:  # a NaN is in typer's range
-        raise RecipeError(f"--price {price:g}: expected the price of one device-hour from 0 to 1e9")
-    if mfu is not None and not 0 < mfu <= 1:
-        raise RecipeError(f"--mfu {mfu:g}: expected a fraction above 0, at most 1")
+    check_numbers({"--mfu": mfu, "--price": price})
     device = find_device(hardware)
     file = find_study(study)
     loaded = load_study(file)
     expansion = expand(loaded, Path("runs") / file.stem, settings or [], file.parent)
-    with Console(stderr=True).status("planning, which takes some seconds") as status:  # seen on a terminal only
-        from vitscale.about.planning.cluster import make_cluster  # torch takes seconds
-        from vitscale.about.studies.cost import cost_of
-
-        cluster = make_cluster(device, devices // slots, efficiency=mfu, price=price)
-        cost = cost_of(loaded, expansion, cluster, slots, samples, status.update)
+    cost = cost_of(loaded, expansion, Slot(device, devices // slots, mfu or PUBLISHED_MFU, price), slots, samples)
     if as_json:
         content = asdict(cost) | {"study": file.stem, "device": device.name, "devices": devices, "slots": slots}
         print(json.dumps(content, indent=1, allow_nan=False))
@@ -201,10 +196,9 @@ def plan(
     if cost.unknown:
         first = cost.unknown[0]
         print(f"not counted     {counted(len(cost.unknown), 'run')}, the first {first.name}: {first.problem}")
-    print("\nAssumed:")
-    for assumption in cost.assumptions:
-        print(f"  {assumption}")
-    print(f"\n{_ON_PAPER}")
+    source = f", {PUBLISHED_MFU_SOURCE} (--mfu)" if mfu is None else ""
+    assumed = f"At {mfu or PUBLISHED_MFU:.0%} MFU of the peak in {device.training_peak[1]}{source}."
+    print(f"\n{hanging(f'{assumed} {_ON_PAPER}', 0)}")
 
 
 def _engine(name: str, folder: Path, slots: int | None, options: list[str]) -> Engine:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vitscale.flops.accounting import FORWARD_PASSES_PER_TRAINING_STEP, cost_row, training_flops_per_image
+from vitscale.flops.accounting import FORWARD_PASSES_PER_TRAINING_STEP, cost_row, training_hours
 from vitscale.flops.estimate import Estimate
 from vitscale.flops.hardware import Device
 from vitscale.flops.matching import position_row, possible_epochs, transfer_row
@@ -208,7 +208,7 @@ def _cost_row(one: Estimate, hardware: Hardware, mfu: float) -> Row:
     if one.work is None or one.images is None:
         return {column.key: None for column in COST}
     peak, _ = hardware.device.training_peak
-    hours = training_flops_per_image(one.work.macs) * one.images / (hardware.count * peak * mfu) / 3600
+    hours = training_hours(one.work.macs, one.images, hardware.count * peak, mfu)
     return cost_row(hours, hours * hardware.count, hardware.device, hardware.price)
 
 

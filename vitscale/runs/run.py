@@ -4,7 +4,6 @@ Torch is not imported and no tensor is read. Each file is read when it is asked 
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,7 @@ from vitscale.runs.done import read_done
 from vitscale.runs.launches import Launches, read_launches
 from vitscale.runs.metrics import MetricsLog, Row
 from vitscale.runs.names import CHECKPOINTS, DONE_FILE, LAUNCH_FILE, METRICS_FILE, checkpoints_root
-from vitscale.runs.reading import count, number, timestamp
+from vitscale.runs.reading import count, number
 
 _GAPS_TOLD = 5
 _MOST_PARENTS = 20
@@ -238,24 +237,6 @@ class Run(RunFiles):
         """Path or URL of a dataset that the recipe names. Raises `RecipeError` and `DataError`."""
         root = self.recipe.data.root if self.index is None else data_root(self.recipe, self.index)
         return find_dataset(dataset, root)
-
-
-def restart_times(run_dir: Path) -> list[float]:
-    """Seconds from the end of an attempt to the beginning of the next attempt's first step, for each restart.
-
-    Restarts that reached no step are left out, and so are those whose steps a later attempt repeated, because their
-    lines of metrics are gone. The time until a launch notices that a rank hangs is not included. Raises `DataError` if
-    a file cannot be read.
-    """
-    run = RunFiles(run_dir, None)
-    ended = [(time, row["step_time_s"]) for row in run.metrics.rows if (time := timestamp(row.get("time"))) is not None]
-    failures = [event.time for event in run.launches.restarts]
-    times = []
-    for failure, next_failure in pairwise([*failures, math.inf]):
-        first = bisect_right(ended, failure, key=lambda line: line[0])
-        if first < len(ended) and ended[first][0] < next_failure:
-            times.append(max(0.0, ended[first][0] - ended[first][1] - failure))
-    return times
 
 
 def _gap_notes(steps: Sequence[int], every: int, first: int) -> list[str]:
