@@ -3,9 +3,6 @@
 One report a call: the grid (by default), --breakdown, --budget, --hardware or --run.
 """
 
-import os
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Context, Option, Typer
@@ -24,7 +21,6 @@ from vitscale.recipe import find_recipe, load_recipe, recipes_dir
 _OF_HARDWARE = {"--devices", "--mfu", "--price"}
 _COST_OPTIONS = {"--hardware", *_OF_HARDWARE}
 _GOES_WITH = {
-    "--run": {"--hardware", "--devices", "--price", "--format"},
     "--breakdown": {"RECIPE", "--set", "--samples", "--format"},
     "--budget": {"RECIPE", "--set", "--samples", "--format", *_COST_OPTIONS},
     "--hardware": {"RECIPE", "--set", "--samples", "--format", *_COST_OPTIONS},
@@ -59,27 +55,18 @@ def command(
         float | None, Option(metavar="FRACTION", help="The share of their peak that training reaches: 0.45.")
     ] = None,
     price: Price = None,
-    runs: Annotated[
-        list[Path] | None, Option("--run", metavar="DIR", help="What a run has cost so far; may be repeated.")
-    ] = None,
     version: Version = False,
 ) -> None:
     """What recipes cost: parameters, multiply-adds and exaFLOPs, beside the paper's figures."""
     _check({"RECIPE" if name == "recipes" else flag for name, flag in given_options(context).items()})
     check_numbers({"--budget": budget, "--mfu": mfu, "--price": price})
     device = None if hardware is None else find_device(hardware)
-    if runs:
-        from vitscale.flops.runs import runs_table
-        from vitscale.runs.run import Run
-
-        render(runs_table([Run(run) for run in _once(runs)], device, devices, price), form)
-        return
     bought = None
     if device is not None:
         if devices is None or mfu is None:
             raise RecipeError(
                 "--hardware needs --devices N and --mfu FRACTION. No utilisation is assumed: take that of a run of "
-                "yours (vitscale-flops --run DIR), or what the paper's cores reached (Table 2: 0.32 for ViT-H/14, 0.43 "
+                "yours (vitscale status RUN), or what the paper's cores reached (Table 2: 0.32 for ViT-H/14, 0.43 "
                 "for ViT-L/16)"
             )
         bought = reports.Hardware(device, devices, price)
@@ -101,15 +88,10 @@ def _check(given: set[str]) -> None:
     if foreign and report is not None:
         raise RecipeError(f"{', '.join(foreign)} does not go with {report}")
     of_hardware = sorted(given & _OF_HARDWARE)
-    if of_hardware and report != "--run" and "--hardware" not in given:
+    if of_hardware and "--hardware" not in given:
         raise RecipeError(f"{', '.join(of_hardware)}: only with --hardware")
     if "--samples" in given and "RECIPE" not in given:
         raise RecipeError("--samples is the size of one training set: name only recipes that train on it")
-
-
-def _once(runs: Sequence[Path]) -> list[Path]:
-    """Every directory once, in order."""
-    return list({os.path.realpath(run): run for run in runs}.values())
 
 
 def _estimates(names: list[str], settings: list[str], samples: int | None) -> list[Estimate]:

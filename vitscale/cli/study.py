@@ -3,20 +3,14 @@
 import json
 import shlex
 import sys
-import time
-from collections import Counter
-from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 from typer import Argument, Exit, Option, Typer
 from typer.core import TyperGroup
 
-from vitscale.about.status import RunReader, RunStatus
 from vitscale.about.studies.cost import Slot, cost_of
 from vitscale.about.studies.engine import Engine, LocalEngine, RayEngine, SlurmEngine
 from vitscale.about.studies.expansion import Entry, Expansion, expand
@@ -27,14 +21,13 @@ from vitscale.about.studies.running import StudyRun
 from vitscale.cli.options import Hardware, Json, Mfu, Price, check_numbers
 from vitscale.flops.accounting import PUBLISHED_MFU, PUBLISHED_MFU_SOURCE
 from vitscale.flops.hardware import find_device
-from vitscale.ground.errors import RecipeError, VitscaleError
+from vitscale.ground.errors import RecipeError
 from vitscale.ground.table import Column, Console, ResultTable, Row, hanging, hours, number, render, short
 from vitscale.ground.wording import counted
 from vitscale.launch import Pretraining
 from vitscale.launch.clusters import Job, launch_command, read_pairs
 from vitscale.launch.ends import EXIT_PREEMPTED
 
-_LOOK_EVERY_SECONDS = 2.0
 _COST_COLUMNS = (
     Column("part", "part", is_text=True),
     Column("entries", "entries", number(0)),
@@ -129,11 +122,8 @@ def run(
 
         check_entries(expansion, folder)
     about = About(file.stem, str(file), engine, settings or [])
-    watch = _Watch(Console(stderr=True, highlight=False))
-    with watch.live or nullcontext():
-        runs_them = _engine(engine, folder, slots, engine_options or [])
-        running = StudyRun(expansion, folder, runs_them, about, watch.look)
-        code = running.run()
+    running = StudyRun(expansion, folder, _engine(engine, folder, slots, engine_options or []), about, _Watch().look)
+    code = running.run()
     _show_results(running)
     if code == EXIT_PREEMPTED:
         states = [one.state for one in running.progress.values()]
@@ -226,22 +216,14 @@ def _list_entries(expansion: Expansion, folder: Path) -> None:
 
 
 class _Watch:
-    """Shows a running study: a live table on a terminal, else a line whenever an entry begins or ends."""
+    """Says of a running study whenever an entry begins or ends. `vitscale status --watch` shows the runs themselves."""
 
-    def __init__(self, console: Console) -> None:
-        self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
-        self._console = console
-        self._readers: dict[str, RunReader] = {}
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
         self._shown: dict[str, str] = {}
-        self._looked_at = 0.0
 
     def look(self, run: StudyRun) -> None:
-        """Show what has changed."""
-        if self.live is not None:
-            if time.monotonic() - self._looked_at > _LOOK_EVERY_SECONDS:
-                self._looked_at = time.monotonic()
-                self.live.update(self._table(run), refresh=True)
-            return
+        """Print what has changed."""
         lines = {}
         for name, progress in run.progress.items():
             if self._shown.get(name, "waiting") != progress.state:
@@ -253,28 +235,6 @@ class _Watch:
                 lines[f"choice {name}"] = f"{name}: {_winner(winner)}"
         for line in lines.values():
             self._console.print(Text(f"study: {line}"), soft_wrap=True)
-
-    def _table(self, run: StudyRun) -> Table:
-        """A table of the entries that are running or have failed, and the number of the others."""
-        table = Table(box=None, pad_edge=False)
-        for title in ("entry", "state", "step", "loss", "left"):
-            table.add_column(title, justify="left" if title in ("entry", "state") else "right")
-        left: list[float | None] = []
-        for name, progress in run.progress.items():
-            if progress.state == "running":
-                reader, status = self._readers.setdefault(name, RunReader(str(run.folder / name))), None
-                with suppress(VitscaleError):  # the entry has written nothing yet
-                    status = reader.read()
-                left.append(None if status is None else status.left_s)
-                table.add_row(name, "running", *_figures(status))
-            elif progress.state == "failed":
-                table.add_row(name, f"failed ({progress.code})", "", "", "")
-        states = Counter(one.state for one in run.progress.values())
-        counts = ", ".join(f"{count} {state}" for state, count in states.items())
-        remaining = _time_left(run, left)
-        table.caption = counts + ("" if remaining is None else f"; {_duration(remaining)} left")
-        table.caption_justify = "left"
-        return table
 
 
 def _winner(label: str | None) -> str:
@@ -291,32 +251,6 @@ def _line(entry: Entry, progress: Progress) -> str:
     if progress.state == "not run":
         return f"{entry.name} is not run: {progress.why}"
     return f"{entry.name} is {progress.state}"
-
-
-def _figures(status: RunStatus | None) -> tuple[str, str, str]:
-    if status is None or status.step is None:
-        return "", "", ""
-    total = "" if status.total_steps is None else f" of {status.total_steps:,}"
-    loss = "" if status.loss is None else f"{status.loss:.4g}"
-    return f"{status.step:,}{total}", loss, "" if status.left_s is None else _duration(status.left_s)
-
-
-def _time_left(run: StudyRun, running: list[float | None]) -> float | None:
-    """The estimated seconds until the study is done, from the mean time of finished entries; None before one is."""
-    taken = [one.seconds for one in run.progress.values() if one.state == "done" and one.seconds is not None]
-    if not taken:
-        return None
-    mean = sum(taken) / len(taken)
-    waiting = sum(one.state == "waiting" for one in run.progress.values())
-    work = sum(mean / 2 if left is None else left for left in running) + waiting * mean
-    return work / max(1, len(running))
-
-
-def _duration(seconds: float) -> str:
-    """Seconds as text: `1:02:03`, or from 48 hours on `2 d 02:03`."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours // 24} d {hours % 24:02}:{minutes:02}" if hours >= 48 else f"{hours}:{minutes:02}:{rest:02}"
 
 
 # ---- At the end ------------------------------------------------------------------------------------------------------

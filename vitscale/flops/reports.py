@@ -21,12 +21,12 @@ class Hardware:
     price: float | None = None
 
 
-RECIPE = Column("recipe", "recipe", is_text=True)
-EXAFLOPS = Column("exaflops", "exaFLOPs", number(1))
+_RECIPE = Column("recipe", "recipe", is_text=True)
+_EXAFLOPS = Column("exaflops", "exaFLOPs", number(1))
 _MODEL = Column("model", "model", is_text=True, spare=5)
 _EPOCHS = Column("epochs", "epochs", short, spare=7)
 _GRID = (
-    RECIPE,
+    _RECIPE,
     _MODEL,
     _EPOCHS,
     Column("tokens", "tokens", number(0), spare=2),
@@ -34,18 +34,18 @@ _GRID = (
     Column("gmacs", "GMACs\n/image", number(2)),
     Column("accounting_gmacs", "acct.\nGMACs", number(2), spare=6),
     Column("images", "images\n(M)", number(0, 1e6), spare=1),
-    EXAFLOPS,
+    _EXAFLOPS,
     Column("published_exaflops", "paper", number(0)),
     Column("published_first_exaflops", "first\nposted", number(0), spare=4),
     Column("deviation", "deviation", percent(1, "+")),
 )
 _BREAKDOWN = (
-    RECIPE,
+    _RECIPE,
     Column("part", "part", is_text=True),
     Column("params", "params", number(0)),
     Column("gmacs", "GMACs\n/image", number(3)),
     Column("accounting_gmacs", "accounting\nGMACs", number(3), spare=1),
-    EXAFLOPS,
+    _EXAFLOPS,
     Column("share", "share", percent(1)),
 )
 _RESULTS = (
@@ -56,7 +56,7 @@ _RESULTS = (
     Column("table", "table", number(0), spare=3),
     Column("result_of_epochs", "of epochs", is_text=True),
 )
-COST = (
+_COST = (
     Column("hours", "hours", number(1)),
     Column("device_hours", "device\nhours", number(0)),
     Column("energy_kwh", "kWh", number(0), spare=1),
@@ -77,7 +77,7 @@ _OUTLIERS_SAY = (
     "Beyond 1.5 %: the paper's figure of ViT-B/32 fits 49 tokens, without the class token; those of R50+ViT-L/16 for 7 "
     "and for 14 epochs contradict each other."
 )
-TRAINING_HOURS_SAY = "Hours: of training steps alone, without evaluation and checkpoints."
+_TRAINING_HOURS_SAY = "Hours: of training steps alone, without evaluation and checkpoints."
 
 
 def grid_table(estimates: Sequence[Estimate]) -> ResultTable:
@@ -150,7 +150,7 @@ def purchase_table(
 
     Without a budget, all of them in their order; without hardware, no cost.
     """
-    columns, legend = [RECIPE, _MODEL, _EPOCHS, EXAFLOPS], []
+    columns, legend = [_RECIPE, _MODEL, _EPOCHS, _EXAFLOPS], []
     notes: list[str] = []
     if budget is not None:
         columns += _RESULTS
@@ -165,14 +165,18 @@ def purchase_table(
     if budget is not None:
         bought.sort(key=lambda pair: _worth(pair[1]), reverse=True)
     if hardware is not None and mfu is not None:
-        columns += COST
+        columns += _COST
         for one, row in bought:
             row |= _cost_row(one, hardware, mfu)
         devices = f"{hardware.count:,} x {hardware.device.describe()}"
         legend += [
             f"{devices}. {percent(1)(mfu)} MFU: of model FLOPs, padding counted.",
-            TRAINING_HOURS_SAY,
-            *energy_legend(hardware.device),
+            _TRAINING_HOURS_SAY,
+            *(
+                ["kWh: what the devices draw at most, without hosts and cooling."]
+                if hardware.device.watts is not None
+                else []
+            ),
         ]
         notes += _cost_notes(estimates, hardware, mfu)
     return ResultTable(columns, [row for _, row in bought], legend, [*notes, *_notes(estimates)])
@@ -206,16 +210,10 @@ def _purchase_row(one: Estimate, budget: float | None) -> Row:
 def _cost_row(one: Estimate, hardware: Hardware, mfu: float) -> Row:
     """What training costs at a utilisation, without evaluation, checkpoints and interruptions."""
     if one.work is None or one.images is None:
-        return {column.key: None for column in COST}
+        return {column.key: None for column in _COST}
     peak, _ = hardware.device.training_peak
     hours = training_hours(one.work.macs, one.images, hardware.count * peak, mfu)
     return cost_row(hours, hours * hardware.count, hardware.device, hardware.price)
-
-
-def energy_legend(device: Device | None) -> list[str]:
-    """What kWh means, if there are any."""
-    known = device is not None and device.watts is not None
-    return ["kWh: what the devices draw at most, without hosts and cooling."] if known else []
 
 
 def _cost_notes(estimates: Sequence[Estimate], hardware: Hardware, mfu: float) -> list[str]:

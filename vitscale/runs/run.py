@@ -38,7 +38,6 @@ class Cost:
     mfu: float | None  # the mean over the device-seconds that have one, a fraction; None if none has
     world_size: int | None  # the number of devices in the last steps; None as above
     world_sizes: tuple[int, ...]  # all numbers of devices that it has run on
-    is_world_size_assumed: bool  # whether there are steps whose world size is taken from the newest checkpoint
 
     @property
     def images_per_s(self) -> float:
@@ -158,8 +157,8 @@ class Run(RunFiles):
         took = [
             (step - before) * line["step_time_s"] for (before, step), line in zip(pairwise(steps), lines, strict=True)
         ]
-        stated = [count(line.get("world_size")) for line in lines]
-        worlds = [world or (None if self.index is None else self.index.world_size) for world in stated]
+        newest = None if self.index is None else self.index.world_size
+        worlds = [count(line.get("world_size")) or newest for line in lines]
         known = [world for world in worlds if world is not None]
         device_seconds = [seconds * (world or 1) for seconds, world in zip(took, worlds, strict=True)]
         used = [
@@ -174,7 +173,6 @@ class Run(RunFiles):
             mfu=sum(mfu * time for mfu, time in used) / sum(time for _, time in used) if used else None,
             world_size=worlds[-1],
             world_sizes=tuple(sorted(set(known))),
-            is_world_size_assumed=self.index is not None and None in stated,
         )
 
     @property
