@@ -43,10 +43,7 @@ def sets_and_index(tmp_path_factory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("tests")
     write_photos(root / "shelf", SHELF, seed=100)
     write_photos(root / "garden", GARDEN, seed=200)
-    index_of(
-        root / "index",
-        [source_of(root / name, name, preset="photo", level=2) for name in ("shelf", "garden")],
-    )
+    index_of(root / "index", [source_of(root / name, name, preset="photo", level=2) for name in ("shelf", "garden")])
     return root, root / "index"
 
 

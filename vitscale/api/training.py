@@ -222,11 +222,7 @@ def train(
 ) -> Run: ...
 @overload
 def train(
-    recipe: AnyRecipe | Place,
-    run_dir: Place | None = None,
-    *,
-    wait: Literal[False],
-    **options: Unpack[TrainOptions],
+    recipe: AnyRecipe | Place, run_dir: Place | None = None, *, wait: Literal[False], **options: Unpack[TrainOptions]
 ) -> Training: ...
 def train(
     recipe: AnyRecipe | Place,

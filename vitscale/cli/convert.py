@@ -51,8 +51,7 @@ def command(
         str | None, Option(help="A list of labels for a folder or tar without class folders.", metavar="FILE")
     ] = None,
     classes: Annotated[
-        Path | None,
-        Option(help="Class order: a file with one name per line, or a dataset.", show_default="sorted"),
+        Path | None, Option(help="Class order: a file with one name per line, or a dataset.", show_default="sorted")
     ] = None,
     unlabelled: Annotated[bool, Option("--unlabelled", help="Give no image a label.")] = False,
     image_field: ImageField = None,
@@ -66,8 +65,7 @@ def command(
         bool, Option("--pass-through/--no-pass-through", help="Store sound JPEGs byte for byte.")
     ] = True,
     shard_samples: Annotated[
-        int | None,
-        Option(min=1, max=MAX_SHARD_SAMPLES, help="Images per shard.", show_default=f"{DEFAULT_CAPACITY:,}"),
+        int | None, Option(min=1, max=MAX_SHARD_SAMPLES, help="Images per shard.", show_default=f"{DEFAULT_CAPACITY:,}")
     ] = None,
     shard_bytes: Annotated[
         str | None, Option(help="Instead: approximate size of a shard, such as 512MB.", metavar="SIZE")

@@ -139,8 +139,7 @@ def plan(
     hardware: Hardware,
     slots: Annotated[int, Option(min=1, max=2**20, help="Entries at a time; they share the devices equally.")] = 1,
     samples: Annotated[
-        int | None,
-        Option(min=1, max=2**53, help="Training samples, if neither a dataset nor the study says."),
+        int | None, Option(min=1, max=2**53, help="Training samples, if neither a dataset nor the study says.")
     ] = None,
     price: Price = None,
     mfu: Mfu = None,

@@ -187,12 +187,7 @@ def _worth(row: Row) -> tuple[float, float, float]:
 
 
 def _purchase_row(one: Estimate, budget: float | None) -> Row:
-    row: Row = {
-        "recipe": one.name,
-        "model": one.model_name,
-        "epochs": one.epochs,
-        "exaflops": one.exaflops,
-    }
+    row: Row = {"recipe": one.name, "model": one.model_name, "epochs": one.epochs, "exaflops": one.exaflops}
     if budget is None or one.exaflops is None:
         return row
     found, position = transfer_row(one.recipe, one.images), position_row(one.recipe, one.images)
