@@ -103,10 +103,11 @@ def cheap_commands() -> Iterator[tuple[Command, list[str]]]:
         recipes = [word for word in words[1:] if _is_shipped(word)]
         if name in DRY and recipes and "--hostfile" not in words and "--nodes" not in words:
             yield command, [*words, *([] if "--dry-run" in words else ["--dry-run"])]
-        else:
-            is_as_typed = not any(word in _OF_THE_READER or word.endswith(".yaml") for word in words)
-            if (name in CHEAP and is_as_typed) or words in (["-h"], ["--version"], ["study"]):
+        elif name in CHEAP and not any(word in _OF_THE_READER or word.endswith(".yaml") for word in words):
+            if not {"--run", "--folder"} & set(words):
                 yield command, words
+        elif words in (["-h"], ["--version"], ["study"], ["vtab", "doctor"]):
+            yield command, words
 
 
 @pytest.mark.parametrize(("command", "words"), [pytest.param(*each, id=str(each[0])) for each in cheap_commands()])

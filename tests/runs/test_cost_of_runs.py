@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from vitscale.cli.flops import app as flops
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.recipe import load_recipe
 from vitscale.runs.checkpoint_index import CheckpointIndex, index_text
@@ -54,6 +56,13 @@ def test_what_a_run_under_way_has_cost(run_dir):
     assert cost.images == 15 * 4096 and cost.images_per_s == pytest.approx(15 * 4096 / 40)
     assert cost.seconds == 40 and cost.device_seconds == 8 * 40 and cost.exaflops == 0.15
     assert cost.mfu == pytest.approx((20 * 0.4 + 20 * 0.2) / 40)
+
+
+def test_the_command_says_it_with_energy_and_price(run_dir):
+    command = ["--run", str(run_dir), "--hardware", "h100", "--price", "3", "--format", "json"]
+    (row,) = json.loads(CliRunner().invoke(flops, command).output)
+    assert row["exaflops"] == 0.15 and row["mfu"] == pytest.approx(0.3) and row["devices"] == 8
+    assert row["device_hours"] == pytest.approx(8 * 40 / 3600) and row["cost"] == pytest.approx(3 * 8 * 40 / 3600)
 
 
 def test_a_torn_line_is_told_of(run_dir):

@@ -3,6 +3,7 @@
 One report a call: the grid (by default), --breakdown, --budget, --hardware or --run.
 """
 
+from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Context, Option, Typer
@@ -21,6 +22,7 @@ from vitscale.recipe import find_recipe, load_recipe, recipes_dir
 _OF_HARDWARE = {"--devices", "--mfu", "--price"}
 _COST_OPTIONS = {"--hardware", *_OF_HARDWARE}
 _GOES_WITH = {
+    "--run": {"--hardware", "--price", "--format"},
     "--breakdown": {"RECIPE", "--set", "--samples", "--format"},
     "--budget": {"RECIPE", "--set", "--samples", "--format", *_COST_OPTIONS},
     "--hardware": {"RECIPE", "--set", "--samples", "--format", *_COST_OPTIONS},
@@ -55,18 +57,27 @@ def command(
         float | None, Option(metavar="FRACTION", help="The share of their peak that training reaches: 0.45.")
     ] = None,
     price: Price = None,
+    runs: Annotated[
+        list[Path] | None, Option("--run", metavar="DIR", help="What a run has cost so far; may be repeated.")
+    ] = None,
     version: Version = False,
 ) -> None:
     """What recipes cost: parameters, multiply-adds and exaFLOPs, beside the paper's figures."""
     _check({"RECIPE" if name == "recipes" else flag for name, flag in given_options(context).items()})
     check_numbers({"--budget": budget, "--mfu": mfu, "--price": price})
     device = None if hardware is None else find_device(hardware)
+    if runs:
+        from vitscale.flops.runs import runs_table
+        from vitscale.runs.run import Run
+
+        render(runs_table([Run(run) for run in runs], device, price), form)
+        return
     bought = None
     if device is not None:
         if devices is None or mfu is None:
             raise RecipeError(
                 "--hardware needs --devices N and --mfu FRACTION. No utilisation is assumed: take that of a run of "
-                "yours (vitscale status RUN), or what the paper's cores reached (Table 2: 0.32 for ViT-H/14, 0.43 "
+                "yours (vitscale-flops --run DIR), or what the paper's cores reached (Table 2: 0.32 for ViT-H/14, 0.43 "
                 "for ViT-L/16)"
             )
         bought = reports.Hardware(device, devices, price)

@@ -56,7 +56,7 @@ _RESULTS = (
     Column("table", "table", number(0), spare=3),
     Column("result_of_epochs", "of epochs", is_text=True),
 )
-_COST = (
+COST = (
     Column("hours", "hours", number(1)),
     Column("device_hours", "device\nhours", number(0)),
     Column("energy_kwh", "kWh", number(0), spare=1),
@@ -165,18 +165,14 @@ def purchase_table(
     if budget is not None:
         bought.sort(key=lambda pair: _worth(pair[1]), reverse=True)
     if hardware is not None and mfu is not None:
-        columns += _COST
+        columns += COST
         for one, row in bought:
             row |= _cost_row(one, hardware, mfu)
         devices = f"{hardware.count:,} x {hardware.device.describe()}"
         legend += [
             f"{devices}. {percent(1)(mfu)} MFU: of model FLOPs, padding counted.",
             _TRAINING_HOURS_SAY,
-            *(
-                ["kWh: what the devices draw at most, without hosts and cooling."]
-                if hardware.device.watts is not None
-                else []
-            ),
+            *energy_legend(hardware.device),
         ]
         notes += _cost_notes(estimates, hardware, mfu)
     return ResultTable(columns, [row for _, row in bought], legend, [*notes, *_notes(estimates)])
@@ -205,10 +201,16 @@ def _purchase_row(one: Estimate, budget: float | None) -> Row:
 def _cost_row(one: Estimate, hardware: Hardware, mfu: float) -> Row:
     """What training costs at a utilisation, without evaluation, checkpoints and interruptions."""
     if one.work is None or one.images is None:
-        return {column.key: None for column in _COST}
+        return {column.key: None for column in COST}
     peak, _ = hardware.device.training_peak
     hours = training_hours(one.work.macs, one.images, hardware.count * peak, mfu)
     return cost_row(hours, hours * hardware.count, hardware.device, hardware.price)
+
+
+def energy_legend(device: Device | None) -> list[str]:
+    """What kWh means, if there are any."""
+    known = device is not None and device.watts is not None
+    return ["kWh: what the devices draw at most, without hosts and cooling."] if known else []
 
 
 def _cost_notes(estimates: Sequence[Estimate], hardware: Hardware, mfu: float) -> list[str]:
