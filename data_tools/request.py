@@ -9,13 +9,13 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from data_tools.conversion_plan import SplitRule
 from data_tools.dedup.against import NamedIndex, open_matcher
 from data_tools.dedup.matching import Matcher
 from data_tools.listing import Spool, fingerprint
 from data_tools.machine import Machine
 from data_tools.output import Output
 from data_tools.sources import Kind, Source, SourceOptions, open_source
-from data_tools.splits import SplitRule
 from vitscale.data.shards import DEFAULT_CAPACITY
 from vitscale.data.shards.images import IMAGE_SUFFIXES, ImageOptions
 from vitscale.ground import storage

@@ -49,7 +49,7 @@ KNOWS_ONLY = {
         *("vitscale", "data.shards", "recipe", "ground.errors", "ground.files", "ground.images", "ground.machine"),
         *("ground.native", "ground.ray_cluster", "ground.safe_text", "ground.storage", "ground.table", "ground.vtab"),
         "ground.wording",
-    },
+    }
 }
 # Packages that only these rooms know. Whatever else has to start at once does not load them.
 KNOWN_TO = {

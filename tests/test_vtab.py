@@ -62,7 +62,3 @@ def test_a_table_by_group_beside_the_paper(capsys):
     render(vtab_table({"ours": ours}), "table")
     printed = capsys.readouterr().out
     assert OVER_TASKS in printed and OVER_GROUPS in printed
-
-
-def test_crops_and_flips_keep_labels_outside_the_structured_group():
-    assert {task.group for task in TASKS.values() if task.keeps_label} == {"natural", "specialized"}

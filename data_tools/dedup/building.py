@@ -60,7 +60,7 @@ class TestSource:
             raise RecipeError(f"TESTSET {self.src}: level {self.level}; expected 0 to {len(LEVELS) - 1}")
 
 
-class Piece(NamedTuple):
+class TaskCounts(NamedTuple):
     """The result of a task: its number, and how many images, hashes and unreadable images it has."""
 
     number: int
@@ -103,7 +103,7 @@ def build_index(
         parts = folder / "pieces"
         parts.mkdir()
         test_sets: list[TestSet] = []
-        pieces: list[Piece] = []
+        pieces: list[TaskCounts] = []
         for one in test_sources:
             test_set, found = _fingerprint_all(one, parts, len(pieces), workers, embedder, tick)
             test_sets.append(test_set)
@@ -119,7 +119,7 @@ def build_index(
 
 def _fingerprint_all(
     one: TestSource, parts: Path, first: int, workers: int, embedder: Embedder | None, tick: Tick
-) -> tuple[TestSet, list[Piece]]:
+) -> tuple[TestSet, list[TaskCounts]]:
     """Write the pieces of a test set, numbered from `first`, to the folder `parts`."""
     preset = one.preset or _preset_of(one.source)
     settings, level = one.settings or PRESETS[preset], one.level
@@ -197,7 +197,7 @@ class PieceTask(Task):
     def describe(self, position: int) -> str:
         return repr(self.items[position][0]) if position < len(self.items) else "the end"
 
-    def run(self, progress: Progress) -> Piece:
+    def run(self, progress: Progress) -> TaskCounts:
         """Write the piece. Raises DataError: an image that cannot be read, a disk that refuses; the model's errors."""
         rows: list[dict[str, Any]] = []
         images: list[_Image] = []
@@ -222,7 +222,7 @@ class PieceTask(Task):
             pq.write_table(pa.Table.from_pylist(rows, IMAGES), stem.with_suffix(".parquet"))
             np.savez(stem.with_suffix(".npz"), **arrays)
         unreadable = sum(row["pixels"] is None for row in rows)
-        return Piece(self.number, len(images), len(arrays["owners"]), unreadable)
+        return TaskCounts(self.number, len(images), len(arrays["owners"]), unreadable)
 
 
 def _read(source: Source, part: int, key: str, content: bytes) -> bytes:
@@ -233,7 +233,7 @@ def _read(source: Source, part: int, key: str, content: bytes) -> bytes:
         return source.read(part, content)
 
 
-def _join(pieces: Sequence[Piece], parts: Path, folder: Path, embedding: Embedding | None) -> None:
+def _join(pieces: Sequence[TaskCounts], parts: Path, folder: Path, embedding: Embedding | None) -> None:
     """Write an index's files except `index.json`, with one piece in memory at a time. Raises OSError."""
     tables = (pq.read_table(parts / f"{piece.number:06d}.parquet", schema=IMAGES) for piece in pieces)
     write_tables(folder / IMAGES_NAME, tables, IMAGES)
@@ -250,7 +250,7 @@ def _join(pieces: Sequence[Piece], parts: Path, folder: Path, embedding: Embeddi
                 file.write((whitened(array, whitening) if name == "embeddings" else array).tobytes())
 
 
-def _in_order(name: str, pieces: Sequence[Piece], parts: Path) -> Iterator[np.ndarray]:
+def _in_order(name: str, pieces: Sequence[TaskCounts], parts: Path) -> Iterator[np.ndarray]:
     """An array of the index, in the order of its file."""
     if name == "hashes":
         for word in range(4):
@@ -264,7 +264,7 @@ def _in_order(name: str, pieces: Sequence[Piece], parts: Path) -> Iterator[np.nd
         first += piece.images
 
 
-def _array(name: str, piece: Piece, parts: Path) -> np.ndarray:
+def _array(name: str, piece: TaskCounts, parts: Path) -> np.ndarray:
     with np.load(parts / f"{piece.number:06d}.npz", allow_pickle=False) as arrays:
         return arrays[name]
 

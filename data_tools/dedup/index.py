@@ -84,7 +84,7 @@ class Embedding(Strict):
     dimensions: Annotated[int, Field(ge=1)]
 
 
-class _File(Strict):
+class _ArrayFile(Strict):
     bytes: _Count
     sha256: Sha256
 
@@ -96,7 +96,7 @@ class _Content(Strict):
     algorithm: str
     embedding: Embedding | None
     test_sets: Annotated[tuple[TestSet, ...], Field(min_length=1)]
-    files: dict[str, _File]
+    files: dict[str, _ArrayFile]
 
     @model_validator(mode="after")
     def _consistent(self) -> "_Content":

@@ -141,9 +141,7 @@ def _expected(matcher: Matcher, findings: Findings, number: int) -> Expected:
 def _limited(estimate: Estimate, removed: int) -> Estimate:
     expected = 0.0 if removed == 0 else estimate.expected
     return replace(
-        estimate,
-        expected=None if expected is None else min(expected, removed),
-        at_most=min(estimate.at_most, removed),
+        estimate, expected=None if expected is None else min(expected, removed), at_most=min(estimate.at_most, removed)
     )
 
 

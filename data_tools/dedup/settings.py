@@ -41,9 +41,5 @@ class Settings:
 
 
 # Measured in docs/LOG.md: recall by kind of edit, pairs of different photos, and CIFAR-10's judged near-duplicates.
-PRESETS: dict[Preset, Settings] = {
-    "photo": Settings(),
-    "small": Settings(candidates=64),
-    "exact": Settings(near=False),
-}
+PRESETS: dict[Preset, Settings] = {"photo": Settings(), "small": Settings(candidates=64), "exact": Settings(near=False)}
 SMALL_SIDE = 96  # pixels; test sets whose shorter side is usually below this are small

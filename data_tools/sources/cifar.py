@@ -36,7 +36,7 @@ _CIFAR100 = ("train", "test")
 _BATCHES = frozenset(name + suffix for name in _CIFAR10 + _CIFAR100 for suffix in ("", _BINARY))
 
 
-class _File(NamedTuple):
+class _Batch(NamedTuple):
     """A file on its own, or a member of a tar."""
 
     where: str
@@ -47,11 +47,11 @@ class _File(NamedTuple):
         """The batch's name: the file name without suffix."""
         return base_name(self.member or self.where).removesuffix(_BINARY)
 
-    def beside(self, name: str) -> "_File":
+    def beside(self, name: str) -> "_Batch":
         """Another file in the same folder."""
         if self.member is not None:
-            return _File(self.where, posixpath.join(posixpath.dirname(self.member), name))
-        return _File(self.where[: -len(base_name(self.where))] + name)
+            return _Batch(self.where, posixpath.join(posixpath.dirname(self.member), name))
+        return _Batch(self.where[: -len(base_name(self.where))] + name)
 
     def __str__(self) -> str:
         return self.where if self.member is None else f"{self.where}: {self.member}"
@@ -75,7 +75,7 @@ class _File(NamedTuple):
 class CifarSource:
     """Batches of CIFAR. `labels` names the batch's list of labels to use; None for no labels."""
 
-    places: tuple[_File, ...]
+    places: tuple[_Batch, ...]
     labels: str | None
     class_names: tuple[str, ...] | None
     streams: ClassVar[bool] = True
@@ -156,15 +156,15 @@ def open_cifar(src: str, files: Sequence[str], options: SourceOptions, mixed_ok:
     return CifarSource(tuple(places), field, _class_names(places[0], field))
 
 
-def _batches(file: str) -> list[_File]:
+def _batches(file: str) -> list[_Batch]:
     if not is_tar(file):
-        return [_File(file)] if base_name(file) in _BATCHES else []
+        return [_Batch(file)] if base_name(file) in _BATCHES else []
     with open_archive(file) as archive:
         paths = [member.path.decode("utf-8", "backslashreplace") for member in archive.files(Counter())]
-    return [_File(file, path) for path in sorted(paths) if base_name(path) in _BATCHES]
+    return [_Batch(file, path) for path in sorted(paths) if base_name(path) in _BATCHES]
 
 
-def _class_names(place: _File, field: str) -> tuple[str, ...]:
+def _class_names(place: _Batch, field: str) -> tuple[str, ...]:
     """The class names, from the file beside a batch."""
     meta = place.beside("batches.meta.txt" if field == "labels" else f"{field.removesuffix('s')}_names.txt")
     names = [line.strip() for line in meta.read().decode("utf-8", "replace").splitlines() if line.strip()]

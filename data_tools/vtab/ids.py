@@ -25,7 +25,7 @@ from vitscale.ground.wording import describe_mistake
 IDS_NAME = "ids.json"
 
 
-class Entry(Strict):
+class PinnedImage(Strict):
     """One image: its key in the copy that it was taken from, its class number, the SHA-256 of its pixels."""
 
     key: str
@@ -45,11 +45,11 @@ class Ids(Strict):
     task: str
     source: str
     slices: dict[str, str]
-    train800: tuple[Entry, ...]
-    val200: tuple[Entry, ...]
+    train800: tuple[PinnedImage, ...]
+    val200: tuple[PinnedImage, ...]
 
     @property
-    def parts(self) -> dict[str, tuple[Entry, ...]]:
+    def parts(self) -> dict[str, tuple[PinnedImage, ...]]:
         """The entries of each part, by its name."""
         return {"train800": self.train800, "val200": self.val200}
 
@@ -87,7 +87,7 @@ class Ids(Strict):
         return ids
 
 
-def entries_of(source: PartSource) -> Iterator[Entry]:
+def entries_of(source: PartSource) -> Iterator[PinnedImage]:
     """The images of a part as entries, each decoded. Raises DataError for one that cannot be."""
     for part, name in enumerate(source.parts):
         for item in source.items(part, Counter()):
@@ -95,7 +95,7 @@ def entries_of(source: PartSource) -> Iterator[Entry]:
                 digest = pixels_sha256(source.read(part, item.content))
             except (OSError, DataError) as error:
                 raise DataError(f"{name}: {item.key!r}: {error}") from error
-            yield Entry(key=item.key, label=source.label_of(item), sha256=digest)
+            yield PinnedImage(key=item.key, label=source.label_of(item), sha256=digest)
 
 
 def pixels_sha256(image: bytes) -> str:
@@ -106,6 +106,6 @@ def pixels_sha256(image: bytes) -> str:
     return hashlib.sha256(stored.pixels.tobytes()).hexdigest()
 
 
-def contents(entries: Iterable[Entry]) -> Counter[tuple[str, int]]:
-    """How often each image, by `Entry.content`, is among these."""
+def contents(entries: Iterable[PinnedImage]) -> Counter[tuple[str, int]]:
+    """How often each image, by `PinnedImage.content`, is among these."""
     return Counter(entry.content for entry in entries)

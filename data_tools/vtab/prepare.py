@@ -99,19 +99,6 @@ def is_prepared(place: Path) -> bool:
     return all((place / name).is_file() for name in (IDS_NAME, *(f"{one}/{MANIFEST_NAME}" for one in DATASETS)))
 
 
-def verify_prepared(place: Path) -> list[str]:
-    """Problems of a prepared task, one per line: its datasets are checked against each other and the list of ids."""
-    ids = Ids.read(place / IDS_NAME)
-    problems = []
-    held = {name: _samples(place / name) for name in DATASETS}
-    for name, entries in (*ids.parts.items(), (SMALL, (*ids.train800, *ids.val200))):
-        if held[name] != Counter((entry.key, entry.label) for entry in entries):
-            problems.append(f"{place / name}: not the images and labels of {IDS_NAME}")
-    if held[TEST] & held[SMALL]:
-        problems.append(f"{place / TEST}: has images that are also trained on")
-    return problems
-
-
 # -------------------------------------------------------------------------------------------------------- which images
 
 
@@ -259,15 +246,3 @@ def _write_view(place: Path, name: str, keys: set[str]) -> None:
                 yield index, slots
 
     write_view(whole, str(folder), kept())
-
-
-def _samples(folder: Path) -> Counter[tuple[str, int]]:
-    """(key, label) of every sample of a dataset."""
-    manifest = Manifest.load(folder)
-    found: Counter[tuple[str, int]] = Counter()
-    for index in range(len(manifest.shards)):
-        with open_shard(manifest, index) as shard:
-            if shard.keys is None:
-                raise DataError(f"{folder}: its tables of keys (*.idx.parquet) are missing")
-            found.update((shard.keys[slot], int(shard.file.label[slot])) for slot in shard.slots.tolist())
-    return found

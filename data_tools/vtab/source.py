@@ -24,7 +24,7 @@ from vitscale.ground.vtab import TASKS
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileRows:
     """The images taken from one file: a part of a split's source, and the numbers of its images, ascending."""
 
     source: Source
@@ -42,7 +42,7 @@ class PartSource:
     """The images of a part of a task. Keys are the copy's own, prefixed by the name of their split."""
 
     task: str
-    pieces: tuple[Piece, ...]  # of the files that hold its images
+    pieces: tuple[FileRows, ...]  # of the files that hold its images
     known_names: tuple[str, ...] | None  # the classes in the order in which the copy names them; None if numbered
     class_names: tuple[str, ...]  # by label, as the dataset will have them
 
@@ -79,7 +79,7 @@ class PartSource:
         assert item.labels is not None
         return self.class_names.index(item.labels[0])
 
-    def _label(self, item: Item, piece: Piece) -> int:
+    def _label(self, item: Item, piece: FileRows) -> int:
         names = (item.key.partition("/")[0],) if item.labels is None else item.labels
         where = f"{piece.name}: {item.key!r}"
         if len(names) != 1:
@@ -98,7 +98,7 @@ class PartSource:
         return with_full_contrast(image) if ORIGINS[self.task].is_binary else image
 
 
-def taken(piece: Piece, ignored: Counter[str]) -> Iterator[tuple[int, Item]]:
+def taken(piece: FileRows, ignored: Counter[str]) -> Iterator[tuple[int, Item]]:
     """(number, item) of the images taken from a file, which is read no further than the last of them."""
     wanted = chain.from_iterable(piece.rows)
     following = next(wanted, None)
@@ -161,14 +161,14 @@ class OpenCopy:
                         yield FoundImage(split, begin + row, item, source)
                 begin += count
 
-    def _pieces(self, split: str, rows: Sequence[range]) -> Iterator[Piece]:
+    def _pieces(self, split: str, rows: Sequence[range]) -> Iterator[FileRows]:
         begin = 0
         for number, count in enumerate(self.counts[split]):
             here = range(begin, begin + count)
             inside = sorted((max(r.start, here.start), min(r.stop, here.stop)) for r in rows)
             own = tuple(range(first - begin, last - begin) for first, last in inside if first < last)
             if own:
-                yield Piece(self.sources[split], number, split, own)
+                yield FileRows(self.sources[split], number, split, own)
             begin += count
 
 

@@ -133,10 +133,7 @@ def test_mistakes(place, found, tmp_path):
         (["index", tmp_path / "no", *out], RecipeError),
         (["index", pets, *out, "--distance", 20], RecipeError),
         (["index", pets, *out, "--preset", "exact", "--min-quality", 9], RecipeError),
-        (
-            ["index", pets, *out, "--preset", "photo", "--distance", 85],
-            RecipeError,
-        ),
+        (["index", pets, *out, "--preset", "photo", "--distance", 85], RecipeError),
         (["index", pets, *out, "--cosine", 0.5], RecipeError),
         (["index", pets, *out, "--format", "zip"], RecipeError),
         (["find", place / "train", tmp_path, *out], DataError),

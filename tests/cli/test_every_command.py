@@ -55,7 +55,7 @@ def help_of(monkeypatch, *arguments: str) -> str:
     return said[0]
 
 
-@pytest.mark.parametrize("group", [[], ["shards"], ["dedup"], ["vtab"], ["study"]])
+@pytest.mark.parametrize("group", [[], ["shards"], ["dedup"], ["study"]])
 def test_a_list_of_commands_says_whole_sentences_at_80_columns(monkeypatch, group):
     listed = help_of(monkeypatch, *group).partition("Commands:\n")[2].splitlines()
     assert len(listed) >= 2

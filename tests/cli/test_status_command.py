@@ -27,7 +27,7 @@ def test_figures_by_hand(run_dir):
     assert found["mfu"] == pytest.approx(6 * 17.56e9 * 2048 / (8 * 989.4e12), rel=0.01)
     assert found["evaluation"] == {"step": 20, "values": {"validation/top1": 0.5, "validation/loss": None}}
     assert found["best"] == {"step": 10, "metric": "validation/top1", "value": 0.75, "is_kept": False}
-    assert not found["is_estimated"] and found["trend"] is None and found["notes"] == []
+    assert found["trend"] is None and found["notes"] == []
 
 
 def test_what_people_see(run_dir):

@@ -37,13 +37,7 @@ def with_a_folder_for_metrics(run_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "code"),
-    [
-        (shutil.rmtree, 2),
-        (as_empty, 2),
-        (as_file, 2),
-        (without_recipe, 2),
-        (with_a_folder_for_metrics, 3),
-    ],
+    [(shutil.rmtree, 2), (as_empty, 2), (as_file, 2), (without_recipe, 2), (with_a_folder_for_metrics, 3)],
 )
 def test_what_is_no_run_is_one_line(run_dir, spoil, code):
     spoil(run_dir)

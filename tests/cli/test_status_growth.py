@@ -3,11 +3,9 @@
 import json
 import os
 import pty
-import random
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from status_of_runs import COMMAND, LINES
@@ -39,39 +37,6 @@ def test_a_run_that_resumes_begins_its_file_again(run_dir):
     now = reader.read()
     assert (now.step, now.evaluation) == (20, None) and now.hours == pytest.approx(50 / 3600)
     assert now.notes == ["damaged lines of metrics.jsonl left out: 9"]
-
-
-def test_a_large_file_is_read_in_part(run_dir):
-    """The figures of the end are exact, sums are near, and the process has read a small part."""
-    random.seed(0)
-    seconds = device_seconds = 0.0
-    filler = "x" * 200
-    with (run_dir / "metrics.jsonl").open("w") as file:
-        for step in range(1, 120_001):
-            world, pace = (64, 1.0) if step < 70_000 else (128, 0.4)
-            took = pace * random.lognormvariate(0, 0.2)
-            seconds, device_seconds = seconds + took, device_seconds + took * world
-            file.write(
-                f'{{"step": {step}, "loss": 1.0, "step_time_s": {took}, "world_size": {world}, "x": "{filler}"}}\n'
-            )
-        file.write('{"step": 120000, "eval/validation/top1": 0.9}\n')
-        size = file.tell()
-    reader = RunReader(str(run_dir))
-    before = read_so_far()
-    found = reader.read()
-    assert read_so_far() - before < size / 4
-    assert found.step == 120_000 and found.step_time_s == took and found.is_estimated
-    assert found.hours == pytest.approx(seconds / 3600, rel=0.02)
-    assert found.device_hours == pytest.approx(device_seconds / 3600, rel=0.02)
-    assert found.best is not None and found.best.value == 0.9 and "is large" in found.notes[0]
-    before = read_so_far()
-    reader.read()
-    assert read_so_far() - before < 1e6
-
-
-def read_so_far() -> int:
-    """Bytes that this process has asked files for."""
-    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 def test_it_starts_without_torch(run_dir):

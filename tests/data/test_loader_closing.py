@@ -129,11 +129,9 @@ def test_a_loader_may_be_collected_by_a_thread_of_its_own(manifest, crew, monkey
     loader = loader_of(manifest)
     next(loader)
     engine, collected = loader._engine, threading.Event()
-    threads = {
-        "readers": engine._workers,
-        "openers": engine._shards._openers,
-        "bringers": engine._shards._bringers,
-    }[crew]
+    threads = {"readers": engine._workers, "openers": engine._shards._openers, "bringers": engine._shards._bringers}[
+        crew
+    ]
     loader.itself = loader
     gone = weakref.ref(loader)
     gc.disable()

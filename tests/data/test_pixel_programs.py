@@ -256,11 +256,7 @@ def test_jitter_takes_every_order_and_is_torchvisions():
     assert len(orders) == 6
     for count in orders.values():
         assert_about(count, 1 / 6)
-    for code, (low, high) in {
-        Code.BRIGHTNESS: (0.6, 1.4),
-        Code.CONTRAST: (0.0, 2.5),
-        Code.COLOR: (0.8, 1.2),
-    }.items():
+    for code, (low, high) in {Code.BRIGHTNESS: (0.6, 1.4), Code.CONTRAST: (0.0, 2.5), Code.COLOR: (0.8, 1.2)}.items():
         factors = made["values"][..., 0][made["code"] == code]
         assert len(factors) == COUNT and low <= factors.min() < low + 0.001 and high - 0.001 < factors.max() < high
         assert abs(factors.mean() - (low + high) / 2) < 5 * (high - low) / (12 * COUNT) ** 0.5

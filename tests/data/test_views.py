@@ -20,10 +20,7 @@ from vitscale.recipe import ColorJitter, Data, GaussianBlur, Gray
 
 SHARDS, BATCH, SEED = [11, 6], 8, 5
 NOTHING = PixelPrograms([], 24)
-KINDS = (
-    ViewKind(2, 24, ResizedTransform((0.3, 1.0)), NOTHING),
-    ViewKind(3, 9, ResizedTransform((0.05, 0.3)), NOTHING),
-)
+KINDS = (ViewKind(2, 24, ResizedTransform((0.3, 1.0)), NOTHING), ViewKind(3, 9, ResizedTransform((0.05, 0.3)), NOTHING))
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from messages import refusal
 
 from data_tools import shuffle
-from data_tools.conversion_plan import ConversionPlan, write_plan
+from data_tools.conversion_plan import ConversionPlan, parse_splits, write_plan
 from data_tools.engines.task import run_inline
 from data_tools.listing import ListingTask, Spool
 from data_tools.shuffle import order_images
 from data_tools.sources.source import Item
-from data_tools.splits import parse_splits
 from vitscale.ground.errors import DataError, RecipeError
 
 

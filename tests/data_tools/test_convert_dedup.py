@@ -22,10 +22,10 @@ from PIL import Image, ImageOps
 from typer.testing import CliRunner
 
 from data_tools.conversion import convert, merge
+from data_tools.conversion_plan import parse_splits
 from data_tools.dedup.against import name_indexes
 from data_tools.machine import ALL_TASKS, Machine, TaskRange
 from data_tools.request import Request
-from data_tools.splits import parse_splits
 from vitscale.cli.main import app as vitscale_app
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.provenance import FINGERPRINT_COLUMNS
@@ -43,10 +43,7 @@ def sets_and_index(tmp_path_factory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("tests")
     write_photos(root / "shelf", SHELF, seed=100)
     write_photos(root / "garden", GARDEN, seed=200)
-    index_of(
-        root / "index",
-        [source_of(root / name, name, preset="photo", level=2) for name in ("shelf", "garden")],
-    )
+    index_of(root / "index", [source_of(root / name, name, preset="photo", level=2) for name in ("shelf", "garden")])
     return root, root / "index"
 
 

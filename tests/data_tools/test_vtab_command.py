@@ -1,7 +1,5 @@
 """`vitscale vtab`: what it prepares and says, and its exit codes."""
 
-import json
-
 import pytest
 from typer.testing import CliRunner
 from vtab_copies import make_folders, make_tfds
@@ -36,12 +34,6 @@ def test_the_command_takes_what_there_is_and_says_what_is_missing(tmp_path):
     assert pinned.exit_code == 0, pinned.output
     both = [Ids.read(folder / "camelyon" / "ids.json") for folder in (out, tmp_path / "b")]
     assert both[0].parts == both[1].parts
-
-    rows = json.loads(call("doctor", out, tmp_path / "tfds", "--json").stdout)
-    assert {row["task"]: row["state"] for row in rows if row["state"] != "missing"} == {
-        "camelyon": "prepared, verified"
-    }
-    assert len(rows) == 19 and len(json.loads(call("doctor", "--json").stdout)) == 19
 
 
 def test_a_task_that_fails_does_not_stop_the_others(tmp_path):

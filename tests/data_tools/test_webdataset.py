@@ -47,8 +47,7 @@ def test_compressed_shards_of_the_library(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["1.jpg", "a/1.jpg", "a.b/1.jpg", "a/1.seg.PNG", "./a/b.c.d", "1", "a.b/1", "n0144_1.JPEG", "a b.jpg"],
+    "path", ["1.jpg", "a/1.jpg", "a.b/1.jpg", "a/1.seg.PNG", "./a/b.c.d", "1", "a.b/1", "n0144_1.JPEG", "a b.jpg"]
 )
 def test_names_of_samples_are_those_of_the_library(path):
     webdataset()

@@ -4,14 +4,12 @@ import os
 import random
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 from watched_runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, bare, deepspeed, launch, write_recipe
 
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RECIPE, EXIT_RETRY
-from vitscale.runs.run import restart_times
 
 
 @pytest.mark.slow
@@ -20,7 +18,6 @@ def test_a_launch_goes_on_when_ranks_are_killed(make_run: MakeRun, undisturbed: 
     run = make_run(**EVALUATED)
     moments = [(random.randint(1, 45), 0), (random.randint(46, 90), 1)]
     print("steps and ranks:", moments)
-    began = time.monotonic()
     with Process(launch(run), tmp_path / "log") as process:
         for step, rank in moments:
             process.until(lambda step=step: run.step() >= step)
@@ -31,9 +28,6 @@ def test_a_launch_goes_on_when_ranks_are_killed(make_run: MakeRun, undisturbed: 
         assert process.end() == 0, process.text()
     assert len(run.events("started")) == 3
     assert_same(run, undisturbed)
-    times = restart_times(run.dir)
-    print("restarts, s:", times)
-    assert len(times) == 2 and min(times) > 1 and sum(times) < time.monotonic() - began  # torch alone takes a second
 
 
 @pytest.mark.slow

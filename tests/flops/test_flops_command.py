@@ -203,10 +203,8 @@ def test_csv_and_markdown_and_a_table_of_the_same():
         ([*OWN, "--mfu", 1e-320, "--format", "json"], ["--mfu"]),
         ([*OWN, "--mfu", 1e-300], ["--mfu"]),
         ([*OWN, "--mfu", 0.4, "--price", 1e308, "--format", "json"], ["--price"]),
-        (["--run", "n" * 5000], ["nnnn"]),
         (["--budget", "nan"], ["--budget"]),
         (["--breakdown", "--budget", 5], ["--breakdown", "--budget"]),
-        (["--run", "nowhere", "b16_jft"], ["RECIPE", "--run"]),
         (["--format", "xml"], ["xml"]),
     ],
 )
@@ -214,14 +212,6 @@ def test_mistakes_end_with_one_message(arguments, words):
     result = flops(*arguments)
     assert result.returncode == 2 and result.stdout == ""
     assert all(word in result.stderr for word in words), result.stderr
-
-
-def test_a_run_that_is_named_twice_is_one(tmp_path):
-    from vitscale.cli.flops import _once
-
-    (tmp_path / "run").mkdir()
-    (tmp_path / "link").symlink_to("run")
-    assert len(_once([tmp_path / "run", tmp_path / "link", tmp_path / "link" / ".." / "run"])) == 1
 
 
 def test_json_has_no_infinity(capsys):

@@ -43,21 +43,20 @@ def estimates():
     return {file: estimate(file.stem, load_recipe(file)) for file in OF_THE_PAPER}
 
 
-@pytest.mark.parametrize("file", OF_THE_PAPER, ids=lambda file: file.stem)
-def test_expected_compute(estimates, file):
-    expected = re.findall(r"Expected compute: ([\d,.]*\d) exaFLOPs(?: \(the paper's: ([\d,]+)\))?\.", header_of(file))
-    assert len(expected) == 1
-    (computed, published), one = expected[0], estimates[file]
-    assert is_rounded(one.exaflops, computed)
-    if published:
-        assert one.published is not None and one.published.exaflops == float(published.replace(",", ""))
+def test_expected_compute(estimates):
+    for file, one in estimates.items():
+        pattern = r"Expected compute: ([\d,.]*\d) exaFLOPs(?: \(the paper's: ([\d,]+)\))?\."
+        [(computed, published)] = re.findall(pattern, header_of(file))
+        assert is_rounded(one.exaflops, computed), file
+        if published:
+            assert one.published is not None and one.published.exaflops == float(published.replace(",", "")), file
 
 
-@pytest.mark.parametrize("file", FINE_TUNING, ids=lambda file: file.stem)
-def test_expected_compute_of_fine_tuning_on_imagenet(file):
-    recipe = override(load_recipe(file).dump(), ["model.num_classes=1000"], file.stem)
-    printed = re.findall(r"Expected compute: ([\d.]*\d) exaFLOPs\.", header_of(file))
-    assert len(printed) == 1 and is_rounded(estimate(file.stem, recipe, IMAGENET).exaflops, printed[0])
+def test_expected_compute_of_fine_tuning_on_imagenet():
+    for file in FINE_TUNING:
+        recipe = override(load_recipe(file).dump(), ["model.num_classes=1000"], file.stem)
+        [printed] = re.findall(r"Expected compute: ([\d.]*\d) exaFLOPs\.", header_of(file))
+        assert is_rounded(estimate(file.stem, recipe, IMAGENET).exaflops, printed), file
 
 
 def printed_results(file) -> tuple[int, dict[str, float]] | None:
@@ -70,11 +69,11 @@ def printed_results(file) -> tuple[int, dict[str, float]] | None:
     }
 
 
-@pytest.mark.parametrize("file", list(filter(printed_results, OF_THE_PAPER)), ids=lambda file: file.stem)
-def test_results(estimates, file):
-    table, row = transfer_row(estimates[file].recipe, estimates[file].images)
-    expected = {title: getattr(row, name) for title, name in ACCURACIES.items()}
-    assert printed_results(file) == (table, {title: value for title, value in expected.items() if value is not None})
+def test_results(estimates):
+    for file in filter(printed_results, OF_THE_PAPER):
+        table, row = transfer_row(estimates[file].recipe, estimates[file].images)
+        expected = {title: value for title, name in ACCURACIES.items() if (value := getattr(row, name)) is not None}
+        assert printed_results(file) == (table, expected), file
 
 
 def test_every_run_of_the_tables_is_printed(estimates):

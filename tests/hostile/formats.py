@@ -231,8 +231,7 @@ def figures() -> str:
 FORMATS: dict[str, Format] = {
     "recipe": Format(_file("r.yaml", recipe), lambda path: load_recipe(path).dump()),
     "study": Format(
-        _file("s.yaml", (studies_dir() / "axial.yaml").read_bytes),
-        lambda path: expand(load_study(path), path.parent),
+        _file("s.yaml", (studies_dir() / "axial.yaml").read_bytes), lambda path: expand(load_study(path), path.parent)
     ),
     "manifest": Format(dataset("manifest.json"), verify_dataset),
     "shard": Format(dataset("shard-00000.beton"), read_shard),

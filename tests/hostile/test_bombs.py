@@ -237,11 +237,7 @@ PARQUET = {
         use_dictionary=False,
         column_encoding={"image": "PLAIN", "label.list.element": "DELTA_BINARY_PACKED"},
     ),
-    "prefixes": images(
-        lambda: pa.array([b"x" * (1 << 20)] * 200),
-        use_dictionary=False,
-        column_encoding=ENCODINGS,
-    ),
+    "prefixes": images(lambda: pa.array([b"x" * (1 << 20)] * 200), use_dictionary=False, column_encoding=ENCODINGS),
 }
 
 

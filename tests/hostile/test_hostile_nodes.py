@@ -341,11 +341,7 @@ def test_whoever_plays_node_0_without_the_secret_starts_no_rank(tmp_path):
     assert turn >= 3  # it has tried again, as the real node 0 may come
 
 
-LIES = [
-    {"leaves": [0, "so long", False]},
-    {"leaves": [77, "so long", False]},
-    {"leaves": [-9, "so long", True]},
-]
+LIES = [{"leaves": [0, "so long", False]}, {"leaves": [77, "so long", False]}, {"leaves": [-9, "so long", True]}]
 
 
 @pytest.mark.parametrize("lie", LIES)

@@ -199,10 +199,7 @@ def test_what_is_refused(tmp_path, parts, words):
         {
             **SELECTS,
             "refit": {},
-            "settings": {
-                "evaluation.every": {"steps": 2},
-                "selection": {"metric": "validation/top1"},
-            },
+            "settings": {"evaluation.every": {"steps": 2}, "selection": {"metric": "validation/top1"}},
         },
     ],
     ids=["rule", "dev is test", "trains on test", "few-shot", "grid", "best checkpoint of the refit"],

@@ -1,7 +1,8 @@
-"""Twelve ways in which DeepSpeed, or a rank, computes an update that is not the batch's: each put into the real engine.
+"""Ways in which DeepSpeed, or a rank, computes an update that is not the batch's: each put into the real engine.
 
 Each is a context manager around a trainer that then runs, as those of rank_faults.py, and begins with the update
-`FROM`. Most of them are of the kind that DeepSpeed's issue tracker tells of, by the number named.
+`FROM`. Most of them are of the kind that DeepSpeed's issue tracker tells of, by the number named. Others of the same
+kind are in proof_ranks.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +11,6 @@ from typing import Any
 
 import deepspeed.runtime.engine
 import torch
-import torch.distributed as dist
 from rank_faults import replaced
 from torch import Tensor
 
@@ -70,95 +70,6 @@ def doubled_bucket(trainer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def stale_buffer(trainer: Any) -> Iterator[None]:
-    """One rank sends what was in a bucket the time before (#7188, #8061)."""
-    sent: list[Tensor] = []
-
-    def repeat(bucket: int, tensors: list[Tensor]) -> None:
-        if bucket == 0 and trainer.world.rank == 0:
-            now = [tensor.clone() for tensor in tensors]
-            for tensor, before in zip(tensors, sent, strict=True) if is_on(trainer) else ():
-                tensor.copy_(before)
-            sent[:] = now
-
-    with _buckets(trainer, repeat):
-        yield
-
-
-@contextmanager
-def divided_by_65536(trainer: Any) -> Iterator[None]:
-    """The loss scale of fp16 is taken off gradients that it was never put on (#7839)."""
-    optimizer = trainer.learner.engine.deepspeed.optimizer
-    if _stage(trainer) == 0:
-        scale = optimizer.unscale_and_clip_grads
-
-        def unscale(*arguments: Any, **options: Any) -> Any:
-            if is_on(trainer):
-                for group in optimizer.fp32_groups:
-                    for parameter in group:
-                        parameter.grad.div_(65536)
-            return scale(*arguments, **options)
-
-        with replaced(optimizer, "unscale_and_clip_grads", unscale):
-            yield
-        return
-
-    def divide(_bucket: int, tensors: list[Tensor]) -> None:
-        for tensor in tensors if is_on(trainer) else []:
-            tensor.div_(65536)
-
-    with _buckets(trainer, divide):
-        yield
-
-
-@contextmanager
-def wrong_partition(trainer: Any) -> Iterator[None]:
-    """Each rank applies the part of the gradient that is another's."""
-    optimizer = trainer.learner.engine.deepspeed.optimizer
-    clip = optimizer.unscale_and_clip_grads
-
-    def exchange(first: Any, norm: Any) -> None:
-        if is_on(trainer):
-            own = optimizer.fp32_partitioned_groups_flat[first].grad if _stage(trainer) == 3 else first[0]
-            parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, own)
-            own.copy_(parts[trainer.world.rank - 1])
-        clip(first, norm)
-
-    with replaced(optimizer, "unscale_and_clip_grads", exchange):
-        yield
-
-
-@contextmanager
-def dropped_micro_batch(trainer: Any) -> Iterator[None]:
-    """The first micro-batch of one rank is not accumulated."""
-    engine = trainer.learner.engine.deepspeed
-
-    def is_dropped() -> bool:
-        return is_on(trainer) and trainer.world.rank == 1 and not engine.is_gradient_accumulation_boundary()
-
-    if _stage(trainer) == 3:
-
-        def forget(_bucket: int, tensors: list[Tensor]) -> None:
-            for tensor in tensors if is_dropped() else []:
-                tensor.zero_()
-
-        with _buckets(trainer, forget):
-            yield
-        return
-    optimizer = engine.optimizer
-    process = optimizer.process_gradients
-
-    def drop(parameter: Any, group: int) -> None:
-        if is_dropped():
-            parameter.grad.zero_()
-        process(parameter, group)
-
-    with replaced(optimizer, "process_gradients", drop):
-        yield
-
-
-@contextmanager
 def master_not_updated(trainer: Any) -> Iterator[None]:
     """One rank's optimizer leaves out one tensor of masters."""
     optimizer = trainer.learner.engine.deepspeed.optimizer
@@ -169,25 +80,6 @@ def master_not_updated(trainer: Any) -> Iterator[None]:
             step(number)
 
     with replaced(optimizer, "_optimizer_step", skip):
-        yield
-
-
-@contextmanager
-def moment_not_saved(trainer: Any) -> Iterator[None]:
-    """The moments that a checkpoint would hold are not those that were updated: a copy that is never written back."""
-    optimizer = trainer.learner.engine.deepspeed.optimizer
-    step = optimizer._optimizer_step
-    masters = optimizer.fp32_partitioned_groups_flat if _stage(trainer) == 3 else None
-    masters = masters if masters is not None else optimizer.single_partition_of_fp32_groups
-
-    def keep(number: int) -> None:
-        state = optimizer.optimizer.state[masters[number]]
-        before = state["exp_avg_sq"].clone()
-        step(number)
-        if is_on(trainer) and trainer.world.rank == 0:
-            state["exp_avg_sq"] = before
-
-    with replaced(optimizer, "_optimizer_step", keep):
         yield
 
 
@@ -307,19 +199,3 @@ def old_weights(trainer: Any) -> Iterator[None]:
 
     with replaced(optimizer, "step", keep):
         yield
-
-
-@contextmanager
-def old_parts_gathered(trainer: Any) -> Iterator[None]:
-    """What one rank gathers on the way forward is not what the others have: one block's weights of ZeRO 3."""
-    block = trainer.learner.objective.backbone.blocks[1].mlp.fc1
-
-    def age(module: Any, _inputs: Any) -> None:
-        if is_on(trainer) and trainer.world.rank == 1:
-            module.weight.data.mul_(0.99)
-
-    hook = block.register_forward_pre_hook(age)
-    try:
-        yield
-    finally:
-        hook.remove()

@@ -24,11 +24,11 @@ from vitscale.data.views import view_kinds
 from vitscale.ground.errors import DataError, MachineError, RecipeError, check_numbers
 from vitscale.ground.page import fragment
 from vitscale.ground.storage import is_url
+from vitscale.models.weights.source import MOST_PIXELS
 from vitscale.recipe import Cache, Data, Recipe
 from vitscale.recipe.datasets import find_dataset_or_folder
 
 _OPEN_SHARDS = 64
-_LARGEST = 8192  # pixels along a side, as in recipes
 
 
 class Sample(NamedTuple):
@@ -122,8 +122,8 @@ class Dataset(torch_data.Dataset[Sample]):
         check_numbers(0, seed=seed, start=start, stop=stop)
         data = Data(train="") if recipe is None else recipe.data
         if image_size is not None:
-            if image_size > _LARGEST:
-                raise RecipeError(f"image_size {image_size}: expected at most {_LARGEST:,} pixels")
+            if image_size > MOST_PIXELS:
+                raise RecipeError(f"image_size {image_size}: expected at most {MOST_PIXELS:,} pixels")
             data = data.model_copy(update={"image_size": image_size})
         if batch is None:
             batch = 256 if recipe is None else recipe.batch.global_size if training else recipe.evaluation.batch * world

@@ -21,7 +21,7 @@ from vitscale.runs.reading import number
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from vitscale.about.planning.plan import ClusterPlan
+    from vitscale.about.planning import ClusterPlan
     from vitscale.api.model import Model
 
 
@@ -90,8 +90,7 @@ class Recipe(recipes.Recipe):
 
         Raises `RecipeError` for what cannot be planned.
         """
-        from vitscale.about.planning.cluster import make_cluster
-        from vitscale.about.planning.plan import make_plan
+        from vitscale.about.planning import make_cluster, make_plan
 
         check_numbers(1, devices=devices, nodes=nodes)
         if price is not None and not 0 <= price <= 1e9:

@@ -14,10 +14,10 @@ from typing import Literal, TypeAlias, TypedDict, Unpack, overload
 
 from data_tools.classes import read_classes
 from data_tools.conversion import convert as run_conversion
+from data_tools.conversion_plan import parse_splits
 from data_tools.machine import Machine
 from data_tools.request import Request
 from data_tools.sources import Kind, SourceOptions
-from data_tools.splits import parse_splits
 from vitscale.api.dataset import Dataset
 from vitscale.api.run import Recipe, Run
 from vitscale.data.shards.images import ImageOptions
@@ -222,11 +222,7 @@ def train(
 ) -> Run: ...
 @overload
 def train(
-    recipe: AnyRecipe | Place,
-    run_dir: Place | None = None,
-    *,
-    wait: Literal[False],
-    **options: Unpack[TrainOptions],
+    recipe: AnyRecipe | Place, run_dir: Place | None = None, *, wait: Literal[False], **options: Unpack[TrainOptions]
 ) -> Training: ...
 def train(
     recipe: AnyRecipe | Place,

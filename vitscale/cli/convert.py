@@ -12,7 +12,7 @@ from typer import Argument, Context, Exit, Option, Typer
 
 from data_tools.classes import read_classes
 from data_tools.conversion import convert, dry_run, merge
-from data_tools.conversion_plan import ConversionPlan
+from data_tools.conversion_plan import ConversionPlan, parse_splits
 from data_tools.dedup.against import name_indexes
 from data_tools.dedup.report import tables
 from data_tools.finishing import Outcome
@@ -21,7 +21,6 @@ from data_tools.planning import MAX_SHARD_SAMPLES, Probe
 from data_tools.report import say, summary
 from data_tools.request import Request, parse_bytes, parse_count
 from data_tools.sources import Kind, SourceOptions
-from data_tools.splits import parse_splits
 from data_tools.views import write_subset
 from vitscale.cli.command_line import HELP, Version, run
 from vitscale.cli.options import Embedding, ImageField, ImageSize, ModelName, Workers, given_options, opened_embedder
@@ -52,8 +51,7 @@ def command(
         str | None, Option(help="A list of labels for a folder or tar without class folders.", metavar="FILE")
     ] = None,
     classes: Annotated[
-        Path | None,
-        Option(help="Class order: a file with one name per line, or a dataset.", show_default="sorted"),
+        Path | None, Option(help="Class order: a file with one name per line, or a dataset.", show_default="sorted")
     ] = None,
     unlabelled: Annotated[bool, Option("--unlabelled", help="Give no image a label.")] = False,
     image_field: ImageField = None,
@@ -67,8 +65,7 @@ def command(
         bool, Option("--pass-through/--no-pass-through", help="Store sound JPEGs byte for byte.")
     ] = True,
     shard_samples: Annotated[
-        int | None,
-        Option(min=1, max=MAX_SHARD_SAMPLES, help="Images per shard.", show_default=f"{DEFAULT_CAPACITY:,}"),
+        int | None, Option(min=1, max=MAX_SHARD_SAMPLES, help="Images per shard.", show_default=f"{DEFAULT_CAPACITY:,}")
     ] = None,
     shard_bytes: Annotated[
         str | None, Option(help="Instead: approximate size of a shard, such as 512MB.", metavar="SIZE")

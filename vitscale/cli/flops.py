@@ -3,15 +3,13 @@
 One report a call: the grid (by default), --breakdown, --budget, --hardware or --run.
 """
 
-import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Context, Option, Typer
 
 from vitscale.cli.command_line import HELP, Version, run
-from vitscale.cli.options import given_options
+from vitscale.cli.options import Price, check_numbers, given_options
 from vitscale.flops import reports
 from vitscale.flops.estimate import Estimate, estimate
 from vitscale.flops.hardware import find_device
@@ -24,18 +22,12 @@ from vitscale.recipe import find_recipe, load_recipe, recipes_dir
 _OF_HARDWARE = {"--devices", "--mfu", "--price"}
 _COST_OPTIONS = {"--hardware", *_OF_HARDWARE}
 _GOES_WITH = {
-    "--run": {"--hardware", "--devices", "--price", "--format"},
+    "--run": {"--hardware", "--price", "--format"},
     "--breakdown": {"RECIPE", "--set", "--samples", "--format"},
     "--budget": {"RECIPE", "--set", "--samples", "--format", *_COST_OPTIONS},
     "--hardware": {"RECIPE", "--set", "--samples", "--format", *_COST_OPTIONS},
 }
 
-# Lowest, highest, what it is. Within them every figure is a number that people can read.
-_RANGES = {
-    "--budget": (1e-9, 1e12, "exaFLOPs"),
-    "--mfu": (1e-6, 1, "a fraction"),
-    "--price": (0, 1e9, "the price of one device-hour"),
-}
 _MOST = 2**53  # whole numbers up to here are exact as floats
 
 app = Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -64,7 +56,7 @@ def command(
     mfu: Annotated[
         float | None, Option(metavar="FRACTION", help="The share of their peak that training reaches: 0.45.")
     ] = None,
-    price: Annotated[float | None, Option(help="Price of one device for one hour.")] = None,
+    price: Price = None,
     runs: Annotated[
         list[Path] | None, Option("--run", metavar="DIR", help="What a run has cost so far; may be repeated.")
     ] = None,
@@ -72,13 +64,13 @@ def command(
 ) -> None:
     """What recipes cost: parameters, multiply-adds and exaFLOPs, beside the paper's figures."""
     _check({"RECIPE" if name == "recipes" else flag for name, flag in given_options(context).items()})
-    _check_numbers({"--budget": budget, "--mfu": mfu, "--price": price})
+    check_numbers({"--budget": budget, "--mfu": mfu, "--price": price})
     device = None if hardware is None else find_device(hardware)
     if runs:
         from vitscale.flops.runs import runs_table
         from vitscale.runs.run import Run
 
-        render(runs_table([Run(run) for run in _once(runs)], device, devices, price), form)
+        render(runs_table([Run(run) for run in runs], device, price), form)
         return
     bought = None
     if device is not None:
@@ -107,23 +99,10 @@ def _check(given: set[str]) -> None:
     if foreign and report is not None:
         raise RecipeError(f"{', '.join(foreign)} does not go with {report}")
     of_hardware = sorted(given & _OF_HARDWARE)
-    if of_hardware and report != "--run" and "--hardware" not in given:
+    if of_hardware and "--hardware" not in given:
         raise RecipeError(f"{', '.join(of_hardware)}: only with --hardware")
     if "--samples" in given and "RECIPE" not in given:
         raise RecipeError("--samples is the size of one training set: name only recipes that train on it")
-
-
-def _check_numbers(given: dict[str, float | None]) -> None:
-    for option, value in given.items():
-        low, high, what = _RANGES[option]
-        if value is not None and not low <= value <= high:
-            percent = f"; {value:g} % is --mfu {value / 100:g}" if option == "--mfu" and 1 < value <= 100 else ""
-            raise RecipeError(f"{option} {value:g}: expected {what} from {low:g} to {high:g}{percent}")
-
-
-def _once(runs: Sequence[Path]) -> list[Path]:
-    """Every directory once, in order."""
-    return list({os.path.realpath(run): run for run in runs}.values())
 
 
 def _estimates(names: list[str], settings: list[str], samples: int | None) -> list[Estimate]:

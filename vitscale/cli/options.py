@@ -35,11 +35,20 @@ ImageField = Annotated[str | None, Option(help="Column, feature or suffix of the
 Workers = Annotated[int | None, Option(min=1, help="Processes.", show_default="one per core")]
 Hardware = Annotated[str, Option(metavar="NAME", help="h100, h200, a100-pcie, ...")]
 Mfu = Annotated[
-    float | None, Option(metavar="FRACTION", help="Share of their peak that devices reach while computing.")
+    float | None, Option(metavar="FRACTION", help="The share of their peak that training reaches.", show_default="0.4")
 ]
+Price = Annotated[float | None, Option(help="Price of one device for one hour.")]
 Embedding = Annotated[
     Path | None, Option(metavar="RUN|WEIGHTS", help="Your model: its features judge candidates, too.")
 ]
+
+# Lowest, highest, what it is. Within them every figure is a number that people can read.
+_RANGES = {
+    "--budget": (1e-9, 1e12, "exaFLOPs"),
+    "--mfu": (1e-6, 1, "a fraction"),
+    "--memory": (1e-9, 1e9, "gigabytes"),
+    "--price": (0, 1e9, "the price of one device-hour"),
+}
 
 
 @dataclass(frozen=True)
@@ -140,6 +149,15 @@ def refuse(why: str, options: dict[str, Any]) -> None:
     """Raise `RecipeError` if any of these options, flag -> value, is given, since it has no effect."""
     if flags := [flag for flag, value in options.items() if value is not None]:
         raise RecipeError(f"{', '.join(flags)}: no effect, since {why}")
+
+
+def check_numbers(given: dict[str, float | None]) -> None:
+    """Raise `RecipeError` for an option outside its range, NaN included."""
+    for option, value in given.items():
+        low, high, what = _RANGES[option]
+        if value is not None and not low <= value <= high:
+            percent = f"; {value:g} % is --mfu {value / 100:g}" if option == "--mfu" and 1 < value <= 100 else ""
+            raise RecipeError(f"{option} {value:g}: expected {what} from {low:g} to {high:g}{percent}")
 
 
 def at_work(finished: "FinishedModel", what: str) -> AbstractContextManager[Any]:

@@ -26,8 +26,7 @@ _RENDERED = 1000  # sightings of all samples together that are written as PNG
 
 def seen(
     samples: Annotated[
-        list[str],
-        Argument(metavar="IMAGE|UID|LIST...", help="Images, folders, uids, lists of uids; - for a list."),
+        list[str], Argument(metavar="IMAGE|UID|LIST...", help="Images, folders, uids, lists of uids; - for a list.")
     ],
     run: Annotated[Path, Option(metavar="RUN", help="A run's directory.")],
     out: Annotated[
@@ -116,8 +115,7 @@ def without(
     ],
     run: Annotated[Path, Option(metavar="RUN", help="A run's directory.")],
     out: Annotated[
-        str | None,
-        Option(metavar="FOLDER", help="New: for the dataset without them (a view) and the branch's recipe."),
+        str | None, Option(metavar="FOLDER", help="New: for the dataset without them (a view) and the branch's recipe.")
     ] = None,
     near: Annotated[
         bool, Option("--near", help="Copies of the images, too, as `vitscale dedup` finds them: reads all data.")

@@ -171,8 +171,7 @@ def head(
 def split(
     dataset: Dataset,
     parts: Annotated[
-        str,
-        Option(help="Shares of the samples, such as 98,2, or with names train98=98,dev=2.", metavar="SHARES"),
+        str, Option(help="Shares of the samples, such as 98,2, or with names train98=98,dev=2.", metavar="SHARES")
     ],
     out: Annotated[str | None, Option(help="The folder of the parts' folders.", show_default="that of DATASET")] = None,
     seed: Annotated[int, Option(min=0, help="Seed of the division.")] = 0,
@@ -189,10 +188,7 @@ def split(
 
 
 @app.command()
-def export(
-    dataset: Dataset,
-    out: Annotated[str, Argument(help="A new or empty folder.")],
-) -> None:
+def export(dataset: Dataset, out: Annotated[str, Argument(help="A new or empty folder.")]) -> None:
     """Write the images back as files in class folders, unchanged."""
     from vitscale.data.shards.export import export
 

@@ -229,7 +229,6 @@ def _remarks(known: Sequence[RunStatus]) -> list[Text]:
 
 def _facts(status: RunStatus) -> dict[str, str]:
     """Everything known about a run: label -> text."""
-    about = "about " if status.is_estimated else ""
     speed = [
         _shown(status.images_per_s, number(1), " images/s"),
         _shown(status.step_time_s, short, " s a step"),
@@ -238,9 +237,9 @@ def _facts(status: RunStatus) -> dict[str, str]:
     ]
     cost = [
         _shown(status.exaflops, number(3), " exaFLOPs"),
-        _shown(status.device_hours, hours, " device-hours", about),
-        _shown(status.energy_kwh, number(1), " kWh at most", about),
-        _shown(status.cost, "{:,.2f}".format, before=f"price {about}"),
+        _shown(status.device_hours, hours, " device-hours"),
+        _shown(status.energy_kwh, number(1), " kWh at most"),
+        _shown(status.cost, "{:,.2f}".format, before="price "),
     ]
     facts = {
         "state": f"{status.state} ({status.why})" if status.why else status.state,

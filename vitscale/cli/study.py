@@ -3,36 +3,31 @@
 import json
 import shlex
 import sys
-import time
-from collections import Counter
-from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 from typer import Argument, Exit, Option, Typer
 from typer.core import TyperGroup
 
-from vitscale.about.status import RunReader, RunStatus
+from vitscale.about.studies.cost import Slot, cost_of
 from vitscale.about.studies.engine import Engine, LocalEngine, RayEngine, SlurmEngine
 from vitscale.about.studies.expansion import Entry, Expansion, expand
 from vitscale.about.studies.outcomes import Progress, check_unchanged
 from vitscale.about.studies.reading import find_study, list_studies, load_study, study_schema
 from vitscale.about.studies.results import RESULTS_FILE, About
 from vitscale.about.studies.running import StudyRun
-from vitscale.cli.options import Hardware, Json, Mfu
+from vitscale.cli.options import Hardware, Json, Mfu, Price, check_numbers
+from vitscale.flops.accounting import PUBLISHED_MFU, PUBLISHED_MFU_SOURCE
 from vitscale.flops.hardware import find_device
-from vitscale.ground.errors import RecipeError, VitscaleError
+from vitscale.ground.errors import RecipeError
 from vitscale.ground.table import Column, Console, ResultTable, Row, hanging, hours, number, render, short
 from vitscale.ground.wording import counted
 from vitscale.launch import Pretraining
 from vitscale.launch.clusters import Job, launch_command, read_pairs
 from vitscale.launch.ends import EXIT_PREEMPTED
 
-_LOOK_EVERY_SECONDS = 2.0
 _COST_COLUMNS = (
     Column("part", "part", is_text=True),
     Column("entries", "entries", number(0)),
@@ -40,7 +35,8 @@ _COST_COLUMNS = (
     Column("device_hours", "device-hours", short),
 )
 _ON_PAPER = (
-    "On paper: hours of training alone, without evaluations and interruptions; `vitscale plan` tells more of a recipe."
+    "On paper: hours of training alone, without evaluations and interruptions; whether a recipe fits into memory, "
+    "`vitscale plan` tells."
 )
 
 EngineName = Literal["local", "slurm", "ray"]
@@ -126,11 +122,8 @@ def run(
 
         check_entries(expansion, folder)
     about = About(file.stem, str(file), engine, settings or [])
-    watch = _Watch(Console(stderr=True, highlight=False))
-    with watch.live or nullcontext():
-        runs_them = _engine(engine, folder, slots, engine_options or [])
-        running = StudyRun(expansion, folder, runs_them, about, watch.look)
-        code = running.run()
+    running = StudyRun(expansion, folder, _engine(engine, folder, slots, engine_options or []), about, _Watch().look)
+    code = running.run()
     _show_results(running)
     if code == EXIT_PREEMPTED:
         states = [one.state for one in running.progress.values()]
@@ -146,10 +139,9 @@ def plan(
     hardware: Hardware,
     slots: Annotated[int, Option(min=1, max=2**20, help="Entries at a time; they share the devices equally.")] = 1,
     samples: Annotated[
-        int | None,
-        Option(min=1, max=2**53, help="Training samples, if neither a dataset nor the study says."),
+        int | None, Option(min=1, max=2**53, help="Training samples, if neither a dataset nor the study says.")
     ] = None,
-    price: Annotated[float | None, Option(min=0, max=1e9, help="Price of one device for one hour.")] = None,
+    price: Price = None,
     mfu: Mfu = None,
     settings: Settings = None,
     as_json: Json = False,
@@ -157,20 +149,12 @@ def plan(
     """Say what a study costs before it starts: exaFLOPs, hours, money."""
     if devices % slots:
         raise RecipeError(f"--slots {slots}: does not divide --devices {devices}")
-    if price is not None and not 0 <= price <= 1e9:  # a NaN is in typer's range
-        raise RecipeError(f"--price {price:g}: expected the price of one device-hour from 0 to 1e9")
-    if mfu is not None and not 0 < mfu <= 1:
-        raise RecipeError(f"--mfu {mfu:g}: expected a fraction above 0, at most 1")
+    check_numbers({"--mfu": mfu, "--price": price})
     device = find_device(hardware)
     file = find_study(study)
     loaded = load_study(file)
     expansion = expand(loaded, Path("runs") / file.stem, settings or [], file.parent)
-    with Console(stderr=True).status("planning, which takes some seconds") as status:  # seen on a terminal only
-        from vitscale.about.planning.cluster import make_cluster  # torch takes seconds
-        from vitscale.about.studies.cost import cost_of
-
-        cluster = make_cluster(device, devices // slots, efficiency=mfu, price=price)
-        cost = cost_of(loaded, expansion, cluster, slots, samples, status.update)
+    cost = cost_of(loaded, expansion, Slot(device, devices // slots, mfu or PUBLISHED_MFU, price), slots, samples)
     if as_json:
         content = asdict(cost) | {"study": file.stem, "device": device.name, "devices": devices, "slots": slots}
         print(json.dumps(content, indent=1, allow_nan=False))
@@ -201,10 +185,9 @@ def plan(
     if cost.unknown:
         first = cost.unknown[0]
         print(f"not counted     {counted(len(cost.unknown), 'run')}, the first {first.name}: {first.problem}")
-    print("\nAssumed:")
-    for assumption in cost.assumptions:
-        print(f"  {assumption}")
-    print(f"\n{_ON_PAPER}")
+    source = f", {PUBLISHED_MFU_SOURCE} (--mfu)" if mfu is None else ""
+    assumed = f"At {mfu or PUBLISHED_MFU:.0%} MFU of the peak in {device.training_peak[1]}{source}."
+    print(f"\n{hanging(f'{assumed} {_ON_PAPER}', 0)}")
 
 
 def _engine(name: str, folder: Path, slots: int | None, options: list[str]) -> Engine:
@@ -232,22 +215,14 @@ def _list_entries(expansion: Expansion, folder: Path) -> None:
 
 
 class _Watch:
-    """Shows a running study: a live table on a terminal, else a line whenever an entry begins or ends."""
+    """Says of a running study whenever an entry begins or ends. `vitscale status --watch` shows the runs themselves."""
 
-    def __init__(self, console: Console) -> None:
-        self.live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
-        self._console = console
-        self._readers: dict[str, RunReader] = {}
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
         self._shown: dict[str, str] = {}
-        self._looked_at = 0.0
 
     def look(self, run: StudyRun) -> None:
-        """Show what has changed."""
-        if self.live is not None:
-            if time.monotonic() - self._looked_at > _LOOK_EVERY_SECONDS:
-                self._looked_at = time.monotonic()
-                self.live.update(self._table(run), refresh=True)
-            return
+        """Print what has changed."""
         lines = {}
         for name, progress in run.progress.items():
             if self._shown.get(name, "waiting") != progress.state:
@@ -259,28 +234,6 @@ class _Watch:
                 lines[f"choice {name}"] = f"{name}: {_winner(winner)}"
         for line in lines.values():
             self._console.print(Text(f"study: {line}"), soft_wrap=True)
-
-    def _table(self, run: StudyRun) -> Table:
-        """A table of the entries that are running or have failed, and the number of the others."""
-        table = Table(box=None, pad_edge=False)
-        for title in ("entry", "state", "step", "loss", "left"):
-            table.add_column(title, justify="left" if title in ("entry", "state") else "right")
-        left: list[float | None] = []
-        for name, progress in run.progress.items():
-            if progress.state == "running":
-                reader, status = self._readers.setdefault(name, RunReader(str(run.folder / name))), None
-                with suppress(VitscaleError):  # the entry has written nothing yet
-                    status = reader.read()
-                left.append(None if status is None else status.left_s)
-                table.add_row(name, "running", *_figures(status))
-            elif progress.state == "failed":
-                table.add_row(name, f"failed ({progress.code})", "", "", "")
-        states = Counter(one.state for one in run.progress.values())
-        counts = ", ".join(f"{count} {state}" for state, count in states.items())
-        remaining = _time_left(run, left)
-        table.caption = counts + ("" if remaining is None else f"; {_duration(remaining)} left")
-        table.caption_justify = "left"
-        return table
 
 
 def _winner(label: str | None) -> str:
@@ -297,32 +250,6 @@ def _line(entry: Entry, progress: Progress) -> str:
     if progress.state == "not run":
         return f"{entry.name} is not run: {progress.why}"
     return f"{entry.name} is {progress.state}"
-
-
-def _figures(status: RunStatus | None) -> tuple[str, str, str]:
-    if status is None or status.step is None:
-        return "", "", ""
-    total = "" if status.total_steps is None else f" of {status.total_steps:,}"
-    loss = "" if status.loss is None else f"{status.loss:.4g}"
-    return f"{status.step:,}{total}", loss, "" if status.left_s is None else _duration(status.left_s)
-
-
-def _time_left(run: StudyRun, running: list[float | None]) -> float | None:
-    """The estimated seconds until the study is done, from the mean time of finished entries; None before one is."""
-    taken = [one.seconds for one in run.progress.values() if one.state == "done" and one.seconds is not None]
-    if not taken:
-        return None
-    mean = sum(taken) / len(taken)
-    waiting = sum(one.state == "waiting" for one in run.progress.values())
-    work = sum(mean / 2 if left is None else left for left in running) + waiting * mean
-    return work / max(1, len(running))
-
-
-def _duration(seconds: float) -> str:
-    """Seconds as text: `1:02:03`, or from 48 hours on `2 d 02:03`."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours // 24} d {hours % 24:02}:{minutes:02}" if hours >= 48 else f"{hours}:{minutes:02}:{rest:02}"
 
 
 # ---- At the end ------------------------------------------------------------------------------------------------------

@@ -8,16 +8,16 @@ from rich.markup import escape
 from typer import Argument, Exit, Option, Typer
 
 from data_tools.machine import Machine
-from data_tools.vtab.copies import Search, find_copy
+from data_tools.vtab.copies import Search
 from data_tools.vtab.ids import IDS_NAME, Ids
-from data_tools.vtab.prepare import DATASETS, Prepared, is_prepared, verify_prepared
+from data_tools.vtab.prepare import DATASETS, Prepared
 from data_tools.vtab.prepare import prepare as prepare_task
 from data_tools.vtab.tasks import ORIGINS
 from vitscale.cli.console import say
 from vitscale.cli.options import Workers
 from vitscale.ground.errors import DataError, RecipeError, VitscaleError
 from vitscale.ground.safe_text import printable
-from vitscale.ground.table import Column, Console, ResultTable, Row, render
+from vitscale.ground.table import Console
 from vitscale.ground.vtab import TASKS
 from vitscale.ground.wording import counted
 
@@ -30,8 +30,13 @@ app = Typer(
 
 Tasks = Annotated[
     list[str] | None,
-    Option("--task", metavar="NAME", help="Only this task; `vitscale vtab doctor` lists them.", show_default="all"),
+    Option("--task", metavar="NAME", help="Only this task; those of docs/vtab.md.", show_default="all"),
 ]
+
+
+@app.callback()
+def _group() -> None:
+    """Keeps `prepare` a word of its own."""
 
 
 @app.command(short_help="Make datasets of all tasks whose images are found.")
@@ -78,68 +83,6 @@ def prepare(
         raise Exit(DataError.exit_code)
 
 
-@app.command(short_help="List the tasks: prepared, found or still to be had.")
-def doctor(
-    folders: Annotated[
-        list[str] | None, Argument(metavar="[FOLDER...]", help="With copies, or with what `prepare` made.")
-    ] = None,
-    tasks: Tasks = None,
-    as_json: Annotated[bool, Option("--json", help="Print one JSON array.")] = False,
-) -> None:
-    """List the tasks: which are prepared and in order, which are found, and where the others are to be had."""
-    places = [Path(folder) for folder in folders or []]
-    _refuse_absent(places)
-    rows: list[Row] = []
-    notes: list[str] = []
-    damaged = False
-    for name in _known(tasks or []) or list(TASKS):
-        task, origin = TASKS[name], ORIGINS[name]
-        state, where, why = _state(name, places)
-        damaged = damaged or state == "damaged"
-        rows.append(
-            {
-                "task": name,
-                "group": task.group,
-                "classes": task.num_classes,
-                "tfds": f"{origin.tfds}:{origin.version}",
-                "crop_and_flip": "yes" if task.keeps_label else "no",
-                "state": state,
-                "where": where,
-                "get": origin.get,
-            }
-        )
-        notes += [f"{name}: {line}" for line in why]
-    columns = [
-        Column("task", "task", is_text=True),
-        Column("group", "group", is_text=True, spare=1),
-        Column("classes", "classes", spare=2),
-        Column("tfds", "TFDS", is_text=True, spare=3),
-        Column("crop_and_flip", "crop, flip", is_text=True, spare=4),
-        Column("state", "state", is_text=True),
-        Column("where", "where", printable, is_text=True),
-        Column("get", "where to get it", is_text=True, spare=5),
-    ]
-    render(ResultTable(columns, rows, notes=notes), "json" if as_json else "table")
-    if damaged:
-        raise Exit(DataError.exit_code)
-
-
-def _state(task: str, folders: Sequence[Path]) -> tuple[str, str | None, list[str]]:
-    """(a task's state in a word or two, its folder, notes about it)."""
-    for folder in folders:
-        if is_prepared(folder / task):
-            try:
-                problems = verify_prepared(folder / task)
-            except VitscaleError as error:
-                problems = [str(error)]
-            return "damaged" if problems else "prepared, verified", str(folder / task), problems
-    search = find_copy(task, folders)
-    if search.copy is None:
-        return "missing", None, list(search.problems)
-    doubt = [f"not the published images without a list of ids: {search.copy.doubt}"] if search.copy.doubt else []
-    return f"found: {search.copy.layout}", str(search.copy.folder), doubt
-
-
 def _tell(prepared: Prepared, out: Path) -> None:
     if not prepared.counts:
         assert prepared.search is not None
@@ -155,9 +98,12 @@ def _tell(prepared: Prepared, out: Path) -> None:
 
 
 def _missing(task: str, search: Search) -> list[str]:
-    lines = [f"{task}: missing"]
+    origin, lines = ORIGINS[task], [f"{task}: missing"]
     lines += [f"  cannot be used: {problem}" for problem in search.problems]
-    lines += [f"  looked for: {', '.join(map(str, search.looked))}", f"  get it: {ORIGINS[task].get}"]
+    lines += [
+        f"  looked for: {', '.join(map(str, search.looked))}",
+        f"  get it, TFDS {origin.tfds}:{origin.version}: {origin.get}",
+    ]
     return lines
 
 

@@ -134,7 +134,7 @@ SETS = {
             "SolarizeAdd": _TIMM_ADD,
             **{name: _Operation(code, _factor) for name, code in _FACTORS.items()},
             **_TIMM_MOVES,
-        },
+        }
     ),
     "timm_increasing": _Set(
         {
@@ -144,7 +144,7 @@ SETS = {
             "SolarizeAdd": _TIMM_ADD,
             **{f"{name}Increasing": _Operation(code, _factor_around_one) for name, code in _FACTORS.items()},
             **_TIMM_MOVES,
-        },
+        }
     ),
     "big_vision": _Set(
         {

@@ -9,6 +9,8 @@ from vitscale.flops.hardware import Device
 
 FLOPS_PER_MAC = 2
 FORWARD_PASSES_PER_TRAINING_STEP = 3
+PUBLISHED_MFU = 0.4
+PUBLISHED_MFU_SOURCE = "as Llama 3's 38 to 43 % in bf16 on 8,192 and 16,384 H100 (Dubey et al. 2024, table 4)"
 
 
 def training_flops_per_image(macs: int) -> int:
@@ -30,6 +32,11 @@ def mfu(images_per_s: float, macs: int, num_devices: int, peak: float | None) ->
     if peak is None:
         return None
     return training_flops_per_image(macs) * images_per_s / (num_devices * peak)
+
+
+def training_hours(macs: int, images: float, peak: float, mfu: float) -> float:
+    """Hours of training on `images` images at a utilisation; `macs` as for `mfu`, `peak` FLOP/s of all devices."""
+    return training_flops_per_image(macs) * images / (peak * mfu) / 3600
 
 
 def cost_row(

@@ -18,18 +18,6 @@ Dtype = Literal["bf16", "fp16"]
 
 
 @dataclass(frozen=True)
-class Board:
-    """What surrounds the chip, by the datasheet, in bytes and bytes/s; None if we are not sure."""
-
-    memory: float | None = None  # None, too, if there are several variants
-    bandwidth: float | None = None  # of that memory, for the slowest variant
-    # From one device to the others of its node: by NVLink if a board connects all by it, else by its PCIe slot.
-    link: float | None = None
-    # For each device, from a node of its maker to other nodes, by that node's user guide. Others may have less.
-    network: float | None = None
-
-
-@dataclass(frozen=True)
 class Device:
     """One accelerator."""
 
@@ -40,8 +28,9 @@ class Device:
     source: str
 
     @property
-    def board(self) -> Board:
-        return _BOARDS.get(self.name, Board())
+    def memory(self) -> float | None:
+        """Bytes of memory by the datasheet; None if there are several variants, or we are not sure."""
+        return _MEMORY.get(self.name)
 
     @property
     def training_peak(self) -> tuple[float, Dtype]:
@@ -104,28 +93,18 @@ DEVICES = (
     Device("tpuv3", r"TPU v3", {"bf16": 61.5e12}, 131, _TPUV3),
 )
 
-# DGX A100: eight adapters of 200 Gbit/s (ConnectX-6), as many as devices. DGX H100, H200 and B200: eight of 400 Gbit/s.
-_BOARDS = {
-    "gb200": Board(link=900e9),
-    "b200": Board(link=900e9, network=50e9),
-    "h200": Board(141e9, 4.8e12, 450e9, 50e9),
-    "h200-nvl": Board(141e9, 4.8e12, 64e9),
-    "h100": Board(80e9, 3.35e12, 450e9, 50e9),
-    "h100-pcie": Board(80e9, 2e12, 64e9),
-    "h100-nvl": Board(94e9, 3.9e12, 64e9),
-    "a100": Board(None, 1.555e12, 300e9, 25e9),  # 40 or 80 GB
-    "a100-pcie": Board(80e9, 1.935e12, 32e9),
-    "a100-pcie-40gb": Board(40e9, 1.555e12, 32e9),
-    "a30": Board(24e9, 933e9, 32e9),
-    "a10": Board(24e9, 600e9, 32e9),
-    "a40": Board(48e9, 696e9, 32e9),
-    "a6000": Board(48e9, 768e9, 32e9),
-    "l40s": Board(48e9, 864e9, 32e9),
-    "l40": Board(48e9, 864e9, 32e9),
-    "l4": Board(24e9, 300e9, 32e9),
-    "rtx5090": Board(32e9, 1.792e12, 64e9),
-    "rtx4090": Board(24e9, 1.008e12, 32e9),
-    "rtx3090": Board(24e9, 936e9, 32e9),
+_MEMORY = {
+    name: gigabytes * 1e9
+    for gigabytes, names in {
+        141: ("h200", "h200-nvl"),
+        94: ("h100-nvl",),
+        80: ("h100", "h100-pcie", "a100-pcie"),
+        48: ("a40", "a6000", "l40s", "l40"),
+        40: ("a100-pcie-40gb",),
+        32: ("rtx5090",),
+        24: ("a30", "a10", "l4", "rtx4090", "rtx3090"),
+    }.items()
+    for name in names
 }
 
 

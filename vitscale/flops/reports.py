@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vitscale.flops.accounting import FORWARD_PASSES_PER_TRAINING_STEP, cost_row, training_flops_per_image
+from vitscale.flops.accounting import FORWARD_PASSES_PER_TRAINING_STEP, cost_row, training_hours
 from vitscale.flops.estimate import Estimate
 from vitscale.flops.hardware import Device
 from vitscale.flops.matching import position_row, possible_epochs, transfer_row
@@ -21,12 +21,12 @@ class Hardware:
     price: float | None = None
 
 
-RECIPE = Column("recipe", "recipe", is_text=True)
-EXAFLOPS = Column("exaflops", "exaFLOPs", number(1))
+_RECIPE = Column("recipe", "recipe", is_text=True)
+_EXAFLOPS = Column("exaflops", "exaFLOPs", number(1))
 _MODEL = Column("model", "model", is_text=True, spare=5)
 _EPOCHS = Column("epochs", "epochs", short, spare=7)
 _GRID = (
-    RECIPE,
+    _RECIPE,
     _MODEL,
     _EPOCHS,
     Column("tokens", "tokens", number(0), spare=2),
@@ -34,18 +34,18 @@ _GRID = (
     Column("gmacs", "GMACs\n/image", number(2)),
     Column("accounting_gmacs", "acct.\nGMACs", number(2), spare=6),
     Column("images", "images\n(M)", number(0, 1e6), spare=1),
-    EXAFLOPS,
+    _EXAFLOPS,
     Column("published_exaflops", "paper", number(0)),
     Column("published_first_exaflops", "first\nposted", number(0), spare=4),
     Column("deviation", "deviation", percent(1, "+")),
 )
 _BREAKDOWN = (
-    RECIPE,
+    _RECIPE,
     Column("part", "part", is_text=True),
     Column("params", "params", number(0)),
     Column("gmacs", "GMACs\n/image", number(3)),
     Column("accounting_gmacs", "accounting\nGMACs", number(3), spare=1),
-    EXAFLOPS,
+    _EXAFLOPS,
     Column("share", "share", percent(1)),
 )
 _RESULTS = (
@@ -77,7 +77,7 @@ _OUTLIERS_SAY = (
     "Beyond 1.5 %: the paper's figure of ViT-B/32 fits 49 tokens, without the class token; those of R50+ViT-L/16 for 7 "
     "and for 14 epochs contradict each other."
 )
-TRAINING_HOURS_SAY = "Hours: of training steps alone, without evaluation and checkpoints."
+_TRAINING_HOURS_SAY = "Hours: of training steps alone, without evaluation and checkpoints."
 
 
 def grid_table(estimates: Sequence[Estimate]) -> ResultTable:
@@ -150,7 +150,7 @@ def purchase_table(
 
     Without a budget, all of them in their order; without hardware, no cost.
     """
-    columns, legend = [RECIPE, _MODEL, _EPOCHS, EXAFLOPS], []
+    columns, legend = [_RECIPE, _MODEL, _EPOCHS, _EXAFLOPS], []
     notes: list[str] = []
     if budget is not None:
         columns += _RESULTS
@@ -171,7 +171,7 @@ def purchase_table(
         devices = f"{hardware.count:,} x {hardware.device.describe()}"
         legend += [
             f"{devices}. {percent(1)(mfu)} MFU: of model FLOPs, padding counted.",
-            TRAINING_HOURS_SAY,
+            _TRAINING_HOURS_SAY,
             *energy_legend(hardware.device),
         ]
         notes += _cost_notes(estimates, hardware, mfu)
@@ -183,12 +183,7 @@ def _worth(row: Row) -> tuple[float, float, float]:
 
 
 def _purchase_row(one: Estimate, budget: float | None) -> Row:
-    row: Row = {
-        "recipe": one.name,
-        "model": one.model_name,
-        "epochs": one.epochs,
-        "exaflops": one.exaflops,
-    }
+    row: Row = {"recipe": one.name, "model": one.model_name, "epochs": one.epochs, "exaflops": one.exaflops}
     if budget is None or one.exaflops is None:
         return row
     found, position = transfer_row(one.recipe, one.images), position_row(one.recipe, one.images)
@@ -208,7 +203,7 @@ def _cost_row(one: Estimate, hardware: Hardware, mfu: float) -> Row:
     if one.work is None or one.images is None:
         return {column.key: None for column in COST}
     peak, _ = hardware.device.training_peak
-    hours = training_flops_per_image(one.work.macs) * one.images / (hardware.count * peak * mfu) / 3600
+    hours = training_hours(one.work.macs, one.images, hardware.count * peak, mfu)
     return cost_row(hours, hours * hardware.count, hardware.device, hardware.price)
 
 

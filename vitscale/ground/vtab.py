@@ -26,14 +26,6 @@ class VtabTask:
     group: Group
     num_classes: int
 
-    @property
-    def keeps_label(self) -> bool:
-        """Whether the label stays true under random crops and flips. Our decision, as the paper does not say.
-
-        It does not if the label says where something is or how many there are: in the whole structured group.
-        """
-        return self.group != "structured"
-
 
 TASKS: Mapping[str, VtabTask] = {
     task.name: task

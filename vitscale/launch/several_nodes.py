@@ -25,17 +25,7 @@ from vitscale.launch.connections import (
     write_secret,
 )
 from vitscale.launch.ends import EXIT_RETRY
-from vitscale.launch.nodes import (
-    Account,
-    Decision,
-    FromFirst,
-    Hello,
-    Layout,
-    ThisNode,
-    ToFirst,
-    another_port,
-    fitting,
-)
+from vitscale.launch.nodes import Account, Decision, FromFirst, Hello, Layout, ThisNode, ToFirst, another_port, fitting
 from vitscale.launch.supervisor import Supervisor, say
 
 _MOST_STRANGERS = 64  # connections that are yet to prove themselves, beside one for each node that is missing

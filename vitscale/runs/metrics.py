@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import os
-import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -33,12 +32,7 @@ if TYPE_CHECKING:
 
 RECENT_LINES = 50
 
-# Files up to this size, some 30,000 lines, are read whole, in a fraction of a second. Of larger files the end is read,
-# and samples of what comes before it.
-_WHOLE_BYTES = 8 << 20
-_END_BYTES = 4 << 20
-_SAMPLES = 256
-_SAMPLE_BYTES = 8 << 10
+_LONGEST_LINE = 1 << 20  # bytes
 OF_EVALUATIONS = "eval/"
 
 _log = logging.getLogger(__name__)
@@ -114,7 +108,7 @@ def _up_to(lines: Iterable[bytes], last_step: int) -> Iterator[tuple[bytes, Row]
 class MetricsLog:
     """Reads metrics.jsonl of one run as it grows: each `refresh` reads what was appended since the last one.
 
-    With `whole` every training line is kept; otherwise the newest are, and only parts of a large file are read.
+    With `whole` every training line is kept, otherwise the newest are.
     """
 
     def __init__(self, path: Path, *, whole: bool = False) -> None:
@@ -132,7 +126,6 @@ class MetricsLog:
         self.world_sizes: list[int] = []  # the numbers of devices, in the order in which they first appear
         # (step, values by evaluator/metric; None for one that is not finite), in the order of the file.
         self.evaluations: list[tuple[int, dict[str, float | None]]] = []
-        self.is_sampled = False  # the file is so large that sums are estimates and early evaluations are missing
         self.damaged = 0  # unusable lines
         self.is_torn = False  # the file ends in the middle of a line: it is being written, or a crash has cut it
         self.line_at: float | None = None  # when the last line was written, in seconds since 1970; None without one
@@ -178,28 +171,14 @@ class MetricsLog:
         if status.st_ino != self._inode or status.st_size < self._read_to:
             self._begin(status.st_ino)  # resuming replaces the file
         self.line_at = status.st_mtime if status.st_size else None
-        if status.st_size - self._read_to > _WHOLE_BYTES and not self._whole:
-            end = status.st_size - _END_BYTES
-            self._sample(file, self._read_to, end)
-            file.seek(end)
-            self._read_to = end + len(file.readline(_END_BYTES))
         file.seek(self._read_to)
-        content = file.read(status.st_size - self._read_to)
-        complete = content.rfind(b"\n") + 1  # the last line may be half written
-        for line in content[:complete].split(b"\n")[:-1]:
+        self.is_torn = False
+        while line := file.readline(_LONGEST_LINE):
+            if len(line) < _LONGEST_LINE and not line.endswith(b"\n"):  # it may be half written
+                self.is_torn = True
+                break
+            self._read_to += len(line)
             self._take(line)
-        self._read_to += complete
-        self.is_torn = complete < len(content)
-
-    def _sample(self, file: BinaryIO, start: int, stop: int) -> None:
-        """Estimate sums from samples: a sample's mean step time counts for all steps since the sample before."""
-        self.is_sampled = True
-        for sample in range(_SAMPLES):
-            file.seek(start + (stop - start) * sample // _SAMPLES)
-            lines = file.read(_SAMPLE_BYTES).split(b"\n")[1:-1]
-            rows = [row for row in map(parse_object, lines) if row and _is_training(row) and row["step"] > self._step]
-            if rows:
-                self._add(rows[-1], statistics.fmean(row["step_time_s"] for row in rows))
 
     def _take(self, line: bytes) -> None:
         row = parse_object(line)
@@ -215,16 +194,16 @@ class MetricsLog:
         if values:
             self.evaluations.append((step, values))
         elif _is_training(row) and step > self._step:
-            self._add(row, row["step_time_s"])
-            self.rows.append(row)
+            self._add(row)
         else:
             self.damaged += 1
 
-    def _add(self, row: Row, step_time: float) -> None:
-        seconds = (row["step"] - max(self._step, count(row.get("first_step")) or 0)) * step_time
+    def _add(self, row: Row) -> None:
+        seconds = (row["step"] - max(self._step, count(row.get("first_step")) or 0)) * row["step_time_s"]
         world_size = count(row.get("world_size"))
         if world_size is not None and world_size not in self.world_sizes:
             self.world_sizes.append(world_size)
+        self.rows.append(row)
         self._step = row["step"]
         self.seconds += seconds
         if world_size is None or self.device_seconds is None:

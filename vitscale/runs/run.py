@@ -4,7 +4,6 @@ Torch is not imported and no tensor is read. Each file is read when it is asked 
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +20,7 @@ from vitscale.runs.done import read_done
 from vitscale.runs.launches import Launches, read_launches
 from vitscale.runs.metrics import MetricsLog, Row
 from vitscale.runs.names import CHECKPOINTS, DONE_FILE, LAUNCH_FILE, METRICS_FILE, checkpoints_root
-from vitscale.runs.reading import count, number, timestamp
+from vitscale.runs.reading import count, number
 
 _GAPS_TOLD = 5
 _MOST_PARENTS = 20
@@ -39,7 +38,6 @@ class Cost:
     mfu: float | None  # the mean over the device-seconds that have one, a fraction; None if none has
     world_size: int | None  # the number of devices in the last steps; None as above
     world_sizes: tuple[int, ...]  # all numbers of devices that it has run on
-    is_world_size_assumed: bool  # whether there are steps whose world size is taken from the newest checkpoint
 
     @property
     def images_per_s(self) -> float:
@@ -159,8 +157,8 @@ class Run(RunFiles):
         took = [
             (step - before) * line["step_time_s"] for (before, step), line in zip(pairwise(steps), lines, strict=True)
         ]
-        stated = [count(line.get("world_size")) for line in lines]
-        worlds = [world or (None if self.index is None else self.index.world_size) for world in stated]
+        newest = None if self.index is None else self.index.world_size
+        worlds = [count(line.get("world_size")) or newest for line in lines]
         known = [world for world in worlds if world is not None]
         device_seconds = [seconds * (world or 1) for seconds, world in zip(took, worlds, strict=True)]
         used = [
@@ -175,7 +173,6 @@ class Run(RunFiles):
             mfu=sum(mfu * time for mfu, time in used) / sum(time for _, time in used) if used else None,
             world_size=worlds[-1],
             world_sizes=tuple(sorted(set(known))),
-            is_world_size_assumed=self.index is not None and None in stated,
         )
 
     @property
@@ -238,24 +235,6 @@ class Run(RunFiles):
         """Path or URL of a dataset that the recipe names. Raises `RecipeError` and `DataError`."""
         root = self.recipe.data.root if self.index is None else data_root(self.recipe, self.index)
         return find_dataset(dataset, root)
-
-
-def restart_times(run_dir: Path) -> list[float]:
-    """Seconds from the end of an attempt to the beginning of the next attempt's first step, for each restart.
-
-    Restarts that reached no step are left out, and so are those whose steps a later attempt repeated, because their
-    lines of metrics are gone. The time until a launch notices that a rank hangs is not included. Raises `DataError` if
-    a file cannot be read.
-    """
-    run = RunFiles(run_dir, None)
-    ended = [(time, row["step_time_s"]) for row in run.metrics.rows if (time := timestamp(row.get("time"))) is not None]
-    failures = [event.time for event in run.launches.restarts]
-    times = []
-    for failure, next_failure in pairwise([*failures, math.inf]):
-        first = bisect_right(ended, failure, key=lambda line: line[0])
-        if first < len(ended) and ended[first][0] < next_failure:
-            times.append(max(0.0, ended[first][0] - ended[first][1] - failure))
-    return times
 
 
 def _gap_notes(steps: Sequence[int], every: int, first: int) -> list[str]:

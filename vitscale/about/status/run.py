@@ -118,7 +118,6 @@ class RunStatus:
     device_hours: float | None
     energy_kwh: float | None
     cost: float | None
-    is_estimated: bool  # whether these four are estimates, from parts of a large file
     evaluation: Evaluation | None  # the last one
     best: Best | None  # by the recipe's `selection`, or else by top-1 accuracy
     checkpoints: Saved
@@ -200,7 +199,6 @@ class RunReader:
             data_wait=recent.data_wait(rows),
             left_s=left_s if done is None else None,
             **figures,
-            is_estimated=log.is_sampled,
             evaluation=_last_evaluation(log, done or {}),
             best=_best(run, saved),
             checkpoints=saved,
@@ -341,13 +339,7 @@ def _anomalies(run: RunFiles, last: Row) -> Anomalies | None:
 
 def _damage(run: RunFiles) -> list[str]:
     counts = {METRICS_FILE: run.metrics.damaged, LAUNCH_FILE: run.launches.damaged}
-    notes = [f"damaged lines of {file} left out: {damaged:,}" for file, damaged in counts.items() if damaged]
-    if run.metrics.is_sampled:
-        notes.append(
-            f"{METRICS_FILE} is large: hours and cost are estimated from parts of it, evaluations are those at its "
-            f"end (vitscale-flops --run reads the whole)"
-        )
-    return notes
+    return [f"damaged lines of {file} left out: {damaged:,}" for file, damaged in counts.items() if damaged]
 
 
 def _age(at: float) -> float:

@@ -2,20 +2,26 @@
 
 import heapq
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vitscale.about.planning.cluster import Cluster
-from vitscale.about.planning.plan import ClusterPlan, make_plan
 from vitscale.about.studies.expansion import Entry, Expansion
 from vitscale.about.studies.reading import Study
-from vitscale.flops.accounting import cost_row
+from vitscale.flops.accounting import cost_row, training_hours
 from vitscale.flops.estimate import Estimate, estimate
+from vitscale.flops.hardware import Device
 from vitscale.ground.errors import RecipeError
 from vitscale.recipe import Recipe, override
 
-# Keys of a recipe that do not affect a run's speed.
-_OF_NO_MATTER = ("seed", "init", "schedule", "evaluation", "selection", "checkpoint", "anomalies", "check", "logging")
+
+@dataclass(frozen=True)
+class Slot:
+    """The devices of one entry, and the share of their peak that training is assumed to reach."""
+
+    device: Device
+    devices: int
+    mfu: float
+    price: float | None = None  # of one device for one hour
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,6 @@ class StudyCost:
     device_hours: float
     energy_kwh: float | None
     cost: float | None  # device-hours times the price; None without a price
-    assumptions: tuple[str, ...]  # those of the plans behind the hours
 
     @property
     def unknown(self) -> list[EntryCost]:
@@ -59,23 +64,18 @@ class StudyCost:
         return sum(entry.saved_exaflops for entry in self.entries)
 
 
-def cost_of(
-    study: Study, expansion: Expansion, cluster: Cluster, slots: int, samples: int | None, say: Callable[[str], None]
-) -> StudyCost:
-    """Work out the cost of every entry, `slots` at a time, each on the devices of a `cluster`.
+def cost_of(study: Study, expansion: Expansion, slot: Slot, slots: int, samples: int | None) -> StudyCost:
+    """Work out the cost of every entry, `slots` at a time.
 
-    `samples` is the size of a training set if neither a manifest nor the study gives it. `say` is called with the plan
-    that is being made, as one takes seconds.
+    `samples` is the size of a training set if neither a manifest nor the study gives it.
 
-    Raises `RecipeError` if the devices of a slot do not divide a global batch, a recipe cannot be planned, or no
-    entry's cost is known.
+    Raises `RecipeError` if the devices of a slot do not divide a global batch, or no entry's cost is known.
     """
-    plans: dict[str, ClusterPlan] = {}
     costs: dict[str, EntryCost] = {}
     for name, entry in expansion.entries.items():
         found = [
-            _cost(name, _estimate(study, entry, option.recipe, samples), cluster, plans, say)
-            for option in {_key(option.recipe, ("seed",)): option for option in entry.options}.values()
+            _cost(name, _estimate(study, entry, recipe, samples), slot)
+            for recipe in {_but_for_the_seed(option.recipe): option.recipe for option in entry.options}.values()
         ]
         costs[name] = max(found, key=lambda one: (one.hours is not None, one.hours or 0.0))  # whichever wins
     if all(one.hours is None for one in costs.values()):
@@ -83,32 +83,20 @@ def cost_of(
         raise RecipeError(f"the size of the data is unknown for every run. The first, {first.name}: {first.problem}")
     hours = _makespan([*expansion.entries.values()], {name: one.hours or 0.0 for name, one in costs.items()}, slots)
     device_hours = sum(one.device_hours or 0.0 for one in costs.values())
-    row = cost_row(hours, device_hours, cluster.device, cluster.price)
+    row = cost_row(hours, device_hours, slot.device, slot.price)
     entries, exaflops = tuple(costs.values()), sum(one.exaflops or 0.0 for one in costs.values())
-    assumptions = tuple(dict.fromkeys(line for plan in plans.values() for line in plan.assumptions))
-    return StudyCost(entries, exaflops, hours, device_hours, row["energy_kwh"], row["cost"], assumptions)
+    return StudyCost(entries, exaflops, hours, device_hours, row["energy_kwh"], row["cost"])
 
 
-def _cost(
-    name: str, known: Estimate, cluster: Cluster, plans: dict[str, ClusterPlan], say: Callable[[str], None]
-) -> EntryCost:
-    if known.work is None or known.images is None:
+def _cost(name: str, known: Estimate, slot: Slot) -> EntryCost:
+    if known.work is None or known.own_images is None:
         return EntryCost(name, problem=str(known.problem))
-    key = _key(known.recipe, _OF_NO_MATTER)
-    if key not in plans:
-        say(f"planning {known.model_name}")
-        known.recipe.split(cluster.devices)
-        plans[key] = make_plan(known, cluster)
-    best = plans[key].best
-    if best is None:
-        raise RecipeError(
-            f"{name}: {known.model_name} does not fit into {cluster.devices} {cluster.device.name}; more devices "
-            "per entry (fewer --slots) may help"
-        )
-    assert known.own_images is not None and known.own_exaflops is not None and known.exaflops is not None
-    hours = known.own_images / best.images_per_s / 3600
+    known.recipe.split(slot.devices)
+    peak, _ = slot.device.training_peak
+    hours = training_hours(known.work.macs, known.own_images, slot.devices * peak, slot.mfu)
+    assert known.own_exaflops is not None and known.exaflops is not None
     saved = known.exaflops - known.own_exaflops
-    return EntryCost(name, known.own_exaflops, known.own_images, hours, hours * cluster.devices, saved)
+    return EntryCost(name, known.own_exaflops, known.own_images, hours, hours * slot.devices, saved)
 
 
 def _estimate(study: Study, entry: Entry, recipe: Recipe, samples: int | None) -> Estimate:
@@ -124,12 +112,8 @@ def _estimate(study: Study, entry: Entry, recipe: Recipe, samples: int | None) -
     return estimate(entry.name, recipe, samples)
 
 
-def _key(recipe: Recipe, without: Sequence[str]) -> str:
-    content = {key: value for key, value in recipe.dump().items() if key not in without}
-    if "schedule" in without:
-        content["data"] = recipe.data.image_size
-        content["optimizer"] = {key: value for key, value in content["optimizer"].items() if key != "lr"}
-    return json.dumps(content, sort_keys=True)
+def _but_for_the_seed(recipe: Recipe) -> str:
+    return json.dumps(recipe.dump() | {"seed": None}, sort_keys=True)
 
 
 def _makespan(entries: Sequence[Entry], hours: dict[str, float], slots: int) -> float:

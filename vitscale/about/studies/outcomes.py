@@ -112,8 +112,6 @@ class Progress:
     code: int | None = None  # the exit code of its launch, if that has failed
     why: str = ""  # it has failed or is not run
     outcome: Outcome | None = None  # once it is done
-    began: float | None = None  # by the monotonic clock, if this process has started it
-    seconds: float | None = None  # that it took in this process
 
 
 class StudyState:

@@ -86,7 +86,7 @@ class StudyRun(StudyState):
             options = [(entry.name, entry.option(self.label_of(entry))) for entry in ready]
             works = [Pretraining(option.source, option.settings, self.folder / name) for name, option in options]
             for name, _ in options:
-                self.progress[name].state, self.progress[name].began = "running", time.monotonic()
+                self.progress[name].state = "running"
             self._engine.start(works)
         return self._has_changed() or any(one.state == "running" for one in self.progress.values())
 
@@ -155,8 +155,6 @@ class StudyRun(StudyState):
         progress = self.progress.get(name)
         if progress is None or progress.state != "running":
             return  # it was done when this process began, or belongs to a study that has changed since
-        if progress.began is not None:
-            progress.seconds = time.monotonic() - progress.began
         if code == EXIT_DONE:
             try:
                 progress.outcome = read_outcome(self.folder / name)

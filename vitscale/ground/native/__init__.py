@@ -29,10 +29,7 @@ _FUNCTIONS = {
     "vitscale_header": ([_ARRAY, c_uint64, POINTER(Header)], c_int),
     "vitscale_decode": ([_ARRAY, c_uint64, c_int64, c_int64, c_int, _ARRAY], c_int),
     "vitscale_encode": ([_ARRAY, c_int64, c_int64, c_int, _ARRAY, POINTER(c_uint64)], c_int),
-    "vitscale_decode_slice": (
-        [_ARRAY, c_int64, c_int64, *[_ARRAY] * 9, c_int64, *[_ARRAY] * 4, c_int, _ARRAY],
-        None,
-    ),
+    "vitscale_decode_slice": ([_ARRAY, c_int64, c_int64, *[_ARRAY] * 9, c_int64, *[_ARRAY] * 4, c_int, _ARRAY], None),
     "vitscale_operate": ([_ARRAY, c_int64, c_int64, _ARRAY, c_int64, _ARRAY], c_int),
     "vitscale_inception_crop": ([c_int64, *[_ARRAY] * 3, *[c_double] * 4, _ARRAY], None),
     "vitscale_square_luma": ([_ARRAY, c_int64, _ARRAY, _ARRAY], c_int),

@@ -226,10 +226,7 @@ def _indexed_job(job: Job, options: KubernetesOptions, name: str, nodes: int) ->
 
 
 def _pod(job: Job, options: KubernetesOptions, name: str, nodes: int, master: str) -> Object:
-    mounts: list[Object] = [
-        {"name": "work", "mountPath": str(options.mount)},
-        {"name": "shm", "mountPath": "/dev/shm"},
-    ]
+    mounts: list[Object] = [{"name": "work", "mountPath": str(options.mount)}, {"name": "shm", "mountPath": "/dev/shm"}]
     volumes: list[Object] = [
         {"name": "work", "persistentVolumeClaim": {"claimName": options.pvc.partition(":")[0]}},
         # NCCL uses it between the GPUs of a node; the default size in containers is too small.

@@ -1,1 +1,0 @@
-"""Predicts what a recipe will need on given hardware, before anything runs."""
