@@ -241,7 +241,7 @@ def _totals(estimate: Estimate, cluster: Cluster, parameters: Parameters) -> tup
     cost = cost_row(hours or 0.0, device_hours, cluster.device, cluster.price)
     image_bytes, said = _image_bytes(recipe)
     per_node = images_per_s / cluster.nodes
-    weights = (1 + (recipe.ema is not None)) * parameters.total
+    weights = (1 + len(recipe.all_averages)) * parameters.total
     totals = Totals(
         images=images,
         steps=estimate.own_steps,

@@ -83,7 +83,6 @@ class Optimizer(Block):
     implementation: ClassVar[str]  # `module:class` of the `vitscale.training.optimizers.rule.Rule` that updates by it
     # Whether the update of an element depends on others of its parameter, which may be on another rank.
     needs_whole_tensors: ClassVar[bool] = False
-    untimed: ClassVar[str] = ""  # what of an update the time of a plan leaves out
 
     name: str = Field(description="chooses this optimizer")
     lr: float = Field(gt=0, description="learning rate at the end of the warmup")
@@ -263,7 +262,6 @@ class Muon(Optimizer):
 
     implementation: ClassVar[str] = "vitscale.training.optimizers.muon:MuonRule"
     needs_whole_tensors: ClassVar[bool] = True
-    untimed: ClassVar[str] = "making matrices orthogonal and for sending them to and fro for that"
 
     name: Literal["muon"] = Field(description="chooses this optimizer")
     momentum: float = Field(0.95, ge=0, lt=1)
