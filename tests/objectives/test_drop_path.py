@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from vitscale.data.draws import kept_paths
+from vitscale.ground.ranks import Sums
 from vitscale.models import initial_value
 from vitscale.objectives import build_objective
 from vitscale.recipe import validate_recipe
@@ -37,12 +38,13 @@ def test_branches_are_left_out_as_often_as_they_should_and_independently():
 def made(model, objective, views):
     data = RECIPE["data"] | ({"views": views} if views else {})
     content = {**RECIPE, "model": model, "data": data, "objective": objective}
-    objective = build_objective(validate_recipe(content, "test"), 7).train()
+    recipe = validate_recipe(content, "test")
+    objective = build_objective(recipe, 7).train()
     with torch.no_grad():
         for name, parameter in objective.named_weights():
             parameter.copy_(initial_value(objective, name, parameter.shape, 0))
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-    return objective
+    return recipe, objective
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,7 @@ def made(model, objective, views):
 )
 def test_an_update_is_the_same_in_every_micro_batch(model, objective, views):
     """Gradients of a global batch of 8 in parts of 1 to 8; other keys give others."""
-    objective = made(model, objective, views)
+    recipe, objective = made(model, objective, views)
     generator = torch.Generator().manual_seed(3)
     counts = [(view.get("count", 1), view.get("size", 32)) for view in views or [{}]]
     images = [torch.rand(8, count, side, side, 3, generator=generator) * 2 - 1 for count, side in counts]
@@ -69,13 +71,13 @@ def test_an_update_is_the_same_in_every_micro_batch(model, objective, views):
         objective.zero_grad()
         parts = [slice(start, start + size) for start in range(0, 8, size)]
         plan = objective.plan(keys[0][:, 0].numpy(), 0)
-        if objective.prepares:
+        if recipe.objective.prepares is not None:
             rows = []
             for part in parts:
                 objective.choose_paths([each[part] for each in keys], labels.device)
                 with torch.no_grad():
                     rows.append(objective([each[part] for each in images], None))
-            plan = objective.agree(torch.cat(rows), labels)
+            plan = objective.agree(torch.cat(rows), labels, Sums(), {}).rows
         for part in parts:
             objective.choose_paths([each[part] for each in keys], labels.device)
             losses = objective([each[part] for each in images], labels[part], tuple(each[part] for each in plan))
@@ -91,7 +93,7 @@ def test_an_update_is_the_same_in_every_micro_batch(model, objective, views):
 
 
 def test_images_that_are_no_views_of_the_samples_are_refused():
-    objective = made(RECIPE["model"] | {"drop_path": 0.5}, {"loss": "softmax"}, None)
+    _, objective = made(RECIPE["model"] | {"drop_path": 0.5}, {"loss": "softmax"}, None)
     objective.choose_paths([torch.from_numpy(KEYS[:4, :1])], torch.device("cpu"))
     with pytest.raises(ValueError, match="4 samples"):
         objective.backbone(torch.zeros(6, 32, 32, 3))

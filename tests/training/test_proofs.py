@@ -246,7 +246,8 @@ def test_the_oracle_is_short_and_knows_of_training_the_formulas_alone():
     names = {name for node in nodes for name in ([node.module] if isinstance(node, ast.ImportFrom) else [])}
     names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     rooms = {"vitscale.data.batch", "vitscale.data.image_operations", "vitscale.objectives", "vitscale.recipe", "torch"}
-    rooms |= {"vitscale.runs.checkpoint", "vitscale.training.optimizers.rule"}
+    rooms |= {"vitscale.objectives.objective", "vitscale.ground.ranks", "vitscale.runs.checkpoint"}
+    rooms |= {"vitscale.training.optimizers.rule", "vitscale.training.optimizers.schedule"}
     assert {name for name in names if name.startswith(("vitscale", "torch", "deepspeed"))} == rooms
 
 
