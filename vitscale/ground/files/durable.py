@@ -63,8 +63,8 @@ def durable_folder(target: Path, *, alone: bool = False) -> Iterator[Path]:
     """
     make_folder(target.parent)
     part = _part_of(target)
-    part.mkdir()
     try:
+        part.mkdir()  # in here, as Ctrl-C may come right after it
         with LockFile(part / _LOCK) as opened:
             lock(opened)
             if remove_leftovers(target.parent, target.name) > 1 and alone:  # ours is one
