@@ -78,6 +78,8 @@ def test_a_recipe_asks_for_it_and_chooses_by_it(tmp_path):
     [
         ([], {"steps": 0}, "evaluation.evaluators.0.steps"),
         ([], {"epochs": 3}, "evaluation.evaluators.0.epochs"),
+        ([], {"name": "a\nERROR: b"}, "evaluation.evaluators.0.name"),
+        ([], {"name": "a" * 201}, "evaluation.evaluators.0.name"),
         ([], {"kind": "linea"}, "evaluation.evaluators.0.kind"),
         (["selection={metric: linear/top5, mode: max}"], {}, "linear/top1"),
     ],

@@ -76,6 +76,12 @@ def test_a_shape_that_cannot_be_is_refused_before_anything_is_allocated(shape: l
         parse_index(index_text(replace(index(), shapes={"w": shape})).encode(), "index.json")
 
 
+@pytest.mark.parametrize("kind", ["ema.../../x", "ema.\nERROR: b", "", "m" * 201])
+def test_kinds_of_state_are_names(kind):
+    with pytest.raises(CheckpointError, match="kinds"):
+        parse_index(index_text(replace(index(), kinds=["master", kind])).encode(), "index.json")
+
+
 def test_files_beside_a_manifest_are_named_relative_to_it() -> None:
     entry = {"path": "x", "samples": 1, "bytes": 1, "first_uid": 0, "sha256": DIGEST, "xxh3_128": "0" * 32}
     assert ShardEntry.model_validate(entry | {"path": "../other/x"}).path == "../other/x"  # as views have it

@@ -247,6 +247,7 @@ def test_folders_that_are_not_such_a_tokenizer_are_refused(folder, tmp_path):
         ("another hidden_size", lambda: rewritten(folder, hidden_size=16)),
         ("a side that no machine has", lambda: rewritten(folder, hidden_size=10**12)),
         ("blocks without end", lambda: rewritten(folder, num_blocks_per_group=10**9)),
+        ("more blocks than tensors", lambda: rewritten(folder, num_blocks_per_group=200)),
         ("a list", lambda: rewritten(folder, hidden_size=[8])),
         ("a tensor too few", lambda: changed(folder, lambda values: values.pop("blocks.input.bias"))),
         ("a tensor too many", lambda: changed(folder, lambda values: values.update(more=torch.zeros(2)))),

@@ -87,6 +87,15 @@ def test_a_part_of_the_schedule_below_a_step_is_refused_and_one_beyond_the_run_t
     assert "2 steps" in warning and "5" in warning and "6" in warning
 
 
+def test_parameters_and_averages_that_never_begin_are_told(root):
+    """Of 6 steps: in time at 5 and at 6, which is the last."""
+    for begin, start, count in ((5, 6, 0), (6, 6, 1), (5, 7, 1)):
+        groups = {"groups": [{"match": "norm", "begin": {"steps": begin}}]}
+        average = {"name": "slow", "every": {"steps": 2}, "from": {"steps": start}}
+        plan = plan_run(make_recipe(root, optimizer=groups, averages=[average]), rank=0, world_size=1)
+        assert len(plan.warnings) == count and any("never" in warning for warning in plan.warnings) == bool(count)
+
+
 def test_weight_decay_and_momentum_are_functions_of_the_step(root):
     schedule = {"weight_decay": {"to": 0.4, "shape": "linear"}, "momentum": {"to": 0.5, "over": {"steps": 2}}}
     plan = plan_run(make_recipe(root, schedule=schedule), rank=0, world_size=1)  # of 6 steps, from 0.1 and 0.9

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Self
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.images import MAX_PIXELS
@@ -44,6 +44,8 @@ class Masks:
             found = sorted(path for path in folder.rglob("*") if path.suffix.lower() == ".png")
         except OSError as error:
             raise DataError(f"{folder}: cannot be read: {error.strerror}") from None
+        if not folder.is_dir():
+            raise DataError(f"{folder}: no such folder; expected one of masks, a PNG for each image")
         if not found:
             raise DataError(f"{folder}: no PNG in it; expected a mask for each image, called as the image is")
         whole = {path.relative_to(folder).with_suffix("").as_posix(): path for path in found}
@@ -115,9 +117,17 @@ def read_mask(path: Path) -> np.ndarray:
                 width, height = image.size
                 if width * height > (most := min(MAX_PIXELS, most_pixels(len(data)))):
                     raise DataError(f"{path}: {width} x {height} pixels; at most {most:,} are accepted")
+                if getattr(image, "is_animated", False):
+                    raise DataError(f"{path}: is animated; expected one picture")
+                image.verify()  # the checksums of pixels, which decoding does not compare
+            with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
                 mask = np.asarray(image)
     except (DataError, MemoryError):
         raise
+    except UnidentifiedImageError:
+        raise DataError(f"{path}: cannot be decoded: Pillow finds no picture in it") from None
     except Exception as error:  # Pillow raises almost anything on damaged files
         raise DataError(f"{path}: cannot be decoded: {type(error).__name__}: {error}") from None
+    if mask.ndim != 2:  # by a second header
+        raise DataError(f"{path}: damaged: its headers contradict each other")
     return mask // _SCALED[bits] if kind == _GRAY and bits in _SCALED else mask

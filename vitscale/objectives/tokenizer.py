@@ -8,12 +8,15 @@ Shape legend: B batch, S side in pixels, N patches.
 
 import inspect
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.ground.extensions import outside_class
@@ -26,6 +29,7 @@ from vitscale.recipe.masked_patches import Tokenizer
 
 _KEY = "objective.targets"
 _MOST = 4096  # that a whole number in config.json may be if no side of a tensor is longer
+_PARAMETERS = 64  # that a class may register besides twice the tensors: some are replaced while it is built
 
 
 class PatchTokenizer(nn.Module):
@@ -105,7 +109,7 @@ def open_tokenizer(settings: Tokenizer, grid: int) -> PatchTokenizer:
             f"number up to {most:,}: no side of a tensor beside it is longer"
         )
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _at_most(2 * len(entries) + _PARAMETERS):
             network = made(configuration(**config))
     except Exception as error:  # of a class that may raise anything
         raise CheckpointError(
@@ -121,6 +125,24 @@ def open_tokenizer(settings: Tokenizer, grid: int) -> PatchTokenizer:
             f"{settings.path} has {wanted.get(name, 'none')}"
         )
     return PatchTokenizer(settings, grid, network)
+
+
+@contextmanager
+def _at_most(parameters: int) -> Iterator[None]:
+    """Refuse to build modules with more parameters: of a few bytes' number of layers a class may build for hours."""
+    left = parameters
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError(f"more than {parameters:,} parameters, many more than the tensors beside it")
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def load_tokenizer(settings: Tokenizer, grid: int, device: torch.device) -> PatchTokenizer:

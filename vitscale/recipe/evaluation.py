@@ -10,11 +10,13 @@ from vitscale.ground.extensions import by_kind
 from vitscale.recipe.data import EvalCrop
 from vitscale.recipe.durations import Interval
 
+_Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]{1,200}$")]
+
 
 class FewShotTask(Block):
     """One data set of the few-shot evaluation."""
 
-    name: str = Field(min_length=1, description="its name in metrics")
+    name: _Name = Field(description="its name in metrics")
     train: str = Field(description="a dataset, as data.train")
     test: str = Field(description="a dataset, as data.train")
 
@@ -69,7 +71,7 @@ class Evaluator(Block):
     implementation: ClassVar[str]
 
     kind: str = Field(description="dotted path of its block")
-    name: str = Field(min_length=1, description="its name in metrics")
+    name: _Name = Field(description="its name in metrics")
 
     def metrics(self) -> Sequence[str]:
         """The names of the metrics that it yields, which `selection` can choose by."""
@@ -92,7 +94,7 @@ class LinearHeads(Evaluator):
     implementation: ClassVar[str] = "vitscale.evaluation.linear:LinearHeads"
 
     kind: Literal["linear"] = Field(description="chooses this evaluator")
-    name: str = Field("linear", min_length=1, description="its name in metrics")
+    name: _Name = Field("linear", description="its name in metrics")
     train: str
     """a dataset, as data.train, that heads learn from; a part of data.train is enough (`vitscale shards split`)"""
     test: str = Field(description="a dataset, as data.train, that is classified")

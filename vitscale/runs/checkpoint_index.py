@@ -32,6 +32,8 @@ MASTER = "master"
 EMA = "ema"
 
 _WITHOUT_STATE_SHAPES = 2
+# Before a slash in the names of tensors, and in messages.
+_Kind = Annotated[str, pydantic.Field(pattern=r"^[\w.-]{1,200}$")]
 _Shape = list[Annotated[int, pydantic.Field(ge=0, lt=2**53)]]
 _READABLE = (1, _WITHOUT_STATE_SHAPES, SCHEMA_VERSION)
 
@@ -72,7 +74,7 @@ class CheckpointIndex:
     step: int  # updates done
     world_size: Annotated[int, pydantic.Field(ge=1, lt=2**53)]  # the number of ranks that wrote the checkpoint
     shapes: dict[str, _Shape]  # by parameter
-    kinds: list[str]  # what is stored for every parameter, such as `master` or `exp_avg`
+    kinds: list[_Kind]  # what is stored for every parameter, such as `master` or `exp_avg`
     optimizer_steps: int  # the number of updates that the optimizer's moments have seen
     recipe: dict[str, Any]  # the run's, resolved
     data: dict[str, Any]  # what identifies the dataset and its order

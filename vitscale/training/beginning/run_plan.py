@@ -5,7 +5,7 @@ without a process group, a model or a first step.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -215,15 +215,21 @@ def _steps(recipe: Recipe, num_samples: int, key: str, duration: Duration) -> in
     return steps
 
 
-def _schedule_warnings(recipe: Recipe, total: int, num_samples: int) -> list[str]:
-    schedule = recipe.schedule
-    parts = schedule.warmup, schedule.cooldown
-    warmup, cooldown = (part.to_steps(num_samples, recipe.batch.global_size) for part in parts)
-    if warmup + cooldown <= total:
-        return []
-    cooling = f", schedule.cooldown {cooldown:,}" if cooldown else ""
-    short = f"schedule.warmup is {warmup:,} steps{cooling} and the whole run {total:,}"
-    return [f"{short}: the learning rate never reaches optimizer.lr"]
+def _schedule_warnings(recipe: Recipe, total: int, num_samples: int) -> Iterator[str]:
+    def steps(duration: Duration) -> int:
+        return duration.to_steps(num_samples, recipe.batch.global_size)
+
+    whole = f"steps and the whole run {total:,}"
+    warmup, cooldown = steps(recipe.schedule.warmup), steps(recipe.schedule.cooldown)
+    if warmup + cooldown > total:
+        cooling = f" steps, schedule.cooldown {cooldown:,} and the whole run {total:,}" if cooldown else f" {whole}"
+        yield f"schedule.warmup is {warmup:,}{cooling}: the learning rate never reaches optimizer.lr"
+    for number, group in enumerate(recipe.optimizer.groups):
+        if (begin := steps(group.begin)) >= total:
+            yield f"optimizer.groups.{number}.begin is {begin:,} {whole}: its parameters never change"
+    for average in recipe.averages:
+        if average.every is not None and (first := steps(average.start) or steps(average.every)) > total:
+            yield f"averages ({average.name}) first becomes a copy after {first:,} {whole}: it never does"
 
 
 def _inspections(recipe: Recipe, rank: int, world_size: int) -> Inspections | None:
