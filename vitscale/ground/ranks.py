@@ -119,7 +119,7 @@ class Sums:
         return torch.where(total[-1] > 0, torch.nan, added)
 
     def greatest(self, values: Tensor) -> Tensor:
-        """The maximum of each of `values` over all ranks."""
+        """The maximum of each of `values` over all ranks. A NaN of one rank may be lost on the way."""
         if self.ranks > 1:
             values = values.clone()
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
