@@ -149,3 +149,16 @@ def test_every_kind_learns_in_every_attention(kind, attention):
         trained = with_values(build(shape, image_size=32, num_classes=7, position=kind, position_at=at))
         trained(images(32)).logits.square().sum().backward()
         assert all(parameter.grad.abs().max() > 0 for parameter in trained.parameters())
+
+
+@pytest.mark.parametrize("at", ["stem", "every_layer", "shared"])
+@pytest.mark.parametrize("kind", ["none", "1d", "2d"])
+def test_gradients_of_single_images_add_up(kind, at):
+    """Of a batch of one, the gradients of several parameters may be one tensor, to which torch would add twice."""
+    together, added = (model(position=kind, position_at=at) for _ in range(2))
+    pixels = images(32)
+    sum(together(one).logits.square().sum() for one in pixels.split(1)).backward()
+    for one in pixels.split(1):
+        added(one).logits.square().sum().backward()
+    for (name, expected), found in zip(together.named_parameters(), added.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-4, msg=name)

@@ -1,5 +1,7 @@
 """Sums over the global batch: the same bits in any order and parts; what is agreed, dealt to micro-batches."""
 
+import math
+
 import pytest
 import torch
 
@@ -19,6 +21,19 @@ def test_a_total_has_the_same_bits_in_any_order_and_any_parts(dtype):
     for parts in (1, 3, 64, 640):
         assert torch.equal(Sums().total(iter(shuffled.chunk(parts))), total)
     assert torch.equal(Sums().total(-terms), -total)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 2.0, 3e7])
+def test_what_integers_cannot_hold_is_told_whatever_else_is_added(wrong):
+    """Two NaN would add up to 0 in integers of 64 bits."""
+    rows = torch.ones(4, 3)
+    rows[1, 0] = rows[3, 0] = wrong
+    assert Sums().total(rows).isnan().all() and Sums().total(iter(rows.split(1))).isnan().all()
+    assert Sums().total(torch.ones(4)).item() == 4 and Sums().total(torch.empty(0, 3)).tolist() == [0, 0, 0]
+    most = torch.ones(1).expand(2**22)
+    assert Sums().total(most).item() == 2**22
+    with pytest.raises(ValueError, match="rows"):
+        Sums(0, 2).total(most)
 
 
 def test_rows_are_each_rank_s_own():

@@ -1,5 +1,7 @@
 """What we tell DeepSpeed, and what a recipe may add to it."""
 
+import contextlib
+
 import pytest
 import torch
 from ranks import make_recipe
@@ -54,6 +56,16 @@ def test_what_contradicts_the_recipe_or_does_not_exist_is_refused(tmp_path, extr
     with pytest.raises(RecipeError) as caught:
         derive_config(make_recipe(tmp_path, deepspeed=extra), world_size=2)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_cosines_in_half_precision_are_refused(tmp_path):
+    """With targets of DINO up to a third of which would be other prototypes'."""
+    compares = {"objective": {"kind": "contrastive"}, "data": {"views": [{"name": "global", "count": 2}]}}
+    compares["evaluation"] = {"validation": None}
+    for blocks in ({}, compares):
+        recipe = make_recipe(tmp_path, **blocks, deepspeed={"torch_autocast": {"enabled": True}})
+        with pytest.raises(RecipeError, match="torch_autocast") if blocks else contextlib.nullcontext():
+            derive_config(recipe, world_size=1)
 
 
 def test_additions_are_passed_on(tmp_path):

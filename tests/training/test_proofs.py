@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from processes import children, is_alive, wait_until
 from proof_ranks import (
     bucket,
@@ -27,10 +28,13 @@ from proof_ranks import (
 from ranks import asked, on_ranks, quick_of
 from typer.testing import CliRunner
 
+from vitscale.about.checks.comparison import Comparison
+from vitscale.about.checks.oracle import Gradient, Oracle
 from vitscale.about.checks.proving import MOST_ACCUMULATED, STEPS, small_form
 from vitscale.cli.main import app
 from vitscale.ground.errors import ProofError, RecipeError
 from vitscale.recipe import load_recipe
+from vitscale.training.deepspeed.fragments import GradientPiece
 
 pytestmark = pytest.mark.timeout(3600)  # the matrix is computed before its first test
 
@@ -74,8 +78,8 @@ def case(objective: str, precision: str, stage: int, optimizer: str = "adamw", *
 CASES = {
     f"{objective}-{precision}-zero{stage}": case(objective, precision, stage)
     for objective in OBJECTIVES
-    # A rank's piece of a parameter may be two neurons, with more than their part of what NT-Xent makes of rounding.
-    for precision in (("fp32",) if objective in ("nt_xent", "dino") else ("fp32", "bf16"))
+    # In bf16 plain torch itself is too far from fp32 for a limit that says something about DINO.
+    for precision in (("fp32",) if objective == "dino" else ("fp32", "bf16"))
     for stage in range(4)
 }
 CASES |= {
@@ -249,6 +253,21 @@ def test_the_oracle_is_short_and_knows_of_training_the_formulas_alone():
     rooms |= {"vitscale.objectives.objective", "vitscale.ground.ranks", "vitscale.runs.checkpoint"}
     rooms |= {"vitscale.training.optimizers.rule", "vitscale.training.optimizers.schedule"}
     assert {name for name in names if name.startswith(("vitscale", "torch", "deepspeed"))} == rooms
+
+
+@pytest.mark.parametrize(("piece", "times", "passes"), [((0, 16), 1, True), ((0, 16), 3, False), ((16, 32), 1, False)])
+def test_an_engine_may_be_as_far_off_as_plain_torch_in_its_format_is_there(piece, times, passes):
+    """Rounding errors may lie in few of a gradient's elements, which are all that a rank has."""
+    oracle = Oracle(load_recipe("b32_i1k", ["precision=bf16"]), 10, torch.bfloat16, torch.device("cpu"))
+    noise, (start, stop) = torch.zeros(512), piece
+    noise[:16] = 0.1
+    expected = {FC1: Gradient(torch.zeros(512, dtype=torch.float64), 512**0.5, 4, noise)}
+    comparison = Comparison(oracle, {FC1: [512]}, torch.bfloat16, 0)
+    off = torch.zeros(512)
+    off[start:stop] = times * 0.1
+    pieces = [GradientPiece(FC1, at, off[at : at + 16]) for at in range(0, 512, 16)]
+    comparison.gradients(1, expected, (1.0, 1.0), [pieces])
+    assert (not comparison.findings) == passes
 
 
 def test_the_small_form_keeps_the_engine(tmp_path):

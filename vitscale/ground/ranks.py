@@ -21,6 +21,7 @@ from vitscale.ground.errors import PeerLostError, RecipeError, VitscaleError, as
 
 Result = TypeVar("Result")
 
+_MOST_ROWS = 1 << 22  # whose terms, multiples of 2^-40, are added
 _MOST_BYTES = 1 << 28  # of a value; the largest, a part of a large checkpoint's layouts, has some megabytes
 
 
@@ -92,23 +93,33 @@ class Sums:
     def total(self, terms: Tensor | Iterable[Tensor]) -> Tensor:
         """The sum over the rows (n, ...) of all ranks: the same bits whatever their order, ranks and micro-batches.
 
-        Each term is rounded to a multiple of 2^-40, and integers are added.
+        Each term is rounded to a multiple of 2^-40, and integers are added. If a term is no number, or so far outside
+        [-1, 1] (by 1) that integers could wrap around, all of the sum is NaN, on every rank.
 
         Args:
             terms: within [-1, 1], not below fp32; at most 2^22 rows of all ranks. Perhaps in parts, one after another,
                 so that not all rows have to be in memory.
+
+        Raises `ValueError` for more rows.
         """
         total: Tensor | None = None
+        rows = 0
         for part in [terms] if isinstance(terms, Tensor) else terms:
             of_part = (part * 2.0**40).round().to(torch.int64).sum(dim=0)
-            total, dtype = of_part if total is None else total + of_part, part.dtype
+            is_wrong = ~(part.abs() < 2).all()  # of NaN too
+            of_part = torch.cat([of_part.flatten(), is_wrong.to(torch.int64)[None]])
+            total, rows = of_part if total is None else total + of_part, rows + len(part)
+            shape, dtype = part.shape[1:], part.dtype
         assert total is not None, "no rows"
+        if rows * self.ranks > _MOST_ROWS:
+            raise ValueError(f"{rows * self.ranks:,} rows; integers of 64 bits hold the sum of {_MOST_ROWS:,}")
         if self.ranks > 1:
             dist.all_reduce(total)
-        return (total.double() * 2.0**-40).to(dtype)
+        added = (total[:-1].double() * 2.0**-40).to(dtype).view(shape)
+        return torch.where(total[-1] > 0, torch.nan, added)
 
     def greatest(self, values: Tensor) -> Tensor:
-        """The maximum of each of `values` over all ranks."""
+        """The maximum of each of `values` over all ranks. A NaN of one rank may be lost on the way."""
         if self.ranks > 1:
             values = values.clone()
             dist.all_reduce(values, op=dist.ReduceOp.MAX)

@@ -6,7 +6,8 @@ A limit follows from the number formats. A rounding moves a number by at most it
 number. A number that is rounded R times on its way, each time randomly up or down, ends about sqrt(R) units away. R is
 counted: it is the length of the longest way from the loss to a parameter in autograd's graph, there and back. Some
 models amplify errors on the way (a normed convolution's weights, say), so plain torch computes each gradient in the
-engine's format too, and the engine may be as far from fp32 as that is. `_MARGIN` allows for bad luck.
+engine's format too, and the engine may be as far from fp32 as that is, in each rank's piece and in the whole.
+`_MARGIN` allows for bad luck.
 """
 
 import math
@@ -102,7 +103,10 @@ class Comparison:
         """
         clip_norm = self.oracle.recipe.optimizer.clip_norm
         self.clipped += clip_norm is not None and norms[0] > clip_norm
-        limits = {name: _gradient_limit(each, self._dtype, self._roundings) for name, each in expected.items()}
+        limits = {
+            name: _gradient_limit(each, each.size, slice(None), self._dtype, self._roundings)
+            for name, each in expected.items()
+        }
         of_norm = Worst(abs(norms[1] / max(norms[0], _LEAST) - 1), max(limits.values()), f"step {step}")
         self.norm = max(self.norm, of_norm, key=lambda worst: worst.ratio)
         if not of_norm.ratio <= 1:
@@ -113,10 +117,12 @@ class Comparison:
                 stop, right = start + len(values), expected[name].value.view(-1)
                 whole[name][start:stop] = values
                 # A piece of a parameter may have next to none of its gradient, but still its part of the rounding
-                # errors.
+                # errors. And these may lie in few of the elements: those of plain torch say where.
                 size = max(expected[name].size * math.sqrt(len(values) / len(right)), _LEAST)
+                own = _gradient_limit(expected[name], size, slice(start, stop), self._dtype, self._roundings)
                 error = float((values - right[start:stop]).norm()) / size
-                self._note("gradient", name, error, limits[name], f"step {step}, rank {rank}, {name}[{start}:{stop}]")
+                where = f"step {step}, rank {rank}, {name}[{start}:{stop}]"
+                self._note("gradient", name, error, max(limits[name], own), where)
         for name, value in whole.items():
             if missing := int(value.isnan().sum()):
                 where = f"step {step}, {name}: {missing:,} elements were given none"
@@ -168,13 +174,14 @@ def _unit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def _gradient_limit(gradient: Gradient, dtype: torch.dtype, exchanges: int) -> float:
-    """The limit for a gradient that is computed in `dtype`, relative to its size.
+def _gradient_limit(gradient: Gradient, size: float, part: slice, dtype: torch.dtype, exchanges: int) -> float:
+    """The limit for a part of a gradient's elements that is computed in `dtype`, relative to the part's size.
 
     `exchanges`: roundings to the format in which ranks exchange gradients.
     """
     of_one = _unit(dtype) + math.sqrt(_TERMS) * _unit(torch.float32) / 8
-    return _MARGIN * max(math.sqrt(2 * gradient.way + exchanges) * of_one, gradient.noise)
+    noise = float(gradient.noise.view(-1)[part].norm()) / max(size, _LEAST)
+    return _MARGIN * max(math.sqrt(2 * gradient.way + exchanges) * of_one, noise)
 
 
 def _update_limit(dtype: torch.dtype, roundings: int = 16) -> float:

@@ -39,7 +39,7 @@ class Gradient:
     value: Tensor  # in double precision and host memory, clipped
     size: float  # the root of the sum of squares of what micro-batches add to it, as rounding errors grow with that
     way: int  # the number of operations on the longest way from the loss to the parameter
-    noise: float  # how far off plain torch is in the engine's number format, relative to `size`
+    noise: Tensor  # how far off plain torch is in the engine's number format, in the shape of `value`
 
 
 class Oracle:
@@ -87,9 +87,10 @@ class Oracle:
         limit = self.recipe.optimizer.clip_norm
         clipping = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))  # as torch clips
         rough = parts if self._dtype == torch.float32 else self._sums(state, batch, rows, self._dtype)[0]
-        noise = {name: float((rough[name] - parts[name]).norm()) / max(sizes[name], 1e-30) for name in parts}
         return {
-            name: Gradient((part * clipping).cpu(), sizes[name] * clipping, ways[name], noise[name])
+            name: Gradient(
+                (part * clipping).cpu(), sizes[name] * clipping, ways[name], ((rough[name] - part) * clipping).cpu()
+            )
             for name, part in parts.items()
         }, norm
 

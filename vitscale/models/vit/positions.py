@@ -34,7 +34,11 @@ class TwoDPositions(nn.Module):
         x_hwD = self.x.expand(h, w, half)
         y_hwD = self.y.unsqueeze(1).expand(h, w, half)
         patches = torch.cat([x_hwD, y_hwD], dim=-1).flatten(0, 1)
-        return (patches if self.cls is None else torch.cat([self.cls, patches])).unsqueeze(0)
+        if self.cls is None:
+            return patches.unsqueeze(0)
+        # Of a batch of one image, torch would give this parameter and the class token the same memory as gradient: what
+        # the next micro-batch adds, or clipping takes off, would be added and taken twice.
+        return torch.cat([self.cls * 1.0, patches]).unsqueeze(0)
 
 
 def absolute_positions(

@@ -101,6 +101,11 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
         refused += [f"zero_optimization.{key}" for key in _OFFLOADING if key in config["zero_optimization"]]
     if refused:
         raise RecipeError(f"deepspeed.{refused[0]}: not together with parallelism.overlap or parallelism.hpz_size")
+    if "torch_autocast" in config and recipe.objective.compares_views:
+        raise RecipeError(
+            f"deepspeed.torch_autocast: objective.kind: {recipe.objective.kind} compares in single precision, what "
+            f"torch would compute in half; use precision: bf16"
+        )
     if recipe.precision != "fp32" and world_size == accumulation == 1:
         # Nothing is summed, and DeepSpeed would convert every gradient to fp32 and back.
         config["communication_data_type"] = "bf16"
