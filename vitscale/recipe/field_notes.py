@@ -61,7 +61,8 @@ _KEYS_BY_UNIT = {
     "schedule.end_lr schedule.min_lr schedule.factor schedule.cycle_factor schedule.restart_factor "
     "schedule.weight_decay.to schedule.momentum.to parallelism.zero_stage evaluation.fewshot.l2 ema.decay "
     "averages.N.decay averages.N.to objective.temperature objective.weight objective.directions "
-    "objective.teacher_temperature.from objective.teacher_temperature.to objective.koleo objective.ibot.weight",
+    "objective.teacher_temperature.from objective.teacher_temperature.to objective.koleo objective.ibot.weight "
+    "objective.gram.weight.from objective.gram.weight.to",
 }
 _UNITS = {key: unit for unit, keys in _KEYS_BY_UNIT.items() for key in keys.split()}
 
