@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitscale.data.draws import kept_paths
+from vitscale.data.draws import Purpose, combine, kept_paths, stretches
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.ranks import Sums
 from vitscale.ground.weight_formats import Format
@@ -138,6 +138,15 @@ class Objective(nn.Module):
             keys = torch.cat(list(view_keys), dim=1).numpy()
             kept = torch.from_numpy(kept_paths(keys, self.backbone.path_shares))
             self.backbone.paths = kept.to(device, non_blocking=True)
+
+    def choose_stretches(self, seed: int, position: int) -> None:
+        """Draw by how much the next passes of training stretch the positions that rotate tokens: the same for all
+        samples of the batch of the order at this position.
+        """
+        rescale, jitter = self.backbone.stretch
+        if rescale > 1 or jitter > 1:
+            key, count = int(combine(seed, Purpose.STRETCH, position)), len(self.backbone.blocks)
+            self.backbone.stretches = lambda grid: stretches(key, grid, count, rescale, jitter).tolist()
 
     def prepare(self, views: Sequence[Tensor], plan: Plan) -> Rows:
         """The first pass over the samples of a micro-batch, if the block's `prepares` asks for one; without gradients.

@@ -97,6 +97,7 @@ class Oracle:
     ) -> tuple[dict[str, Tensor], dict[str, float], dict[str, int]]:
         """Gradients as computed in one number format, before clipping; their sizes and ways."""
         self.module.scalars = rates.scalars
+        self.module.choose_stretches(self.recipe.seed, batch.position)
         weights = dict(self.module.to(dtype).named_weights())
         trained = {name: weight for name, weight in weights.items() if self.group(name) is not None}
         plan = self.module.plan(batch.keys.numpy(), batch.position)

@@ -148,6 +148,7 @@ class Learner:
         engine, rates = self.engine.deepspeed, self._plan.rates(step)
         self.engine.set_rates(rates)
         self.objective.scalars = rates.scalars
+        self.objective.choose_stretches(self._recipe.seed, batch.position)
         loss_sum = torch.zeros((), device=self._world.device)
         update = Update(self._valid_samples(batch, step), rates.learning_rate, loss_sum)
         is_whole, leaps = bool(batch.mask.all()), False
