@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from vitscale.models.layers import CHANNELS
 from vitscale.models.weights.huggingface import ACTIVATIONS
@@ -81,6 +83,20 @@ def configuration(model: "ViT", kind: str) -> dict[str, Any]:
         "proj_bias": True,
         "mlp_bias": True,
     }
+
+
+def resample_positions(positions_1TD: Tensor, old: int, new: int, *, antialias: bool) -> Tensor:
+    """DINOv2's position embeddings, that of the class token first, of old x old patches for new x new: (1, T', D).
+
+    As in its authors' code: bicubic, antialiased in models with registers, in others by a factor of (new + 0.1) / old.
+    """
+    planes = positions_1TD[:, 1:].view(1, old, old, -1).permute(0, 3, 1, 2).float()
+    if antialias:
+        planes = F.interpolate(planes, size=(new, new), mode="bicubic", antialias=True)
+    else:
+        planes = F.interpolate(planes, scale_factor=((new + 0.1) / old,) * 2, mode="bicubic")
+    patches = planes.flatten(2).transpose(1, 2).to(positions_1TD.dtype)
+    return torch.cat([positions_1TD[:, :1], patches], dim=1)
 
 
 def rules(model: "ViT", kind: str) -> Iterator[Rule]:
