@@ -23,6 +23,8 @@ from vitscale.ground.ranks import Sums
 from vitscale.ground.weight_formats import Format
 from vitscale.models import Initialiser, Model, build_model, constant, normal
 from vitscale.models.layers import Linear
+from vitscale.models.vit import ViT
+from vitscale.models.vit.dino import mask_rule, model_type
 from vitscale.models.weights.rules import Rule, same
 from vitscale.objectives.block_masks import block_masks
 from vitscale.objectives.dino_losses import class_losses, gram_losses, koleo, patch_losses
@@ -205,7 +207,10 @@ class Dino(Objective):
     # ---- Parameters --------------------------------------------------------------------------------------------------
 
     def rules(self, form: Format) -> Sequence[Rule]:
-        """As `Objective.rules`: ours, with which a run continues another one's heads."""
+        """As `Objective.rules`: ours, with which a run continues another one's heads; transformers', of the mask."""
+        model = self.backbone
+        if form == "hf" and self.mask is not None and isinstance(model, ViT) and (kind := model_type(model)):
+            return [mask_rule("mask", kind)]
         own = [name for name, _ in self.named_parameters() if not name.startswith("backbone.")]
         return [same(name, name) for name in own] if form == "safetensors" else []
 

@@ -1,7 +1,7 @@
 """DINOv2, with and without registers, and DINOv3 in transformers' format: their configurations and names.
 
 All end with the tokens: there is no place for a head. Their mask token belongs to an objective, which is no part of a
-model here: it is not read, and written as zeros.
+model here: only a run that continues from them reads it, and it is written as zeros.
 """
 
 from collections.abc import Iterator
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DINOV2, DINOV3 = ("dinov2", "dinov2_with_registers"), "dinov3_vit"
 ARCHITECTURES = dict(zip((*DINOV2, DINOV3), ("Dinov2Model", "Dinov2WithRegistersModel", "DINOv3ViTModel"), strict=True))
 _LARGEST_RATIO = 64
+_MASK = "embeddings.mask_token"
 
 
 def model_type(model: "ViT") -> str | None:
@@ -108,7 +109,7 @@ def rules(model: "ViT", kind: str) -> Iterator[Rule]:
     patches = "embeddings.patch_embeddings.projection" if is_v2 else "embeddings.patch_embeddings"
     yield Rule(
         "cls",
-        ("embeddings.cls_token", "embeddings.mask_token"),
+        ("embeddings.cls_token", _MASK),
         lambda value: (value, torch.zeros_like(value[0] if is_v2 else value)),
         lambda values: values[0],
     )
@@ -129,6 +130,12 @@ def rules(model: "ViT", kind: str) -> Iterator[Rule]:
             if shape.layer_scale is not None:
                 yield same(f"{ours}.layer_scale{part}", scale)
     yield from renamed("norm", "layernorm" if is_v2 else "norm")
+
+
+def mask_rule(ours: str, kind: str) -> Rule:
+    """Our mask (1, 1, D) and theirs, (1, D) in DINOv2, in files of this model_type."""
+    is_v2 = kind in DINOV2
+    return Rule(ours, (_MASK,), lambda value: (value[0] if is_v2 else value,), lambda values: values[0].view(1, 1, -1))
 
 
 def _attention(model: "ViT", ours: str, theirs: str, is_v2: bool) -> Iterator[Rule]:
