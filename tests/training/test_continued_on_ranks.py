@@ -56,7 +56,7 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
     "dinov3": (
         {
             **SELF_DISTILLATION,
-            "model": {**DINO, "qkv_bias": "no_key", "norm_eps": 1e-5, "position": {"kind": "rope"}},
+            "model": {**DINO, "qkv_bias": "no_key", "norm_eps": 1e-5, "position": {"kind": "rope", "rescale": 2}},
         },
         4,
     ),
