@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from messages import assert_messages
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 from timm.layers import DropPath, calculate_drop_path_rates
 from torch.nn import functional as F
 
+from vitscale.data.draws import stretches
 from vitscale.ground.wording import describe_mistake
 from vitscale.models import initial_value
 from vitscale.models.build import build_of_block
@@ -427,3 +429,45 @@ def test_what_does_not_go_together(keys):
 def test_uniform_drop_path_is_as_often_in_every_block():
     model = made(drop_path=0.5, drop_path_rule="uniform")
     assert [block.drop_path for block in model.blocks] == [0.5, 0.5, 0.5]
+
+
+# ---- Rotations that training stretches ------------------------------------------------------------------------------
+
+
+def test_blocks_are_stretched_as_dinov3_does_in_training_alone():
+    """Each block by its own factors, against attention whose angles are written out; evaluation and factors of 1 are
+    what they were.
+    """
+    model = made(depth=2, registers=1, num_classes=None, position={"kind": "rope", "rescale": 2.0, "jitter": 1.5})
+    pixels, seen = images(32, 2), []
+    plain = model.eval()(pixels).tokens
+    assert model.train().stretch == (2.0, 1.5)
+    assert torch.equal(model(pixels).tokens, plain)
+    of_grid = {4: [(2.0, 0.5), (1.25, 1.0)], 2: [(1.0, 1.0), (0.75, 3.0)]}
+    model.stretches = of_grid.__getitem__
+    for block in model.blocks:
+        block.attention.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1]))
+    model([pixels, images(16, 3)])
+    for block, rotations in enumerate(seen):
+        for (side, factors), found in zip(of_grid.items(), rotations, strict=True):
+            centres = [(2 * at + 1) / side - 1 for at in range(side)]
+            turns = [100 ** -(i / 4) for i in range(4)]
+            expected = [
+                [2 * math.pi * factors[block][axis] * (row, column)[axis] * turn for axis in (0, 1) for turn in turns]
+                for row in centres
+                for column in centres
+            ]
+            angles = torch.tensor(expected, dtype=torch.float64).repeat(1, 2)
+            torch.testing.assert_close(found.double(), torch.stack([angles.cos(), angles.sin()]), rtol=0, atol=2e-6)
+    assert torch.equal(model.eval()(pixels).tokens, plain)
+
+
+def test_stretches_are_uniform_in_the_logarithm_and_drawn_for_each_block_size_and_update():
+    drawn = np.log(np.array([stretches(key, 14, 40, 2.0, 1.0) for key in range(500)]))
+    assert np.array_equal(drawn[..., 0], drawn[..., 1]) and len(np.unique(drawn)) > 0.99 * 500 * 40
+    both = np.sort(drawn[..., 0].ravel()) / math.log(2)  # in [-1, 1]
+    assert np.abs(both - np.linspace(-1, 1, both.size)).max() < 0.03
+    assert abs(np.corrcoef(drawn[:, 0, 0], drawn[:, 1, 0])[0, 1]) < 0.15
+    assert not np.array_equal(stretches(1, 14, 2, 2.0, 1.0), stretches(1, 7, 2, 2.0, 1.0))
+    apart = np.log(stretches(1, 14, 40, 1.0, 3.0)) / math.log(3)
+    assert np.abs(apart).max() <= 1 and np.abs(apart[:, 0] - apart[:, 1]).min() > 0

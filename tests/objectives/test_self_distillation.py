@@ -1,5 +1,6 @@
 """DINO, iBOT and KoLeo: losses against their formulas, the objective against plain torch over the undivided batch."""
 
+import itertools
 import math
 
 import numpy as np
@@ -15,8 +16,8 @@ from vitscale.ground.errors import RecipeError
 from vitscale.ground.ranks import Sums
 from vitscale.models import initial_value
 from vitscale.objectives import build_objective
-from vitscale.objectives.dino_losses import class_losses, koleo, patch_losses
-from vitscale.objectives.objective import joined
+from vitscale.objectives.dino_losses import class_losses, gram_losses, koleo, patch_losses
+from vitscale.objectives.objective import all_rows, joined
 from vitscale.recipe import validate_recipe
 
 VIEWS = [{"name": "first"}, {"name": "second"}, {"name": "local", "count": 3, "size": 16}]
@@ -99,11 +100,22 @@ def test_koleo_of_copies_is_finite(apart):
     assert koleo(opposite, 2)[0].item() == pytest.approx(-math.log(2), rel=1e-5)
 
 
+def test_gram_anchoring_is_the_mean_square_over_pairs_of_patches():
+    student, teacher, found = random(3, 2, 5, 7), random(3, 2, 5, 7, seed=1), [0.0] * 3
+    for image, view, one, other in itertools.product(range(3), range(2), range(5), range(5)):
+        pairs = [(each[image, view, one].double(), each[image, view, other].double()) for each in (student, teacher)]
+        cosines = [float(a @ b / (a.norm() * b.norm())) for a, b in pairs]
+        found[image] += (cosines[0] - cosines[1]) ** 2 / 50
+    assert gram_losses(student, teacher).tolist() == pytest.approx(found, rel=1e-5)
+    assert gram_losses(student, 3 * student).max() < 1e-12
+
+
 # ---- The objective ---------------------------------------------------------------------------------------------------
 
 
 def built(changes=(), model=()):
     content = {**RECIPE, "objective": {**OBJECTIVE, **dict(changes)}, "model": {**RECIPE["model"], **dict(model)}}
+    content["averages"] = [*RECIPE["averages"], {"name": "gram", "every": {"steps": 2}, "of": "ema"}]
     recipe = validate_recipe(content, "test")
     objective = build_objective(recipe, 0)
     with torch.no_grad():
@@ -111,7 +123,7 @@ def built(changes=(), model=()):
             parameter.copy_(5 * initial_value(objective, name, parameter.shape, 0))
         if objective.mask is not None:
             objective.mask.normal_(generator=torch.Generator().manual_seed(5))
-    objective.scalars = {"teacher_temperature": 0.05}
+    objective.scalars = {"teacher_temperature": 0.05, "gram.weight": 2.0}
     return recipe, objective
 
 
@@ -217,14 +229,16 @@ def test_equal_rows_have_equal_targets_to_the_last_bit():
         assert torch.equal(first, torch.cat([objective._targets(rows[0][[part]], *whole[:2]) for part in parts[:2]]))
 
 
-@pytest.mark.parametrize("changes", [{}, {"ibot": {}}, {"ibot": None, "koleo": 0.0}, {"ibot": {"prototypes": 12}}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"ibot": {}}, {"ibot": None, "koleo": 0.0}, {"ibot": {"prototypes": 12}}, {"gram": {}}]
+)
 def test_the_operations_counted_are_those_of_torch(changes):
     recipe, objective = built({"group": 8, **changes}, {"position": {"kind": "rope"}})  # learned ones are resampled
     views, labels = [torch.zeros(8, n, side, side, 3) for n, side in ((1, 32), (1, 32), (3, 16))], torch.zeros(8).long()
     plan, weights = objective.plan(hashes(8, 1).view(np.int64), 0), dict(objective.named_weights())
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         with torch.no_grad():
-            rows = objective(views, None, plan)
+            rows = all_rows([objective(views, None, plan, name) for name in (None, *recipe.objective.besides)])
         found = objective.agree(rows, labels, Sums(), {name: weights[name] for name in objective.settings.reads})
         objective(views, labels, (*plan, *found.rows, *found.shared)).per_sample.sum().backward()
     work = recipe_work(recipe, 0)
@@ -250,6 +264,8 @@ MISTAKES = [
     ({"objective": {"prototypes": 2**24}}, "prototypes"),
     ({"objective": {"teacher_temperature": {"from": 0, "to": 0.07}}}, "teacher_temperature"),
     ({"averages": []}, "averages"),
+    ({"objective": {"gram": {"average": "anchor"}}}, "anchor"),
+    ({"objective": {"gram": {"weight": {"from": -1, "to": 2}}}}, "weight"),
     ({"model": {"num_classes": 10}}, "num_classes"),
     ({"model": {"position": {"kind": "relative"}}}, "one size"),
     ({"batch": {"global": 7}}, "batch.global"),

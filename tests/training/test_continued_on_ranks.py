@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from outcomes import checkpoint, evaluations
+from outcomes import checkpoint, evaluations, printed
 from ranks import launch, make_data, make_recipe
+from safetensors.torch import load_file
 from transformers import (
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersModel,
@@ -55,7 +56,7 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
     "dinov3": (
         {
             **SELF_DISTILLATION,
-            "model": {**DINO, "qkv_bias": "no_key", "norm_eps": 1e-5, "position": {"kind": "rope"}},
+            "model": {**DINO, "qkv_bias": "no_key", "norm_eps": 1e-5, "position": {"kind": "rope", "rescale": 2}},
         },
         4,
     ),
@@ -83,8 +84,8 @@ def released(name: str, folder: Path) -> torch.nn.Module:
     else:
         model = DINOv3ViTModel(DINOv3ViTConfig(**ENCODER, **side, num_register_tokens=2, intermediate_size=64))
     with torch.no_grad():
-        for key, value in model.named_parameters():
-            if value.requires_grad and "mask_token" not in key:
+        for value in model.parameters():
+            if value.requires_grad:
                 value.add_(torch.randn(value.shape) * 0.1)
             elif not value.requires_grad:  # its fixed positions, which transformers 5.23 leaves at zero
                 value[0, 1:] = sincos_positions(4, value.shape[2], value, "mae")[0]
@@ -155,5 +156,14 @@ def test_every_parameter_is_the_folder_s_or_begins_anew(root, name):
         if name != "mae":
             assert torch.equal(begun.parameter(each, "ema"), of_file[each]), each
             assert not torch.equal(checkpoint(root, name, 6).parameter(each), of_file[each]), each
+    if name != "mae":  # at the first updates the learning rates are 0 and a tenth of the whole
+        mask, masks = (
+            load_file(root / name / "model.safetensors")["embeddings.mask_token"],
+            begun.parameter("mask", "ema"),
+        )
+        torch.testing.assert_close(masks.view(-1), mask.view(-1), rtol=0, atol=0.02)
+        assert float(mask.abs().max()) > 0.1
+        said = printed(root, name)
+        assert "dino initial" in said and "mask initial" not in said and "mask_token is not read" not in said
     learned = [each for each in begun.index.shapes if recipe.objective.owns(each)]
     assert learned and all(begun.parameter(each).abs().sum() > 0 for each in learned)

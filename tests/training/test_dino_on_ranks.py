@@ -21,6 +21,7 @@ OBJECTIVE = {
     "ibot": {"prototypes": 20},
     "teacher_temperature": {"from": 0.05, "to": 0.1, "over": {"steps": 4}, "shape": "linear"},
 }
+ROPE = {"kind": "rope", "rescale": 2.0, "jitter": 1.2}
 IJEPA = {"kind": "ijepa", "predictor_width": 16, "predictor_depth": 1, "predictor_heads": 2}
 PARTS = ("loss", "dino", "ibot", "koleo", "target_entropy")
 
@@ -29,7 +30,7 @@ def blocks(stage, micro, **others):
     """With SGD, as AdamW divides by second moments, which makes much of a rounding error."""
     return {
         "precision": "fp32",
-        "model": {"drop_path": 0.2, "registers": 1, "position": {"kind": "rope"}, "pool": "cls", "head": "linear"},
+        "model": {"drop_path": 0.2, "registers": 1, "position": ROPE, "pool": "cls", "head": "linear"},
         "data": {"views": VIEWS},
         "batch": {"micro_max": micro},
         "objective": OBJECTIVE,
@@ -52,7 +53,8 @@ def root(tmp_path_factory):
     jobs.append({"name": "two-4", "blocks": [blocks(3, 4)] * 2, "stops": [3, None]})
     adamw = {"optimizer": {"name": "adamw", "lr": 1e-3}, "precision": "bf16"}
     adamw["objective"] = {**OBJECTIVE, "ibot": {}}
-    jobs.append({"name": "adamw", "blocks": [blocks(1, 4, **adamw)], "stops": [None]})
+    audited = blocks(1, 4, **adamw, check={"audit_every": 2})
+    jobs.append({"name": "adamw", "blocks": [audited], "stops": [None]})
     jobs.append({"name": "resumed", "blocks": [blocks(1, 4, **adamw)] * 2, "stops": [3, None]})
     ijepa = {"objective": IJEPA, "data": {}, "optimizer": {"name": "sgd", "lr": 0.1}}
     jobs.append({"name": "ijepa", "blocks": [blocks(1, 4, **ijepa)] * 2, "stops": [3, None]})

@@ -51,6 +51,7 @@ class Purpose(IntEnum):
     PATH = 32  # which branches of a model drop path leaves out
     MASKED = 40  # which crops of a group are masked
     BLOCK = 41  # blocks of masked patches, by attempt and number
+    STRETCH = 42  # the numbers of rows and columns that rotate tokens
     BEIT_BLOCK = 50  # the same, as BEiT draws them
 
 
@@ -128,6 +129,15 @@ def kept_paths(keys: np.ndarray, shares: Sequence[float]) -> np.ndarray:
     """Which of P branches stay, each left out for its share of the keys (...): bool (..., P)."""
     own = _hashed(keys, (Purpose.PATH,))[..., None] ^ np.arange(len(shares), dtype=np.uint64)
     return uniform(own, Purpose.PATH) >= np.asarray(shares)
+
+
+def stretches(key: int, grid: int, count: int, rescale: float, jitter: float) -> np.ndarray:
+    """Factors of row and column in each of `count` blocks, for `grid` patches a side: float64 (count, 2).
+
+    One for both, uniform in the logarithm from 1 / rescale to rescale, times one for each from 1 / jitter to jitter.
+    """
+    drawn = uniform(hashes(3 * count, key, grid), Purpose.STRETCH).reshape(count, 3)
+    return between_ratios((1 / rescale, rescale), drawn[:, :1]) * between_ratios((1 / jitter, jitter), drawn[:, 1:])
 
 
 def strata(hashed: np.ndarray, count: int) -> np.ndarray:

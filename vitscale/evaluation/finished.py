@@ -38,6 +38,7 @@ from vitscale.runs.checkpoint_index import data_root
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _BY_DISTANCE = "resampled, splines over distances that grow by a factor"
 _BICUBIC, _ANTIALIASED = "resampled, bicubic with edges in one place", "resampled, bicubic and antialiased"
+_OF_DINOV2 = {"dinov2": "resampled, bicubic by a factor of (new + 0.1) / old", "dinov2_with_registers": _ANTIALIASED}
 
 
 def empty_objective(recipe: Recipe, reader: CheckpointReader) -> Objective:
@@ -145,6 +146,8 @@ class FinishedModel:
         if any(read.is_resampled for read in values.values()):
             self.positions = model_of(**description.model).positions_rule
             self.positions_of_origin = rule_of_origin(found.source, self.positions)
+            if found.source.form == "hf" and found.source.config.get("model_type") in _OF_DINOV2:
+                self.positions = self.positions_of_origin
         if (names := weights.class_names) is not None:
             if len(names) != description.num_classes:
                 raise RecipeError(
@@ -277,7 +280,7 @@ def rule_of_origin(source: Source, ours: str = POSITIONS_RULE) -> str:
     if source.form == "timm":
         return _ANTIALIASED
     if source.form == "hf":
-        return _ANTIALIASED if source.config.get("model_type") == "dinov2_with_registers" else _BICUBIC
+        return _OF_DINOV2.get(source.config.get("model_type", ""), _BICUBIC)
     return POSITIONS_RULE
 
 

@@ -1,6 +1,6 @@
 """The contract of a family's module: what it computes, and what is asked of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -29,6 +29,9 @@ class Model(nn.Module):
         blocks: the Transformer blocks, in families that have some.
         paths: which branches stay in the next passes of training, bool (B, V, P) of V views of B samples; None lets
             torch draw. See `kept_paths`.
+        stretch: (rescale, jitter) of its block's rotations; 1 is off.
+        stretches: with those, of the next passes of training: for images of so many patches a side the factors of row
+            and column in each block; None for none.
     """
 
     shape: Any
@@ -36,6 +39,8 @@ class Model(nn.Module):
     head: OutputLayer | None
     blocks: nn.ModuleList
     paths: Tensor | None = None
+    stretch: tuple[float, float] = (1.0, 1.0)
+    stretches: Callable[[int], Sequence[Sequence[float]]] | None = None
 
     @classmethod
     def of(cls, block: Any, *, image_size: int, num_classes: int | None, checkpoint_every: int) -> Self:

@@ -1,4 +1,4 @@
-"""Self-distillation: DINO (Caron et al., 2021), with iBOT's masked patches and KoLeo DINOv2 and DINOv3.
+"""Self-distillation: DINO (Caron et al., 2021), with iBOT's masked patches, KoLeo and Gram anchoring DINOv2 and DINOv3.
 
 The teacher is the average of the weights, put in their place for a pass over the whole global batch. What is kept of
 this pass are the rows that the heads' last layers compare with prototypes, a few hundred numbers each, and not the
@@ -23,9 +23,11 @@ from vitscale.ground.ranks import Sums
 from vitscale.ground.weight_formats import Format
 from vitscale.models import Initialiser, Model, build_model, constant, normal
 from vitscale.models.layers import Linear
+from vitscale.models.vit import ViT
+from vitscale.models.vit.dino import mask_rule, model_type
 from vitscale.models.weights.rules import Rule, same
 from vitscale.objectives.block_masks import block_masks
-from vitscale.objectives.dino_losses import class_losses, koleo, patch_losses
+from vitscale.objectives.dino_losses import class_losses, gram_losses, koleo, patch_losses
 from vitscale.objectives.objective import Agreed, Losses, Objective, Plan, Rows
 from vitscale.objectives.sinkhorn import potentials, targets
 from vitscale.recipe import Recipe
@@ -105,11 +107,16 @@ class Dino(Objective):
             each.reshape(of_groups, -1, each.shape[-1]) for each in self._compared(seen, plan) if each is not None
         )
 
+    def prepare_besides(self, views: Sequence[Tensor], plan: Plan, average: str) -> Rows:
+        """As `Objective.prepare_besides`: the patches of global views, (B, G, N, D)."""
+        return self._patches(self._seen(views, teacher=True))
+
     @torch.no_grad()
     def agree(self, rows: Rows, labels: Tensor, sums: Sums, weights: Mapping[str, Tensor]) -> Agreed:
         """As `Objective.agree`: the rows; shared, for whole views and for patches, potentials and prototypes."""
         shared: list[Tensor] = []
-        for rows_QRE, name in zip(rows, ("dino", "dino" if self.ibot is None else "ibot"), strict=False):
+        names = ("dino", "dino" if self.ibot is None else "ibot")[: 1 + bool(self.masked)]
+        for rows_QRE, name in zip(rows, names, strict=False):
             prototypes_KE = weights[f"{name}.last.weight"]
             shared += [potentials(partial(self._logits, rows_QRE, prototypes_KE), sums), prototypes_KE]
         return Agreed(tuple(rows), tuple(shared))
@@ -130,8 +137,8 @@ class Dino(Objective):
 
     def losses(self, views: Sequence[Tensor], labels: Tensor, plan: Plan) -> Losses:
         """As `Objective.losses`; also its parts, and the entropy of the targets of whole views, in nats."""
-        settings, agreed = self.settings, plan[2:] if self.masked else plan
-        rows, shared = agreed[: len(agreed) // 3], agreed[len(agreed) // 3 :]
+        settings, heads, agreed = self.settings, 1 + bool(self.masked), plan[2:] if self.masked else plan
+        rows, anchors, shared = agreed[:heads], agreed[heads : -2 * heads], agreed[-2 * heads :]
         seen = self._seen(views, teacher=False, masks_BGN=plan[0] if self.masked else None)
         whole_BVK, patches_CK = self._student_logits(*self._compared(seen, plan))
         with torch.no_grad():
@@ -147,6 +154,9 @@ class Dino(Objective):
         if settings.koleo:
             shown["koleo"] = koleo(seen.pooled[:, : targets_BGK.shape[1]], settings.group)
             total = total + settings.koleo * shown["koleo"]
+        if anchors:
+            shown["gram"] = gram_losses(self._patches(seen), *anchors)
+            total = total + self.scalars["gram.weight"] * shown["gram"]
         return Losses(total, {name: each.detach() for name, each in shown.items()})
 
     def _student_logits(self, whole_BVE: Tensor, patches_CE: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -177,6 +187,10 @@ class Dino(Objective):
         pooled = [out.pooled.unflatten(0, each.shape[:2]) for out, each in zip(outputs, batches, strict=True)]
         return _Seen(torch.cat(pooled, dim=1), outputs[0].tokens)
 
+    def _patches(self, seen: "_Seen") -> Tensor:
+        """Those of global views, (B, G, N, D)."""
+        return self.backbone.patch_tokens(seen.tokens).unflatten(0, (len(seen.pooled), -1))
+
     def _compared(self, seen: "_Seen", plan: Plan) -> tuple[Tensor, Tensor | None]:
         """What is compared with prototypes: of whole views (B, V, E), and of masked patches (Q C, E)."""
         if not self.masked:
@@ -193,7 +207,10 @@ class Dino(Objective):
     # ---- Parameters --------------------------------------------------------------------------------------------------
 
     def rules(self, form: Format) -> Sequence[Rule]:
-        """As `Objective.rules`: ours, with which a run continues another one's heads."""
+        """As `Objective.rules`: ours, with which a run continues another one's heads; transformers', of the mask."""
+        model = self.backbone
+        if form == "hf" and self.mask is not None and isinstance(model, ViT) and (kind := model_type(model)):
+            return [mask_rule("mask", kind)]
         own = [name for name, _ in self.named_parameters() if not name.startswith("backbone.")]
         return [same(name, name) for name in own] if form == "safetensors" else []
 

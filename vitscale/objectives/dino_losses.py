@@ -1,4 +1,4 @@
-"""The losses of self-distillation: cross-entropies with a teacher's targets, and KoLeo.
+"""The losses of self-distillation: cross-entropies with a teacher's targets, KoLeo, and Gram anchoring.
 
 Shape legend: B batch, V views of an image, G global ones, N patches, D width, K prototypes, C masked patches, Q groups
 of I images.
@@ -55,3 +55,12 @@ def koleo(rows_BGD: Tensor, group: int) -> Tensor:
     distances = F.pairwise_distance(rows_GID, nearest @ rows_GID, eps=_EPSILON)
     of_rows = -(distances + _EPSILON).log()
     return of_rows.view(-1, rows.shape[1], group).sum(dim=1).flatten()
+
+
+def gram_losses(patches_BGND: Tensor, teachers_BGND: Tensor) -> Tensor:
+    """Gram anchoring (Simeoni et al., 2025): the mean square (B,) of how far the cosines of all pairs of patches of a
+    view, each with itself as well, are from those of the teacher's patches.
+    """
+    unit, wanted = (F.normalize(each.float(), dim=3) for each in (patches_BGND, teachers_BGND))
+    differences_BGNN = unit @ unit.transpose(2, 3) - wanted @ wanted.transpose(2, 3)
+    return differences_BGNN.square().mean(dim=(1, 2, 3))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitscale.data.draws import kept_paths
+from vitscale.data.draws import Purpose, combine, kept_paths, stretches
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.ranks import Sums
 from vitscale.ground.weight_formats import Format
@@ -139,6 +139,15 @@ class Objective(nn.Module):
             kept = torch.from_numpy(kept_paths(keys, self.backbone.path_shares))
             self.backbone.paths = kept.to(device, non_blocking=True)
 
+    def choose_stretches(self, seed: int, position: int) -> None:
+        """Draw by how much the next passes of training stretch the positions that rotate tokens: the same for all
+        samples of the batch of the order at this position.
+        """
+        rescale, jitter = self.backbone.stretch
+        if rescale > 1 or jitter > 1:
+            key, count = int(combine(seed, Purpose.STRETCH, position)), len(self.backbone.blocks)
+            self.backbone.stretches = lambda grid: stretches(key, grid, count, rescale, jitter).tolist()
+
     def prepare(self, views: Sequence[Tensor], plan: Plan) -> Rows:
         """The first pass over the samples of a micro-batch, if the block's `prepares` asks for one; without gradients.
 
@@ -151,18 +160,23 @@ class Objective(nn.Module):
         """
         raise NotImplementedError
 
+    def prepare_besides(self, views: Sequence[Tensor], plan: Plan, average: str) -> Rows:
+        """As `prepare`, with one of the averages of the block's `besides` in place of the weights."""
+        raise NotImplementedError
+
     def agree(self, rows: Rows, labels: Tensor, sums: Sums, weights: Mapping[str, Tensor]) -> Agreed:
         """What `losses` has to know, from the first pass over all micro-batches; by default its rows.
 
         It is called once an update, on every rank, with gradients enabled.
 
         Args:
-            rows: what `prepare` has returned for this rank's samples, in the order of their slots.
+            rows: what `prepare` has returned for this rank's samples, in the order of their slots; as a tuple with what
+                `prepare_besides` has, if averages of the block's `besides` have been made.
             labels: theirs, (B,) int64.
             sums: what it may do together with the other ranks, and nothing else.
             weights: the parameters that the block `reads`, by name, whole, as the first pass has computed with them.
         """
-        return Agreed((rows,) if isinstance(rows, Tensor) else rows)
+        return Agreed(_as_plan(rows))
 
     def losses(self, views: Sequence[Tensor], labels: Tensor, plan: Plan) -> Losses:
         """The losses of samples in training.
@@ -180,11 +194,17 @@ class Objective(nn.Module):
         return self.backbone(images)
 
     def forward(
-        self, images: Tensor | Sequence[Tensor], labels: Tensor | None = None, plan: Plan = ()
+        self,
+        images: Tensor | Sequence[Tensor],
+        labels: Tensor | None = None,
+        plan: Plan = (),
+        average: str | None = None,
     ) -> Losses | Outputs | Rows:
         """The engine's only entry: with labels losses, of images as of one view each; without them the outputs for
-        images, and the first pass over views.
+        images, and the first pass over views, or that with an average of `besides`.
         """
+        if average is not None:
+            return self.prepare_besides(images, plan, average)  # type: ignore[arg-type]
         if labels is None:
             return self.predict(images) if isinstance(images, Tensor) else self.prepare(images, plan)
         return self.losses((images[:, None],) if isinstance(images, Tensor) else images, labels, plan)
@@ -219,6 +239,15 @@ def joined(parts: Sequence[Rows]) -> Rows:
     if isinstance(parts[0], Tensor):
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def all_rows(passes: Sequence[Rows]) -> Rows:
+    """What several passes over the same samples have computed."""
+    return passes[0] if len(passes) == 1 else tuple(each for rows in passes for each in _as_plan(rows))
+
+
+def _as_plan(rows: Rows) -> Plan:
+    return (rows,) if isinstance(rows, Tensor) else rows
 
 
 def dealt(plan: Plan, count: int) -> list[Plan]:

@@ -38,6 +38,20 @@ class IBOT(Block):
             yield f"shares {self.shares}: expected [low, high] with low at most high"
 
 
+class Gram(Block):
+    """Gram anchoring (DINOv3): the cosines of all pairs of patches of a global view should be those that an earlier
+    teacher finds, in the mean of squares. Here that teacher sees the same pixels; DINOv3's sees twice the resolution.
+
+    It begins when the average is first made, where that is a copy.
+    """
+
+    weight: Ramp = Ramp.model_validate({"from": 2.0, "to": 2.0})
+    """factor of its loss, as it changes with the step of the run"""
+    average: str = Field("gram", min_length=1)
+    """name of the average that is this teacher, e.g. {name: gram, of: ema, from: {steps: 1000000}, every: {steps:
+    10000}}"""
+
+
 class Dino(Objective):
     """Self-distillation (DINO, Caron et al., 2021; DINOv2, Oquab et al., 2024; DINOv3, Simeoni et al., 2025).
 
@@ -52,6 +66,7 @@ class Dino(Objective):
     needs_whole_patches: ClassVar[bool] = True
     compares_views: ClassVar[bool] = True
     own: ClassVar[tuple[str, ...]] = ("mask", "dino.", "ibot.")
+    _later_keys: ClassVar[tuple[str, ...]] = ("gram",)
 
     kind: Literal["dino"] = Field(description="chooses this objective")
     global_views: Annotated[list[str], Field(min_length=1)] | None = Field(None, alias="globals")
@@ -72,6 +87,7 @@ class Dino(Objective):
     )
     teacher_temperature: Ramp = _TEACHER_TEMPERATURE
     """divisor of the teacher's logits, as it changes with the step"""
+    gram: Gram | None = None
 
     def _contradictions(self) -> Iterator[str]:
         for key, value in (("from", self.teacher_temperature.start), ("to", self.teacher_temperature.to)):
@@ -149,6 +165,11 @@ class Dino(Objective):
         return "average"
 
     @property
+    def besides(self) -> tuple[str, ...]:
+        """As `Objective.besides`: the teacher of Gram anchoring."""
+        return () if self.gram is None else (self.gram.average,)
+
+    @property
     def reads(self) -> tuple[str, ...]:
         """As `Objective.reads`: the prototypes of the teacher's heads."""
         has_own = self.ibot is not None and self.ibot.prototypes is not None
@@ -157,7 +178,8 @@ class Dino(Objective):
     @property
     def courses(self) -> Mapping[str, Ramp]:
         """As `Objective.courses`."""
-        return {"teacher_temperature": self.teacher_temperature}
+        found = {"teacher_temperature": self.teacher_temperature}
+        return found if self.gram is None else found | {"gram.weight": self.gram.weight}
 
     def complaint(self, figures: Mapping[str, Any]) -> str | None:
         """As `Objective.complaint`: targets that tell no images apart."""
@@ -196,14 +218,14 @@ class Dino(Objective):
     # ---- Costs -------------------------------------------------------------------------------------------------------
 
     def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:
-        """As `Objective.model_operations`: those of all views of an image, and of the teacher on the global ones."""
+        """As `Objective.model_operations`: those of all views of an image, and of the teachers on the global ones."""
         of_teacher = context.model.operations(context.data.image_size, num_classes)
         count = self.num_globals(context)
         taught = [
             _of_teacher(replace(each, macs=count * each.macs, accounting_macs=count * each.accounting_macs))
             for each in of_teacher
         ]
-        return [*operations_on_views(context, num_classes), *taught]
+        return [*operations_on_views(context, num_classes), *taught * (1 + len(self.besides))]
 
     def operations(self, context: Context) -> Sequence[Operation]:
         """As `Objective.operations`: the heads, the teacher's targets, and what compares; a group's masked patches are
@@ -232,6 +254,9 @@ class Dino(Objective):
         if self.koleo:
             cosines = product("koleo", seen * group * width)
             found += [replace(cosines, is_trained=False), replace(cosines, input_gradient=False)]
+        if self.gram is not None:
+            cosines = product("gram", seen * self._grid(context) ** 4 * width)
+            found += [cosines, _of_teacher(cosines)]
         return found
 
     def _prototypes(self, head: str) -> int:
@@ -243,6 +268,9 @@ class Dino(Objective):
         whole_run = self.teacher_temperature.model_copy(update={"over": None})
         small: dict[str, Any] = {"group": 2, "hidden": 16, "bottleneck": 8, "prototypes": 64}
         small |= {"teacher_temperature": whole_run}
+        if self.gram is not None:
+            weight = self.gram.weight.model_copy(update={"over": None})
+            small["gram"] = self.gram.model_copy(update={"weight": weight})
         if self.ibot is not None and self.ibot.prototypes is not None:
             small["ibot"] = self.ibot.model_copy(update={"prototypes": 48})
         return self.model_copy(update=small)

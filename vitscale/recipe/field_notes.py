@@ -54,14 +54,16 @@ _KEYS_BY_UNIT = {
     "evaluation.evaluators.N.crop.fraction "
     "parallelism.activation_budget",
     NO_UNIT: "seed model.width_factor model.norm_eps model.layer_scale model.position.base "
-    "model.position.registers_base data.crop.aspect data.operations.N.jitter data.operations.N.brightness "
+    "model.position.registers_base model.position.rescale model.position.jitter "
+    "data.crop.aspect data.operations.N.jitter data.operations.N.brightness "
     "data.operations.N.contrast data.operations.N.saturation data.operations.N.aspect objective.mixing.mixup "
     "objective.mixing.cutmix optimizer.lr optimizer.betas optimizer.eps optimizer.weight_decay optimizer.layer_decay "
     "optimizer.groups.N.lr_factor optimizer.groups.N.weight_decay optimizer.momentum optimizer.beta2_cap "
     "schedule.end_lr schedule.min_lr schedule.factor schedule.cycle_factor schedule.restart_factor "
     "schedule.weight_decay.to schedule.momentum.to parallelism.zero_stage evaluation.fewshot.l2 ema.decay "
     "averages.N.decay averages.N.to objective.temperature objective.weight objective.directions "
-    "objective.teacher_temperature.from objective.teacher_temperature.to objective.koleo objective.ibot.weight",
+    "objective.teacher_temperature.from objective.teacher_temperature.to objective.koleo objective.ibot.weight "
+    "objective.gram.weight.from objective.gram.weight.to",
 }
 _UNITS = {key: unit for unit, keys in _KEYS_BY_UNIT.items() for key in keys.split()}
 

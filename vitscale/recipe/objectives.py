@@ -148,6 +148,11 @@ class Objective(Block):
         return None
 
     @property
+    def besides(self) -> tuple[str, ...]:
+        """Names of other averages with each of which a pass like that of `prepares` follows, once it has been made."""
+        return ()
+
+    @property
     def reads(self) -> tuple[str, ...]:
         """The parameters, as checkpoints call them, that `agree` gets whole after that pass."""
         return ()

@@ -314,6 +314,12 @@ class Recipe(Block):
                     f"parallelism.offload: {self.parallelism.offload} keeps the average on the host, from where "
                     f"objective.kind: {self.objective.kind} would fetch it at every step; use a higher zero_stage"
                 )
+            names = [average.name for average in self.all_averages]
+            if missing := next((name for name in self.objective.besides if name not in names), None):
+                yield (
+                    f"averages: the objective learns from one called {missing}, and there is none; set for example "
+                    f"averages: [{{name: ema, decay: 0.999}}, {{name: {missing}, every: {{steps: 10000}}, of: ema}}]"
+                )
         if not broken:  # which fields the check looks at depends on the objective
             yield from _complaint(lambda: self.objective.check(self.context))
 

@@ -1,5 +1,7 @@
 """DINOv2 with registers and DINOv3 of transformers: the same tokens from the same weights, in and out, key by key."""
 
+import math
+
 import pytest
 import torch
 from messages import refusal
@@ -100,6 +102,38 @@ def test_their_folder_is_our_model(case, tmp_path):
     returned = valued(description, seed=1)
     load_weights(returned, open_weights(again), drop=HEAD)
     assert [name for name in differing(model, returned) if name not in HEAD] == []
+
+
+@pytest.mark.parametrize(("case", "size"), [(case, size) for case in CASES for size in (32, 80) if case[:2] == "v2"])
+def test_positions_of_another_grid_are_resampled_as_dinov2_does(case, size, tmp_path):
+    """With registers as transformers has it; without them its formula lacks the 0.1 of the authors' code, which is
+    written out here in coordinates.
+    """
+    peer = theirs_of(case)
+    peer.save_pretrained(tmp_path / "folder")
+    model = valued(described(OURS | CASES[case][0], size))
+    load_weights(model, open_weights(tmp_path / "folder"), drop=HEAD, report=lambda note: None)
+    found, grid = model.pos_embedding.detach(), size // OURS["patch_size"]
+    with torch.no_grad():
+        expected = peer.embeddings.interpolate_pos_encoding(torch.zeros(1, grid**2 + 1, OURS["width"]), size, size)
+    if not model.shape.registers:
+        old = SIZE // OURS["patch_size"]
+        table, weights = peer.embeddings.position_embeddings[0, 1:].view(old, old, -1).double(), torch.zeros(grid, old)
+        for place in range(grid):
+            at = (place + 0.5) * old / (grid + 0.1) - 0.5
+            for near in range(math.floor(at) - 1, math.floor(at) + 3):
+                weights[place, min(max(near, 0), old - 1)] += cubic(abs(at - near))
+        assert float((found - expected).abs().max()) > 1e-3
+        planes = torch.einsum("ia,jb,abd->ijd", weights.double(), weights.double(), table)
+        expected = torch.cat([peer.embeddings.position_embeddings[:, :1].double(), planes.flatten(0, 1)[None]], dim=1)
+    torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=1e-5)
+
+
+def cubic(x: float) -> float:
+    """Keys' kernel with a = -0.75, as torch has it."""
+    if x <= 1:
+        return 1.25 * x**3 - 2.25 * x**2 + 1
+    return -0.75 * (x**3 - 5 * x**2 + 8 * x - 4) if x < 2 else 0.0
 
 
 @pytest.mark.parametrize(

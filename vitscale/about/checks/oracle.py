@@ -19,9 +19,9 @@ from vitscale.data.batch import Batch
 from vitscale.data.image_operations import TrainingInput
 from vitscale.ground.ranks import Sums
 from vitscale.objectives import build_objective
-from vitscale.objectives.objective import Agreed, Plan, dealt, joined
+from vitscale.objectives.objective import Agreed, Plan, Rows, all_rows, dealt, joined
 from vitscale.recipe import Recipe, matches, validate_recipe
-from vitscale.runs.checkpoint import EMA, MASTER
+from vitscale.runs.checkpoint import EMA, MASTER, average_kind
 from vitscale.training.optimizers.rule import Update, rule_of
 from vitscale.training.optimizers.schedule import Rates
 
@@ -81,12 +81,11 @@ class Oracle:
 
         `state` has the weights and averages, by kind.
         """
-        self.module.scalars = rates.scalars
-        parts, sizes, ways = self._sums(state, batch, rows, torch.float32)
+        parts, sizes, ways = self._sums(state, batch, rows, rates, torch.float32)
         norm = math.sqrt(sum(float(part.square().sum()) for part in parts.values()))
         limit = self.recipe.optimizer.clip_norm
         clipping = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))  # as torch clips
-        rough = parts if self._dtype == torch.float32 else self._sums(state, batch, rows, self._dtype)[0]
+        rough = parts if self._dtype == torch.float32 else self._sums(state, batch, rows, rates, self._dtype)[0]
         return {
             name: Gradient(
                 (part * clipping).cpu(), sizes[name] * clipping, ways[name], ((rough[name] - part) * clipping).cpu()
@@ -95,9 +94,11 @@ class Oracle:
         }, norm
 
     def _sums(
-        self, state: State, batch: Batch, rows: int, dtype: torch.dtype
+        self, state: State, batch: Batch, rows: int, rates: Rates, dtype: torch.dtype
     ) -> tuple[dict[str, Tensor], dict[str, float], dict[str, int]]:
         """Gradients as computed in one number format, before clipping; their sizes and ways."""
+        self.module.scalars = rates.scalars
+        self.module.choose_stretches(self.recipe.seed, batch.position)
         weights = dict(self.module.to(dtype).named_weights())
         trained = {name: weight for name, weight in weights.items() if self.group(name) is not None}
         plan = self.module.plan(batch.keys.numpy(), batch.position)
@@ -106,7 +107,7 @@ class Oracle:
         ]
         agreed = Agreed(())
         if self.recipe.objective.prepares is not None:
-            agreed = self._agreed(state, inputs, plan, batch, rows)
+            agreed = self._agreed(state, inputs, plan, batch, rows, rates)
         plans = dealt((*plan, *agreed.rows), len(batch.labels) // rows)
         self._take(state[MASTER])
         sums = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in trained.items()}
@@ -132,21 +133,34 @@ class Oracle:
         for name, weight in self.module.named_weights():
             weight.copy_(self.rounded(values[name]))
 
-    def _agreed(self, state: State, inputs: Sequence[Tensor], plan: Plan, batch: Batch, rows: int) -> Agreed:
-        """What the objective has to know of the whole global batch, by a pass over it."""
-        settings, parts = self.recipe.objective, len(batch.labels) // rows
+    def _agreed(
+        self, state: State, inputs: Sequence[Tensor], plan: Plan, batch: Batch, rows: int, rates: Rates
+    ) -> Agreed:
+        """What the objective has to know of the whole global batch, by passes over it."""
+        settings = self.recipe.objective
         self._take(state[EMA if settings.prepares == "average" else MASTER])
         self.module.train(settings.prepares != "average")
-        with torch.no_grad():
-            prepared = []
-            for number, planned in enumerate(dealt(plan, parts)):
-                part = slice(number * rows, (number + 1) * rows)
-                self.module.choose_paths([keys[part] for keys in batch.view_keys], self._device)
-                own = tuple(each.to(self._device) for each in planned)
-                prepared.append(self.module([view[part] for view in inputs], None, own))
+        passes = [self._prepared(inputs, plan, batch, rows)]
         weights = {name: each.detach().clone() for name, each in self.module.named_weights() if name in settings.reads}
+        for name in settings.besides:
+            if name not in rates.unmade:
+                self._take(state[average_kind(name)])
+                self.module.eval()
+                passes.append(self._prepared(inputs, plan, batch, rows, name))
         self.module.train()
-        return self.module.agree(joined(prepared), batch.labels.to(self._device), Sums(), weights)
+        return self.module.agree(all_rows(passes), batch.labels.to(self._device), Sums(), weights)
+
+    @torch.no_grad()
+    def _prepared(
+        self, inputs: Sequence[Tensor], plan: Plan, batch: Batch, rows: int, average: str | None = None
+    ) -> Rows:
+        prepared = []
+        for number, planned in enumerate(dealt(plan, len(batch.labels) // rows)):
+            part = slice(number * rows, (number + 1) * rows)
+            self.module.choose_paths([keys[part] for keys in batch.view_keys], self._device)
+            own = tuple(each.to(self._device) for each in planned)
+            prepared.append(self.module([view[part] for view in inputs], None, own, average))
+        return joined(prepared)
 
     # ---- Updates -----------------------------------------------------------------------------------------------------
 

@@ -86,7 +86,7 @@ class SwinWeights(ForeignWeights):
         yield from renamed("norm", "norm" if is_timm else "swin.layernorm")
         yield from renamed("head", "head.fc" if is_timm else "classifier")
 
-    def resampling(self, name: str, shape: tuple[int, ...]) -> Resampling | None:
+    def resampling(self, name: str, shape: tuple[int, ...], form: Format) -> Resampling | None:
         """As `ForeignWeights.resampling`: of a window's biases, by bicubic interpolation, as in the authors' code."""
         own = tuple(self._model.get_parameter(name).shape) if name.endswith(".relative_bias") else ()
         old = _side(shape)

@@ -1,13 +1,15 @@
 """DINOv2, with and without registers, and DINOv3 in transformers' format: their configurations and names.
 
 All end with the tokens: there is no place for a head. Their mask token belongs to an objective, which is no part of a
-model here: it is not read, and written as zeros.
+model here: only a run that continues from them reads it, and it is written as zeros.
 """
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from vitscale.models.layers import CHANNELS
 from vitscale.models.weights.huggingface import ACTIVATIONS
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 DINOV2, DINOV3 = ("dinov2", "dinov2_with_registers"), "dinov3_vit"
 ARCHITECTURES = dict(zip((*DINOV2, DINOV3), ("Dinov2Model", "Dinov2WithRegistersModel", "DINOv3ViTModel"), strict=True))
 _LARGEST_RATIO = 64
+_MASK = "embeddings.mask_token"
 
 
 def model_type(model: "ViT") -> str | None:
@@ -83,6 +86,20 @@ def configuration(model: "ViT", kind: str) -> dict[str, Any]:
     }
 
 
+def resample_positions(positions_1TD: Tensor, old: int, new: int, *, antialias: bool) -> Tensor:
+    """DINOv2's position embeddings, that of the class token first, of old x old patches for new x new: (1, T', D).
+
+    As in its authors' code: bicubic, antialiased in models with registers, in others by a factor of (new + 0.1) / old.
+    """
+    planes = positions_1TD[:, 1:].view(1, old, old, -1).permute(0, 3, 1, 2).float()
+    if antialias:
+        planes = F.interpolate(planes, size=(new, new), mode="bicubic", antialias=True)
+    else:
+        planes = F.interpolate(planes, scale_factor=((new + 0.1) / old,) * 2, mode="bicubic")
+    patches = planes.flatten(2).transpose(1, 2).to(positions_1TD.dtype)
+    return torch.cat([positions_1TD[:, :1], patches], dim=1)
+
+
 def rules(model: "ViT", kind: str) -> Iterator[Rule]:
     """Every parameter except the head's, by the names in transformers' files of this model_type.
 
@@ -92,7 +109,7 @@ def rules(model: "ViT", kind: str) -> Iterator[Rule]:
     patches = "embeddings.patch_embeddings.projection" if is_v2 else "embeddings.patch_embeddings"
     yield Rule(
         "cls",
-        ("embeddings.cls_token", "embeddings.mask_token"),
+        ("embeddings.cls_token", _MASK),
         lambda value: (value, torch.zeros_like(value[0] if is_v2 else value)),
         lambda values: values[0],
     )
@@ -113,6 +130,12 @@ def rules(model: "ViT", kind: str) -> Iterator[Rule]:
             if shape.layer_scale is not None:
                 yield same(f"{ours}.layer_scale{part}", scale)
     yield from renamed("norm", "layernorm" if is_v2 else "norm")
+
+
+def mask_rule(ours: str, kind: str) -> Rule:
+    """Our mask (1, 1, D) and theirs, (1, D) in DINOv2, in files of this model_type."""
+    is_v2 = kind in DINOV2
+    return Rule(ours, (_MASK,), lambda value: (value[0] if is_v2 else value,), lambda values: values[0].view(1, 1, -1))
 
 
 def _attention(model: "ViT", ours: str, theirs: str, is_v2: bool) -> Iterator[Rule]:

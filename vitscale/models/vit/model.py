@@ -78,6 +78,7 @@ class ViT(Model):
         position_table: the frequencies of `sincos`.
         position_base: the base of the frequencies of `rope` and `1d_rope`.
         position_unit: the unit in which `1d_rope` counts its radians.
+        position_stretch: (rescale, jitter) of `rope` in training, by `stretches` of `Model`.
         registers_base: the base of the rotations of registers, which form a square; None if they are not rotated.
         checkpoint_every: recompute every k-th block's activations in the backward pass; 0 keeps all of them. The units
             of a hybrid's stem are counted by themselves.
@@ -99,6 +100,7 @@ class ViT(Model):
         position_table: SincosTable = "big_vision",
         position_base: float = 100.0,
         position_unit: Literal["image", "patch"] = "image",
+        position_stretch: tuple[float, float] = (1.0, 1.0),
         registers_base: float | None = None,
         checkpoint_every: int = 0,
     ) -> None:
@@ -113,6 +115,7 @@ class ViT(Model):
         self.position_table: SincosTable = position_table
         self.position_base = position_base
         self.position_unit: Literal["image", "patch"] = position_unit
+        self.stretch = position_stretch
         self.registers_base = registers_base
         self.checkpoint_every = checkpoint_every
 
@@ -161,6 +164,7 @@ class ViT(Model):
             position_table=block.position.table,
             position_base=block.position.base or 0.0,
             position_unit=block.position.unit or "image",
+            position_stretch=(block.position.rescale, block.position.jitter),
             registers_base=block.position.registers_base,
             checkpoint_every=checkpoint_every,
         )
@@ -287,8 +291,8 @@ class ViT(Model):
         """As `encode`, for batches of several sizes."""
         values_1TD = position_values(self.pos_embedding)
         paths = self.kept_paths(embedded)
-        entered = [self._enter(x_BND, values_1TD, part) for x_BND, part in zip(embedded, kept, strict=True)]
-        grids, rotations = [each for each, _ in entered], [each for _, each in entered if each is not None]
+        grids = [self._enter(x_BND, values_1TD, part) for x_BND, part in zip(embedded, kept, strict=True)]
+        rotations = self._rotations(embedded, kept)
         sizes = sizes_of(grids)
         x_BTD = self.dropout(side_by_side(grids))
         keep("embedded", x_BTD)
@@ -302,7 +306,11 @@ class ViT(Model):
             recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
             inputs: list[Any] = [x_BTD, shared]
             if self.shape.attention == "full":
-                inputs += [rotations, None if masks is None else masks[2 * index : 2 * index + 2], sizes]
+                inputs += [
+                    rotations[index % len(rotations)],
+                    None if masks is None else masks[2 * index : 2 * index + 2],
+                    sizes,
+                ]
             x_BTD = run_block(block, *inputs, recompute=recompute)
             keep(f"block_{index}", x_BTD)
         if self.pool == "normed_mean":  # among the tokens, as DeepSpeed expects one call of a module
@@ -313,8 +321,8 @@ class ViT(Model):
             x_BTD, sizes = side_by_side(grids), sizes_of(grids)
         return apart(self.norm(x_BTD), sizes)
 
-    def _enter(self, x_BTD: Tensor, values_1TD: Tensor | None, kept_BC: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The tokens (B, T, D) that the first block gets for patch embeddings (B, N, D), and their rotation, if any."""
+    def _enter(self, x_BTD: Tensor, values_1TD: Tensor | None, kept_BC: Tensor | None) -> Tensor:
+        """The tokens (B, T, D) that the first block gets for patch embeddings (B, N, D)."""
         grid, positions_1TD = math.isqrt(x_BTD.shape[1]), None
         if values_1TD is not None and self.position_at == "stem":
             positions_1TD = self._positions_for(x_BTD, values_1TD)
@@ -330,33 +338,46 @@ class ViT(Model):
             first, x_BTD = [*first, x_BTD[:, :at], self.registers.expand(len(x_BTD), -1, -1)], x_BTD[:, at:]
         if first:
             x_BTD = torch.cat([*first, x_BTD], dim=1)
-        rotation = self._rotation(grid, x_BTD)
         if kept_BC is not None:
             patches_BND = self.patch_tokens(x_BTD)
             others_BTD = x_BTD[:, : x_BTD.shape[1] - patches_BND.shape[1]]
             at_BCD = kept_BC[..., None].expand(-1, -1, patches_BND.shape[2])
             x_BTD = torch.cat([others_BTD, patches_BND.gather(1, at_BCD)], dim=1)
-            if self.registers_base is not None:  # registers are rotated as well, and come before the patches
-                of_registers = torch.arange(self.shape.registers, device=kept_BC.device).expand(len(kept_BC), -1)
-                kept_BC = torch.cat([of_registers, kept_BC + self.shape.registers], dim=1)
-            rotation = None if rotation is None else rotation[:, kept_BC][:, :, None]
-        return x_BTD, rotation
+        return x_BTD
 
     def _positions_for(self, x_BND: Tensor, values_1TD: Tensor) -> Tensor:
         """The learned positions (1, T, D) of the grid of patch embeddings (B, N, D)."""
         own = self.shape.grid(self.image_size)
         return positions_of_grid(values_1TD, own, math.isqrt(x_BND.shape[1]), values_1TD.shape[1] - own**2)
 
-    def _rotation(self, grid: int, like: Tensor) -> Tensor | None:
-        """How the last tokens are rotated, (2, N, d), registers before the patches; None without rotations."""
+    def _rotations(self, embedded: Sequence[Tensor], kept: Sequence[Tensor | None]) -> list[list[Tensor]]:
+        """How each block rotates the tokens of several batches, or how all blocks do; empty lists without rotations."""
         if self.position not in ("rope", "1d_rope"):
-            return None
-        head_dim = self.shape.head_dim
-        found = [patch_rotation(grid, head_dim, self.position_base, like, self.position, self.position_unit)]
+            return [[]]
+        grids = [math.isqrt(x_BND.shape[1]) for x_BND in embedded]
+        factors: list[Any] = [[(1.0, 1.0)]] * len(grids)
+        if self.training and self.stretches is not None:
+            factors = [self.stretches(grid) for grid in grids]
+        each = list(zip(grids, embedded, kept, strict=True))
+        return [
+            [self._rotation(*of_grid, own) for of_grid, own in zip(each, of_block, strict=True)]
+            for of_block in zip(*factors, strict=True)
+        ]
+
+    def _rotation(self, grid: int, like: Tensor, kept_BC: Tensor | None, stretch: Sequence[float]) -> Tensor:
+        """How the last tokens are rotated, (2, N, d) or (2, B, 1, C, d), registers before the patches."""
+        head_dim, base, unit = self.shape.head_dim, self.position_base, self.position_unit
+        found = [patch_rotation(grid, head_dim, base, like, self.position, unit, stretch)]  # type: ignore[arg-type]
         if self.registers_base is not None:
             side = math.isqrt(self.shape.registers)
             found.insert(0, patch_rotation(side, head_dim, self.registers_base, like, "1d_rope", "patch"))
-        return torch.cat(found, dim=1)
+        rotation = torch.cat(found, dim=1)
+        if kept_BC is None:
+            return rotation
+        if self.registers_base is not None:  # registers are rotated as well, and come before the patches
+            of_registers = torch.arange(self.shape.registers, device=kept_BC.device).expand(len(kept_BC), -1)
+            kept_BC = torch.cat([of_registers, kept_BC + self.shape.registers], dim=1)
+        return rotation[:, kept_BC][:, :, None]
 
     def block_tokens(self, images: Tensor, count: int) -> BlockTokens:
         """As `Model.block_tokens`; with `pool: mean`, `map` and `normed_mean` the tokens are means of patches."""

@@ -5,6 +5,7 @@ rows and columns of the grid of patches.
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Literal
 
@@ -101,22 +102,22 @@ def patch_rotation(
     like: Tensor,
     kind: Literal["rope", "1d_rope"] = "rope",
     unit: Literal["image", "patch"] = "image",
+    stretch: Sequence[float] = (1.0, 1.0),
 ) -> Tensor:
     """Cosines and sines of the angles by which `rotate` turns a grid x grid of patches: (2, N, d).
 
     `rope` as in DINOv3: rows and columns of the patches' centres are numbers in [-1, 1], whatever the resolution, and
     count full turns. `1d_rope` as in EVA-02: they begin at 0, a side is 16 whatever the resolution, and they count
     radians; with the unit `patch`, as in ViT-5, a patch is one. For each of d / 4 frequencies, from 1 down to 1 / base,
-    there is an angle by row and one by column, and each rotates two of the d elements. Computed in fp32, in the dtype
-    and on the device of `like`.
+    there is an angle by row and one by column, and each rotates two of the d elements; `stretch` are factors of the
+    two. Computed in fp32, in the dtype and on the device of `like`.
     """
     frequencies = base ** (-torch.arange(head_dim // 4, dtype=torch.float32, device=like.device) / (head_dim // 4))
     patches = torch.arange(grid, dtype=torch.float32, device=like.device)
     a_patch = 1.0 if unit == "patch" else _EVA_SIDE / grid
     radians = patches * a_patch if kind == "1d_rope" else 2 * math.pi * ((patches + 0.5) * (2 / grid) - 1)
-    along_axis = radians[:, None] * frequencies  # (n, d / 4)
-    by_row = along_axis[:, None].expand(grid, grid, -1)
-    by_column = along_axis[None].expand(grid, grid, -1)
+    rows, columns = ((factor * radians)[:, None] * frequencies for factor in stretch)  # (n, d / 4)
+    by_row, by_column = rows[:, None].expand(grid, grid, -1), columns[None].expand(grid, grid, -1)
     angles_Nd = torch.cat([by_row, by_column], dim=-1).flatten(0, 1).tile(2)
     return torch.stack([angles_Nd.cos(), angles_Nd.sin()]).to(like.dtype)
 

@@ -136,8 +136,8 @@ class ViTWeights(ForeignWeights):
         of_timm = eva.rules if self._model.position == eva.POSITION else _timm
         return list({"npz": _flax, "timm": of_timm, "hf": _transformers}[form](self._model))
 
-    def resampling(self, name: str, shape: tuple[int, ...]) -> Resampling | None:
-        """As `ForeignWeights.resampling`: of position embeddings (section 3.2)."""
+    def resampling(self, name: str, shape: tuple[int, ...], form: Format) -> Resampling | None:
+        """As `ForeignWeights.resampling`: of position embeddings (section 3.2), DINOv2's by its own rule."""
         model, last = self._model, name.rpartition(".")[2]
         if "pos_embedding" not in name or last == "cls":
             return None
@@ -157,6 +157,9 @@ class ViTWeights(ForeignWeights):
         if side**2 != count or side == grid:
             return None
         old, new = (side, side), (grid, grid)
+        if form == "hf" and dino.model_type(model) in dino.DINOV2:
+            antialias = model.shape.registers > 0
+            return Resampling(old, new, lambda value: dino.resample_positions(value, side, grid, antialias=antialias))
         return Resampling(old, new, lambda value: resample_positions(value, old, new, class_token))
 
     def timm(self) -> TimmModel | None:

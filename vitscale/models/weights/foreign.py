@@ -68,8 +68,8 @@ class ForeignWeights:
         """A rule for every parameter, if the format can hold the model, except `pre_logits` if it has none."""
         raise NotImplementedError
 
-    def resampling(self, name: str, shape: tuple[int, ...]) -> Resampling | None:
-        """How our parameter is made of one of this shape, if the two differ by nothing but the resolution."""
+    def resampling(self, name: str, shape: tuple[int, ...], form: Format) -> Resampling | None:
+        """How our parameter is made of one of this shape in a format, if they differ by nothing but the resolution."""
         return None
 
     def timm(self) -> TimmModel | None:

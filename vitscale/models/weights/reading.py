@@ -150,7 +150,7 @@ def _differences(
 
 def _resampling(model: Model, source: Source, rule: Rule) -> Resampling | None:
     entry = source.entries.get(rule.theirs[0])
-    return None if entry is None else model.foreign().resampling(rule.ours, entry.shape)
+    return None if entry is None else model.foreign().resampling(rule.ours, entry.shape, source.form)
 
 
 def _reader(

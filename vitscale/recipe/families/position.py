@@ -15,7 +15,7 @@ class Position(Block):
     attention layer. `1d_rope` is EVA-02's, which combines 1d and rotations, and with unit and registers_base ViT-5's.
     """
 
-    _later_keys: ClassVar[tuple[str, ...]] = ("base", "unit", "registers_base", "table")
+    _later_keys: ClassVar[tuple[str, ...]] = ("base", "unit", "registers_base", "table", "rescale", "jitter")
 
     kind: Literal["none", "1d", "2d", "sincos", "relative", "rope", "1d_rope"] = "1d"
     """learned embeddings by patch (1d) or by row and column (2d), fixed ones of sines and cosines (sincos, as in
@@ -37,6 +37,12 @@ class Position(Block):
     """for 1d_rope: registers, whose number must be a square, are rotated like the patches of a square, with frequencies
     that fall to 1 / this (as in ViT-5); default: not rotated"""
 
+    rescale: float = Field(1.0, ge=1, le=1000)
+    """for rope, in training: the numbers of rows and columns are multiplied by a factor from 1 / rescale to rescale,
+    uniform in the logarithm, drawn at each update for each block and size of images; 1: off (DINOv3's 7B: 2)"""
+    jitter: float = Field(1.0, ge=1, le=1000)
+    """for rope, in training: likewise, but with a factor for rows and another for columns; 1: off"""
+
     @model_validator(mode="before")
     @classmethod
     def _with_base(cls, content: Any) -> Any:
@@ -53,6 +59,9 @@ class Position(Block):
         if self.kind not in ROPE_BASES and self.base is not None:
             kinds = " and ".join(ROPE_BASES)
             yield f"base: {self.base:g} belongs to kind: {kinds}, and kind is {self.kind}"
+        for key in ("rescale", "jitter"):
+            if self.kind != "rope" and getattr(self, key) != 1:
+                yield f"{key}: {getattr(self, key):g} belongs to kind: rope, and kind is {self.kind}"
         for key in ("unit", "registers_base"):
             if self.kind != "1d_rope" and getattr(self, key) is not None:
                 yield f"{key} belongs to kind: 1d_rope, and kind is {self.kind}"

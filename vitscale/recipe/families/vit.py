@@ -209,7 +209,8 @@ class ViT(Model):
         return "vit" if shape.stem is None else "hybrid"
 
     def facts(self) -> dict[str, Any]:
-        return super().facts() | {f"position.{key}": value for key, value in self.position}
+        of_training = ("rescale", "jitter")
+        return super().facts() | {f"position.{key}": value for key, value in self.position if key not in of_training}
 
     def pool_or_default(self) -> Pool:
         return self.pool or ("mean" if self.shape().attention == "axial" else "cls")

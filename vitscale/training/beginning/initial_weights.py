@@ -21,7 +21,7 @@ from vitscale.models import Model, initialise, weight_dtype
 from vitscale.models.weights import FUNCTIONS, HEAD, Reader, load_weights, parameters, parameters_beside, recognised
 from vitscale.objectives import Objective, build_objective, build_teacher
 from vitscale.objectives.tokenizer import files_of, load_tokenizer, open_tokenizer
-from vitscale.recipe import MAE, Recipe, families, read_recipe, validate_recipe
+from vitscale.recipe import MAE, Dino, Recipe, families, read_recipe, validate_recipe
 from vitscale.recipe.masked_patches import MaskedPatches, Tokenizer
 from vitscale.runs.checkpoint import checkpoint_directory
 from vitscale.runs.checkpoint.opening import OpenWeights
@@ -164,7 +164,6 @@ class _Assignment:
         has_pre_logits = may_have_it and any(key.startswith("pre_logits") for key in weights.source.entries)
         if init.head == "initial" and not has_pre_logits:
             drop = [name for name in names if name in HEAD]
-        self.notes = list(weights.source.notes)  # for people
         self.readers: dict[str, Reader] = parameters(  # of what is taken
             model,
             weights.source,
@@ -175,6 +174,8 @@ class _Assignment:
         )
         beside = _beside(recipe, objective, weights)
         self.readers |= beside
+        taken = {f"{key} is not read" for reader in beside.values() for key in reader.keys}
+        self.notes = [note for note in weights.source.notes if note.partition(":")[0] not in taken]  # for people
         if beside and isinstance(recipe.objective, MAE):
             self.notes += _other_pixels(recipe.objective, weights)
         for reader in self.readers.values():
@@ -222,9 +223,12 @@ def _pooled_as(weights: OpenWeights, recipe: Recipe) -> Recipe:
 def _beside(recipe: Recipe, objective: Objective, weights: OpenWeights) -> dict[str, Reader]:
     """How to read what the objective adds to the model; empty if the weights hold none for such an objective."""
     ours, theirs = recipe.objective, None if weights.recipe is None else weights.recipe.objective
-    if not weights.source.beside or (theirs is not None and theirs.kind != ours.kind):
+    source, rules = weights.source, objective.rules(weights.source.form)
+    if isinstance(ours, Dino) and source.form == "hf":  # a mask, which is among the model's own tensors there
+        masks = {key: source.entries[key] for rule in rules for key in rule.theirs if key in source.entries}
+        source = replace(source, beside=masks)
+    if not source.beside or (theirs is not None and theirs.kind != ours.kind):
         return {}
-    rules = objective.rules(weights.source.form)
     if rules and isinstance(ours, MAE):
         heads = theirs.decoder_heads if isinstance(theirs, MAE) else None
         heads = weights.source.config.get("decoder_num_attention_heads", heads)
@@ -233,7 +237,7 @@ def _beside(recipe: Recipe, objective: Objective, weights: OpenWeights) -> dict[
                 f"objective.decoder_heads is {ours.decoder_heads}, and the decoder of {weights.title} has "
                 f"{shortened(repr(heads))}"
             )
-    return parameters_beside(objective, rules, weights.source) if rules else {}
+    return parameters_beside(objective, rules, source) if rules else {}
 
 
 def _other_pixels(ours: MAE, weights: OpenWeights) -> list[str]:

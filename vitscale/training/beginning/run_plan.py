@@ -202,6 +202,7 @@ def schedule_in_steps(recipe: Recipe, num_samples: int) -> tuple[int, Callable[[
             frozenset(number for number, begin in begins.items() if step < begin),
             {name: of_average(step) for name, of_average in averages.items()},
             {name: cast(float, scalar(step)) for name, scalar in scalars.items()},
+            frozenset(each.name for each in recipe.all_averages if step < steps(each.start)),
         )
 
     return total, rates

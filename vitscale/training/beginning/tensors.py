@@ -30,7 +30,7 @@ from vitscale.ground.ranks import Sums
 from vitscale.models import weight_dtype
 from vitscale.models.layers import CHANNELS
 from vitscale.objectives import Objective, Plan, build_objective, build_teacher
-from vitscale.objectives.objective import Rows, dealt, joined
+from vitscale.objectives.objective import Rows, all_rows, dealt, joined
 from vitscale.recipe import Recipe, is_frozen
 from vitscale.recipe.masked_patches import MaskedPatches
 
@@ -140,9 +140,10 @@ def step_tensors(
             ]
             if recipe.objective.prepares is not None:
                 with torch.no_grad():
-                    prepared = objective(views, None, plan)
+                    passes = [objective(views, None, plan, name) for name in (None, *recipe.objective.besides)]
+                prepared = all_rows(passes)
                 plan = (*plan, *_agreed(recipe, objective, prepared, micro_batch, ranks))
-                del prepared
+                del passes, prepared
             with saved_storages(parameters) as saved:
                 losses = objective(views, labels, plan)
                 loss = losses.per_sample.sum()

@@ -20,7 +20,7 @@ from vitscale.ground.errors import DataError
 from vitscale.ground.ranks import Sums, gather, gather_numbers, sum_integers
 from vitscale.models import Outputs, compile_blocks, initial_value, weight_dtype
 from vitscale.objectives import Losses, Objective, build_objective
-from vitscale.objectives.objective import Agreed, Plan, dealt, joined
+from vitscale.objectives.objective import Agreed, Plan, Rows, all_rows, dealt, joined
 from vitscale.runs.checkpoint import EMA, CheckpointReader, Fragment, average_kind
 from vitscale.training.beginning.initial_weights import check_same_teacher, initial_source, load_teacher
 from vitscale.training.beginning.run_plan import RunPlan
@@ -30,6 +30,7 @@ from vitscale.training.deepspeed.engine import Engine, WeightAverage
 from vitscale.training.deepspeed.fragments import in_pieces
 from vitscale.training.deepspeed.lean_deepspeed import deepspeed
 from vitscale.training.deepspeed.profile import OwnWork, part
+from vitscale.training.optimizers.schedule import Rates
 from vitscale.training.watching import replicas
 from vitscale.training.watching.anomalies import Anomaly, Kind, Suspects
 from vitscale.training.watching.audit import Audit, Discrepancy
@@ -147,13 +148,14 @@ class Learner:
         engine, rates = self.engine.deepspeed, self._plan.rates(step)
         self.engine.set_rates(rates)
         self.objective.scalars = rates.scalars
+        self.objective.choose_stretches(self._recipe.seed, batch.position)
         loss_sum = torch.zeros((), device=self._world.device)
         update = Update(self._valid_samples(batch, step), rates.learning_rate, loss_sum)
         is_whole, leaps = bool(batch.mask.all()), False
         # DeepSpeed averages over ranks and micro-batches: with this factor the gradient is that of the global mean.
         scale = self._world.size * self._plan.accumulation / update.samples
         skipped_before = engine.skipped_steps
-        agreed = Agreed(()) if self._recipe.objective.prepares is None else self._agreed(batch, plan, step)
+        agreed = Agreed(()) if self._recipe.objective.prepares is None else self._agreed(batch, plan, rates)
         # From here on: in the first pass the weights may be those of the average.
         audit = Audit(self.engine, self._recipe, self._world, rates, self.fragments) if audited else None
         plans = dealt((*plan, *agreed.rows), self._plan.accumulation)
@@ -204,20 +206,30 @@ class Learner:
         pixels, keys = ([each[rows] for each in every] for every in (batch.views, batch.view_keys))
         return self._to_input.of_views(pixels, keys, self._world.device, self._dtype)
 
-    def _agreed(self, batch: Batch, plan: Plan, step: int) -> Agreed:
-        """What the objective has to know of the whole global batch, by a pass over all of it."""
-        settings, plans, prepared = self._recipe.objective, dealt(plan, self._plan.accumulation), []
+    def _agreed(self, batch: Batch, plan: Plan, rates: Rates) -> Agreed:
+        """What the objective has to know of the whole global batch, by passes over all of it."""
+        settings = self._recipe.objective
         averaging = self._averaging() if settings.prepares == "average" else contextlib.nullcontext()
         with torch.no_grad(), averaging:
-            with self.engine.first_pass():
-                for micro_step, rows in enumerate(self._micro_batches()):
-                    self._seed_dropout(step, micro_step, batch, rows)  # the same dropout as in the pass that learns
-                    with self.own_work.counted(), part("forward"):
-                        planned = tuple(map(self._to_device, plans[micro_step]))
-                        prepared.append(self.engine.deepspeed(self._views(batch, rows), None, planned))
+            passes = [self._prepared(batch, plan, rates.updates)]
             weights = self._copies(settings.reads)
+        for name in settings.besides:
+            if name not in rates.unmade:
+                with torch.no_grad(), self._averaging(name):
+                    passes.append(self._prepared(batch, plan, rates.updates, name))
         sums = Sums(self._world.rank, self._world.size)
-        return self.objective.agree(joined(prepared), self._to_device(batch.labels), sums, weights)
+        return self.objective.agree(all_rows(passes), self._to_device(batch.labels), sums, weights)
+
+    def _prepared(self, batch: Batch, plan: Plan, step: int, average: str | None = None) -> Rows:
+        """What the objective computes in a pass over the whole global batch, by what is in place of the weights."""
+        plans, prepared = dealt(plan, self._plan.accumulation), []
+        with self.engine.first_pass():
+            for micro_step, rows in enumerate(self._micro_batches()):
+                self._seed_dropout(step, micro_step, batch, rows)  # the same dropout as in the pass that learns
+                with self.own_work.counted(), part("forward"):
+                    planned = tuple(map(self._to_device, plans[micro_step]))
+                    prepared.append(self.engine.deepspeed(self._views(batch, rows), None, planned, average))
+        return joined(prepared)
 
     def _copies(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Whole copies of parameters as the engine computes with them."""
@@ -276,9 +288,9 @@ class Learner:
             yield
 
     @contextlib.contextmanager
-    def _averaging(self) -> Iterator[None]:
+    def _averaging(self, name: str = EMA) -> Iterator[None]:
         """A context in which the average, if there is one, is in place of the weights, and dropout is off."""
-        average = self._averages.get(EMA)
+        average = self._averages.get(name)
         averaged = contextlib.nullcontext() if average is None else average.in_place_of_weights()
         self.engine.deepspeed.eval()
         try:

@@ -17,6 +17,7 @@ class Rates(NamedTuple):
     waiting: frozenset[int] = frozenset()  # the `optimizer.groups` that have not begun: their learning rate is 0
     averages: Mapping[str, float] = {}  # name -> the share that the average keeps
     scalars: Mapping[str, float] = {}  # of the objective, by name
+    unmade: frozenset[str] = frozenset()  # the averages that are copies, of which none has been made
 
 
 def learning_rate(
