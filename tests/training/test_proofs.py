@@ -245,7 +245,7 @@ def test_what_is_broken_is_found_and_named(proofs, fault):
 
 def test_the_oracle_is_short_and_knows_of_training_the_formulas_alone():
     source = Path("vitscale/about/checks/oracle.py").read_text()
-    assert len(source.splitlines()) <= 200
+    assert len(source.splitlines()) <= 220
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {name for node in nodes for name in ([node.module] if isinstance(node, ast.ImportFrom) else [])}
     names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
