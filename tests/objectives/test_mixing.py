@@ -148,7 +148,7 @@ def test_a_part_of_the_batch_is_drawn_as_the_whole(per):
         pieces = [both.plan(part, 7) for part in np.split(keys(B), parts)]
         for at in range(3):
             assert torch.equal(torch.cat([piece[at] for piece in pieces]), whole[at])
-    assert any(not torch.equal(a, b) for a, b in zip(both.plan(keys(seed=1), 8), whole, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(both.plan(keys(B, 1), 8), whole, strict=True))
 
 
 def test_probability_and_the_share_of_cutmix():
