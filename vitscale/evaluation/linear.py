@@ -29,7 +29,6 @@ class LinearHeads(OfSplits):
 
     @classmethod
     def of(cls, block: Block, recipe: Recipe, class_names: Sequence[str], loaders: Loaders) -> Self:
-        """As `Evaluator.of`."""
         splits = labelled_splits(recipe, block.train, block.test)
         return on_splits(cls, block.name, recipe, splits, block.crop, loaders, steps=block.steps)
 

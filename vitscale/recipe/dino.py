@@ -119,7 +119,6 @@ class Dino(OfViews):
 
     @property
     def courses(self) -> Mapping[str, Ramp]:
-        """As `Objective.courses`."""
         return {"teacher_temperature": self.teacher_temperature}
 
     def complaint(self, figures: Mapping[str, Any]) -> str | None:

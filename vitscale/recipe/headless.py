@@ -164,7 +164,6 @@ class WithDecoder(Headless):
         return axes_by_head(self.decoder_shape, parameter, shape)
 
     def kept(self, context: Context) -> int:
-        """As `Objective.kept`."""
         raise NotImplementedError
 
     def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:

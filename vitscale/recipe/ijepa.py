@@ -38,7 +38,6 @@ class IJEPA(WithDecoder):
         yield from super()._contradictions()
 
     def check_kept(self, context: Context) -> None:
-        """As `WithDecoder.check_kept`."""
         grid = self.patches(context).grid
         if grid < 2 or not self.kept(context):
             raise ValueError(

@@ -34,7 +34,6 @@ class MAE(WithDecoder):
     """predict each patch's pixels less their mean, divided by their standard deviation; false: the pixels themselves"""
 
     def check_kept(self, context: Context) -> None:
-        """As `WithDecoder.check_kept`."""
         number, kept = self.patches(context).grid ** 2, self.kept(context)
         if not 0 < kept < number:
             raise ValueError(
