@@ -37,10 +37,7 @@ RECIPE = {
     "optimizer": {"name": "adamw", "lr": 1e-3},
     "schedule": {"duration": {"steps": 4}},
 }
-MODELS = [
-    {},
-    {"position": {"kind": "rope"}, "registers": 2, "pool": "cls"},
-]
+MODELS = [{}, {"position": {"kind": "rope"}, "registers": 2, "pool": "cls"}]
 
 
 def random(*shape, seed=0):

@@ -271,12 +271,7 @@ def test_what_does_not_go_together_is_refused(objective, settings):
 
 
 @pytest.mark.parametrize(
-    ("batch", "world"),
-    [
-        ({"global": 12, "micro_max": 3}, 2),
-        ({"global": 12, "micro_max": 1}, 1),
-        ({"global": 6}, 2),
-    ],
+    ("batch", "world"), [({"global": 12, "micro_max": 3}, 2), ({"global": 12, "micro_max": 1}, 1), ({"global": 6}, 2)]
 )
 def test_micro_batches_that_part_a_pair_are_refused(batch, world):
     recipe = make_recipe(mixing={"mixup": 0.2})

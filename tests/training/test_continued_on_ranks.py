@@ -53,10 +53,7 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "dinov2": ({**SELF_DISTILLATION, "model": {**DINO, "class_position": True}}, 8),
     "dinov3": (
-        {
-            **SELF_DISTILLATION,
-            "model": {**DINO, "qkv_bias": "no_key", "norm_eps": 1e-5, "position": {"kind": "rope"}},
-        },
+        {**SELF_DISTILLATION, "model": {**DINO, "qkv_bias": "no_key", "norm_eps": 1e-5, "position": {"kind": "rope"}}},
         4,
     ),
 }

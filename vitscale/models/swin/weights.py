@@ -178,10 +178,7 @@ def _table(ours: str, theirs: str) -> Rule:
         return values[0].view(side, side, -1)
 
     return Rule(
-        f"{ours}.relative_bias",
-        (f"{theirs}.relative_position_bias_table",),
-        lambda value: (value.flatten(0, 1),),
-        join,
+        f"{ours}.relative_bias", (f"{theirs}.relative_position_bias_table",), lambda value: (value.flatten(0, 1),), join
     )
 
 

@@ -166,12 +166,7 @@ class _Assignment:
             drop = [name for name in names if name in HEAD]
         self.notes = list(weights.source.notes)  # for people
         self.readers: dict[str, Reader] = parameters(  # of what is taken
-            model,
-            weights.source,
-            drop,
-            report=lambda note: None,
-            resample=init.positions == "resample",
-            advice=_ADVICE,
+            model, weights.source, drop, report=lambda note: None, resample=init.positions == "resample", advice=_ADVICE
         )
         beside = _beside(recipe, objective, weights)
         self.readers |= beside
