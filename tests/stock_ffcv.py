@@ -17,13 +17,7 @@ def _library() -> ctypes.CDLL:
     sizes = [ctypes.c_uint32] * 2
     loaded.imdecode.argtypes = [
         *(ctypes.c_char_p, ctypes.c_uint64, *sizes, ctypes.c_void_p),  # file, its size, height, width, pixels
-        *(
-            *sizes,
-            *sizes,
-            *sizes,
-            ctypes.c_bool,
-            ctypes.c_bool,
-        ),  # crop: size, place; scale; whether to crop, flip
+        *(*sizes, *sizes, *sizes, ctypes.c_bool, ctypes.c_bool),  # crop: size, place; scale; whether to crop, flip
     ]
     return loaded
 

@@ -165,11 +165,7 @@ def pretrain(options: argparse.Namespace) -> None:
 
 
 def train(
-    plan: "RunPlan",
-    run_dir: Path,
-    world: "World",
-    interruption: Interruption | None = None,
-    stop_at: int | None = None,
+    plan: "RunPlan", run_dir: Path, world: "World", interruption: Interruption | None = None, stop_at: int | None = None
 ) -> None:
     """Train, and turn a failing collective or allocation into an error that explains it. Raises VitscaleError."""
     from vitscale.training.deepspeed import distributed

@@ -4,29 +4,26 @@ import json
 
 import numpy as np
 import pytest
+from small_recipes import SMALL, small_recipe
 from toy_split import model, split
 
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.evaluation import FewShot, NearestNeighbours, build_evaluators, evaluate
 from vitscale.evaluation.linear import LinearHeads
 from vitscale.ground.errors import DataError, RecipeError
-from vitscale.recipe import override, smoke_form, validate_recipe
+from vitscale.recipe import override, smoke_form
 
 K = 7
 CLASSES = list("abcdefg")
 
 
 def make_recipe(root, *settings, **knn):
-    content = {
-        "model": {"patch_size": 8, "width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 2},
-        "data": {"train": "train", "image_size": 32, "root": str(root)},
-        "batch": {"global": 8},
-        "objective": {"kind": "masked_patches"},
-        "optimizer": {"name": "adamw", "lr": 1e-3},
-        "schedule": {"duration": {"steps": 4}},
-        "evaluation": {"every": {"steps": 2}, "knn": {"train": "train", "test": "test"} | knn},
-    }
-    return override(validate_recipe(content, "test").dump(), settings, "test")
+    data, evaluation = (
+        {"train": "train", "root": str(root)},
+        {"every": {"steps": 2}, "knn": {"train": "train", "test": "test"} | knn},
+    )
+    blocks = {"objective": {"kind": "masked_patches"}, "evaluation": evaluation, "schedule": {"duration": {"steps": 4}}}
+    return small_recipe(SMALL | {"width": 16, "depth": 1, "mlp_dim": 16}, *settings, data=data, **blocks)
 
 
 def test_accuracies_are_scikit_learn_s():

@@ -86,11 +86,7 @@ def test_objectnet_by_both_protocols():
     logits = [[0, 4, 1, 2], [0, 1, 4, 2], [4, 1, 0, 2], [9, 0, 0, 0]]
     # 1 is right by both; 2 is class 2, without it class 3; the third class 0 is wrong; the last one is not counted.
     found = of(ObjectNet(accepted), logits, [0, 1, 1, 2])
-    assert found == {
-        "objectnet_top1_of_all": 1 / 3,
-        "objectnet_top1_of_mapped": 2 / 3,
-        "objectnet_samples": 3,
-    }
+    assert found == {"objectnet_top1_of_all": 1 / 3, "objectnet_top1_of_mapped": 2 / 3, "objectnet_samples": 3}
 
 
 def test_objectnet_is_mapped_by_name_or_number(tmp_path):

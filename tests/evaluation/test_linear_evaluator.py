@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_recipes import SMALL, small_recipe
 from toy_split import model, split
 
 from vitscale.data.shards import Manifest
@@ -11,7 +12,7 @@ from vitscale.evaluation.heads import RATES
 from vitscale.evaluation.linear import LinearHeads
 from vitscale.evaluation.splits import check_splits
 from vitscale.ground.errors import DataError, RecipeError
-from vitscale.recipe import override, smoke_form, validate_recipe
+from vitscale.recipe import override, smoke_form
 
 K = 7
 CLASSES = list("abcdefg")
@@ -19,16 +20,9 @@ LINEAR = {"kind": "linear", "train": "train", "test": "test"}
 
 
 def make_recipe(root, *settings, **linear):
-    content = {
-        "model": {"patch_size": 8, "width": 16, "depth": 1, "mlp_dim": 16, "num_heads": 2},
-        "data": {"train": "train", "image_size": 32, "root": str(root)},
-        "batch": {"global": 8},
-        "objective": {"kind": "masked_patches"},
-        "optimizer": {"name": "adamw", "lr": 1e-3},
-        "schedule": {"duration": {"steps": 4}},
-        "evaluation": {"every": {"steps": 2}, "evaluators": [LINEAR | linear]},
-    }
-    return override(validate_recipe(content, "test").dump(), settings, "test")
+    data, evaluation = {"train": "train", "root": str(root)}, {"every": {"steps": 2}, "evaluators": [LINEAR | linear]}
+    blocks = {"objective": {"kind": "masked_patches"}, "evaluation": evaluation, "schedule": {"duration": {"steps": 4}}}
+    return small_recipe(SMALL | {"width": 16, "depth": 1, "mlp_dim": 16}, *settings, data=data, **blocks)
 
 
 def scaled(images):

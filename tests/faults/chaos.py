@@ -301,17 +301,14 @@ _JUDGED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"fewshot": {"tasks": [{"name": "small", "train": "train", "test": "test"}], "shots": [5]}},
         {"metric": "fewshot/small/5shot", "mode": "max"},
     ),
-    "dino": (
-        {"knn": {"train": "train", "test": "test", "k": [5]}},
-        {"metric": "knn/5nn", "mode": "max"},
-    ),
+    "dino": ({"knn": {"train": "train", "test": "test", "k": [5]}}, {"metric": "knn/5nn", "mode": "max"}),
 }
 # objective -> what else its recipe has
 _BESIDE: dict[str, dict[str, Any]] = {
     "dino": {
         "data": {"views": [{"name": "global", "count": 2}, {"name": "local", "count": 2, "size": 16}]},
         "objective": {"kind": "dino", "group": 2, "prototypes": 64, "hidden": 32, "bottleneck": 16},
-    },
+    }
 }
 
 

@@ -10,6 +10,7 @@ from vitscale.recipe.families import REGISTRY
 
 torch = pytest.importorskip("torch")
 
+from small_recipes import small_recipe  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
@@ -46,17 +47,8 @@ IN_EVERY_RUN = {
 
 
 def recipe_of(model: dict, image_size: int, recompute_every: int = 0) -> Recipe:
-    return validate_recipe(
-        {
-            "model": model,
-            "data": {"train": "photos", "image_size": image_size},
-            "batch": {"global": 1},
-            "optimizer": {"name": "adamw", "lr": 1e-3},
-            "schedule": {"duration": {"steps": 1}},
-            "parallelism": {"activation_checkpointing": recompute_every},
-        },
-        "this test",
-    )
+    parallelism = {"activation_checkpointing": recompute_every}
+    return small_recipe(model, data={"image_size": image_size}, batch=1, parallelism=parallelism)
 
 
 def counted(recipe: Recipe) -> tuple[int, int, int]:

@@ -8,6 +8,7 @@ import torch
 from messages import assert_messages
 from models.small_models import count, images, with_values
 from pydantic import ValidationError
+from small_recipes import small_recipe
 from timm.layers import DropPath, calculate_drop_path_rates
 from torch.nn import functional as F
 
@@ -363,19 +364,7 @@ def test_parameter_counts_of_dino(name, published):
 
 
 def dumped(**keys) -> dict:
-    from vitscale.recipe import validate_recipe
-
-    recipe = validate_recipe(
-        {
-            "model": keys,
-            "data": {"train": "photos", "image_size": 64},
-            "batch": {"global": 1},
-            "optimizer": {"name": "adamw", "lr": 1e-3},
-            "schedule": {"duration": {"steps": 1}},
-        },
-        "this test",
-    )
-    return recipe.dump()["model"]
+    return small_recipe(keys, data={"image_size": 64}).dump()["model"]
 
 
 def test_a_resolved_recipe_has_a_part_only_where_it_is_set():

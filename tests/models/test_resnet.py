@@ -5,13 +5,13 @@ from functools import partial
 import pytest
 import torch
 from models.small_models import build, images, with_values
+from small_recipes import small_recipe
 from torch.nn import functional as F
 
 from vitscale.models import initial_value
 from vitscale.models.resnet.model import GroupNorm, ResNet, StdConv
 from vitscale.models.weights.table import table
 from vitscale.objectives import build_objective
-from vitscale.recipe import validate_recipe
 from vitscale.recipe.families import ResNetShape, ViTShape
 
 
@@ -111,14 +111,7 @@ def test_units_are_left_out_as_timm_s(variant):
 
 
 def in_a_recipe(model: dict):
-    content = {
-        "model": model,
-        "data": {"train": "none", "image_size": 64},
-        "batch": {"global": 1},
-        "optimizer": {"name": "adamw", "lr": 1.0},
-        "schedule": {"duration": {"steps": 1}},
-    }
-    return build_objective(validate_recipe(content, "test"), 5)
+    return build_objective(small_recipe(model, data={"image_size": 64}), 5)
 
 
 SMALL = {"width": 64, "depth": 1, "mlp_dim": 128, "num_heads": 4}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from messages import refusal
 from safetensors.torch import load_file, save_file
+from small_recipes import SMALL, keys, small_recipe
 from torch.nn import functional as F
 from transformers import BeitConfig, BeitForMaskedImageModeling, FlavaImageCodebook, FlavaImageCodebookConfig
 from transformers.models.flava.image_processing_flava import FlavaMaskingGenerator
@@ -17,16 +18,13 @@ from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.objectives import build_objective
 from vitscale.objectives.masked_patches import blocks
 from vitscale.objectives.tokenizer import load_tokenizer
-from vitscale.recipe import override, smoke_form, validate_recipe
+from vitscale.recipe import override, smoke_form
 from vitscale.training.beginning.initial_weights import check_same_teacher, check_teacher
 from vitscale.training.beginning.tensors import step_tensors
 
 P, SIDE, B, K = 8, 32, 3, 60
 GRID = SIDE // P
-MODEL = {
-    **{"patch_size": P, "width": 24, "depth": 2, "mlp_dim": 32, "num_heads": 2, "mlp": "exact_gelu"},
-    **{"layer_scale": 0.1, "qkv_bias": "no_key", "norm_eps": 1e-12},
-}
+MODEL = SMALL | {"mlp": "exact_gelu", "layer_scale": 0.1, "qkv_bias": "no_key", "norm_eps": 1e-12}
 CODEBOOK = {"hidden_size": 8, "vocab_size": K, "num_blocks_per_group": 1}
 
 
@@ -49,19 +47,9 @@ def folder(tmp_path):
 
 def make_recipe(folder, *settings):
     targets = {"kind": "tokenizer", "path": "transformers:FlavaImageCodebook", "from": str(folder)}
-    content = {
-        "model": MODEL,
-        "data": {"train": "none", "image_size": SIDE},
-        "batch": {"global": B},
-        "objective": {
-            **{"kind": "masked_patches", "masks": "blocks", "share": 0.4},
-            "targets": targets | {"vocabulary": K, "image_size": 32},
-        },
-        "optimizer": {"name": "adamw", "lr": 1.0},
-        "schedule": {"duration": {"steps": 1}},
-        "precision": "fp32",
-    }
-    return override(validate_recipe(content, "test").dump(), settings, "test")
+    targets |= {"vocabulary": K, "image_size": 32}
+    objective = {"kind": "masked_patches", "masks": "blocks", "share": 0.4, "targets": targets}
+    return small_recipe(MODEL, *settings, batch=B, objective=objective)
 
 
 def pictures(side=SIDE):
@@ -72,10 +60,6 @@ def pictures(side=SIDE):
 
 def normalised(images, dtype=torch.float32):
     return to_model_input(images, torch.device("cpu"), dtype)
-
-
-def keys(count=B, seed=0):
-    return np.random.default_rng(seed).integers(-(2**63), 2**63, count, dtype=np.int64)
 
 
 # ---- Against transformers --------------------------------------------------------------------------------------------
@@ -126,7 +110,7 @@ def test_loss_and_gradients_are_transformers(folder):
     assert not values
     tokenizer = load_tokenizer(recipe.objective.targets, GRID, torch.device("cpu"))
     ours.learn_from(tokenizer)
-    images, plan = pictures(), ours.plan(keys(), 0)
+    images, plan = pictures(), ours.plan(keys(B), 0)
     masked = torch.zeros(B, GRID**2, dtype=torch.bool).scatter(1, plan[0][:, :6], True)
     pixels = images.permute(0, 3, 1, 2).float() / 255
     numbers = FlavaImageCodebook.from_pretrained(folder).get_codebook_indices(0.8 * pixels + 0.1).flatten(1)

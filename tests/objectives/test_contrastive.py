@@ -3,13 +3,13 @@
 import pytest
 import torch
 from pytorch_metric_learning.losses import NTXentLoss, SupConLoss
+from small_recipes import with_initial_values
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitscale.flops.work import recipe_work
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.ranks import Sums
-from vitscale.models import initial_value
 from vitscale.objectives import build_objective
 from vitscale.objectives.contrastive import contrastive_losses
 from vitscale.objectives.joint_embedding import collapse_figures
@@ -50,39 +50,6 @@ def test_collapse_shows_as_a_cosine_of_one():
 
 
 TWO_SIZES = {"views": [{"name": "global", "count": 2}, {"name": "local", "size": 16}]}
-MISTAKES = [
-    ({"data": {"views": []}}, "data.views"),
-    ({"data": {"views": [{"name": "global", "count": 2}, {"name": "global"}]}}, "global"),
-    ({"data": {"views": [{"name": "global", "count": 2}, {"name": "local", "size": 24}]}}, "local.*use 16"),
-    ({"data": {"views": [{"name": "global", "count": 2}, {"name": "local", "size": 15}]}}, "smaller than one patch"),
-    ({"data": TWO_SIZES, "model": {"name": "ViT-Ti/16", "position": {"kind": "relative"}}}, "leave its size out"),
-    ({"data": TWO_SIZES, "model": {"name": "Swin-T"}}, "leave its size out"),
-    ({"data": TWO_SIZES, "model": {"name": "ResNet50x1"}}, "leave its size out"),
-    ({"data": {"views": [{"name": "global", "size": 16, "count": 2}]}}, "image_size"),
-    ({"data": {"views": [{"name": "global", "count": 2}], "flip": 0.0}}, "flip"),
-    ({"data": {"views": [{"name": "global", "count": 2}], "dct_scaling": True}}, "dct_scaling"),
-    ({"data": {"views": [{"name": "global", "count": 2}], "bad_samples": "mask"}}, "substitute"),
-    ({"data": {"views": [{"name": "a/b", "count": 2}]}}, "name"),
-    ({"data": {"views": [{"name": "global", "count": 65}]}}, "64"),
-    ({"objective": {"kind": "contrastive", "group": 5}}, "4 or global"),
-    ({"batch": {"global": 9}, "objective": {"kind": "contrastive", "group": 2}}, "use global"),
-    ({"data": {"repeats": 2}}, "views"),
-    ({"data": {"views": [{"name": "a", "operations": [{"kind": "gaussian_blur", "kernel": 4}]}]}}, "odd"),
-    ({"objective": {"kind": "contrastive", "temperature": 1e-39}}, "temperature"),
-    ({"objective": {"kind": "classification"}}, "data.views"),
-    ({"objective": {"kind": "masked_patches"}}, "data.views"),
-    ({"model": {"name": "ViT-Ti/16", "num_classes": 10}}, "num_classes"),
-]
-
-
-@pytest.mark.parametrize(("changes", "told"), MISTAKES)
-def test_mistakes_name_the_key_and_what_would_do(changes, told):
-    content = {
-        **RECIPE,
-        **{key: {**RECIPE[key], **value} if key == "data" else value for key, value in changes.items()},
-    }
-    with pytest.raises(RecipeError, match=told):
-        validate_recipe(content, "test")
 
 
 def test_one_view_by_labels_is_enough_for_sup_con():
@@ -102,10 +69,7 @@ def test_in_parts_loss_and_gradients_are_those_of_the_whole_batch(loss, micro, s
     model = {"patch_size": 16, "width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2, "head": "linear"}
     settings = {"kind": "contrastive", "group": "global", "loss": loss, "hidden": 24, "outputs": 8}
     recipe = validate_recipe({**RECIPE, "data": data, "model": model, "objective": settings}, "test")
-    objective = build_objective(recipe, 0)
-    with torch.no_grad():
-        for name, parameter in objective.named_weights():
-            parameter.copy_(initial_value(objective, name, parameter.shape, 0))
+    objective = with_initial_values(build_objective(recipe, 0))
     generator = torch.Generator().manual_seed(0)
     views = [torch.randn(4, count, side, side, 3, generator=generator) for count, side in ((2, 32), (1, size))]
     labels = torch.tensor([1, 0, 1, 1]) if loss == "sup_con" else torch.arange(4)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from messages import refusal
+from small_recipes import small_recipe
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
@@ -18,7 +19,6 @@ from vitscale.ground.ranks import Sums
 from vitscale.models.weights.table import table
 from vitscale.objectives import Losses, Objective, Plan, build_objective, build_teacher
 from vitscale.objectives.mixing import partners_of
-from vitscale.recipe import validate_recipe
 from vitscale.training.beginning.memory import expected_memory
 
 B, K, SIDE = 8, 7, 32
@@ -29,19 +29,11 @@ MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 def make_recipe(teacher=None, **others):
-    content = {
-        "model": OURS | {"distilled": True},
-        "data": {"train": "none", "image_size": SIDE, "normalise": {"mean": MEAN, "std": STD}},
-        "batch": {"global": B},
-        "objective": {
-            **{"kind": "distillation", "label_smoothing": 0.1, "mixing": {"mixup": 0.8, "cutmix": 1.0, "per": "pair"}},
-            "teacher": {"model": TEACHER, **(teacher or {})},
-        },
-        "optimizer": {"name": "adamw", "lr": 1.0},
-        "schedule": {"duration": {"steps": 1}},
-        "precision": "fp32",
-    }
-    return validate_recipe(content | others, "test")
+    mixing = {"mixup": 0.8, "cutmix": 1.0, "per": "pair"}
+    objective = {"kind": "distillation", "label_smoothing": 0.1, "mixing": mixing}
+    objective["teacher"] = {"model": TEACHER, **(teacher or {})}
+    data = {"normalise": {"mean": MEAN, "std": STD}}
+    return small_recipe(**{"model": OURS | {"distilled": True}, "data": data, "objective": objective} | others)
 
 
 def with_values(model: nn.Module, seed: int) -> nn.Module:

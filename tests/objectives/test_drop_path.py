@@ -3,22 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from small_recipes import SMALL, small_recipe, with_initial_values
 
 from vitscale.data.draws import kept_paths
 from vitscale.ground.ranks import Sums
-from vitscale.models import initial_value
 from vitscale.objectives import build_objective
-from vitscale.recipe import validate_recipe
 
 SHARES = [0.0, 0.1, 0.5, 0.9]
 KEYS = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, (200, 100))
-RECIPE = {
-    "model": {"patch_size": 8, "width": 32, "depth": 3, "mlp_dim": 48, "num_heads": 2, "head": "linear"},
-    "data": {"train": "train", "image_size": 32},
-    "batch": {"global": 8},
-    "optimizer": {"name": "adamw", "lr": 1e-3},
-    "schedule": {"duration": {"steps": 4}},
-}
+MODEL = SMALL | {"width": 32, "depth": 3, "mlp_dim": 48, "head": "linear", "drop_path": 0.5}
 SWIN = {"width": 32, "blocks": [2, 2], "num_heads": 2, "window": 4, "name": "Swin-T", "head": "linear"}
 RESNET = {"name": "ResNet50x1", "blocks": [2, 1], "width_factor": 1, "head": "linear"}
 VIEWS = [{"name": "global", "count": 2}, {"name": "local", "count": 3, "size": 16}]
@@ -36,31 +29,29 @@ def test_branches_are_left_out_as_often_as_they_should_and_independently():
 
 
 def made(model, objective, views):
-    data = RECIPE["data"] | ({"views": views} if views else {})
-    content = {**RECIPE, "model": model, "data": data, "objective": objective}
-    recipe = validate_recipe(content, "test")
-    objective = build_objective(recipe, 7).train()
+    """The objective, and whether there is a first pass."""
+    recipe = small_recipe(model, data={"views": views or []}, objective=objective)
+    objective = with_initial_values(build_objective(recipe, 7)).train()
     with torch.no_grad():
         for name, parameter in objective.named_weights():
-            parameter.copy_(initial_value(objective, name, parameter.shape, 0))
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-    return recipe, objective
+    return objective, recipe.objective.prepares
 
 
 @pytest.mark.parametrize(
     ("model", "objective", "views"),
     [
-        (RECIPE["model"] | {"drop_path": 0.5}, {"loss": "softmax"}, None),
+        (MODEL, {"loss": "softmax"}, None),
         (SWIN | {"drop_path": 0.5}, {"loss": "softmax"}, None),
         (RESNET | {"drop_path": 0.5}, {"loss": "softmax"}, None),
-        (RECIPE["model"] | {"drop_path": 0.5}, {"kind": "contrastive", "hidden": 16, "outputs": 8}, VIEWS[:1]),
-        (RECIPE["model"] | {"drop_path": 0.5}, {"kind": "lejepa", "hidden": 16, "outputs": 8}, VIEWS),
+        (MODEL, {"kind": "contrastive", "hidden": 16, "outputs": 8}, VIEWS[:1]),
+        (MODEL, {"kind": "lejepa", "hidden": 16, "outputs": 8}, VIEWS),
     ],
     ids=["vit", "swin", "resnet", "contrastive", "lejepa"],
 )
 def test_an_update_is_the_same_in_every_micro_batch(model, objective, views):
     """Gradients of a global batch of 8 in parts of 1 to 8; other keys give others."""
-    recipe, objective = made(model, objective, views)
+    objective, prepares = made(model, objective, views)
     generator = torch.Generator().manual_seed(3)
     counts = [(view.get("count", 1), view.get("size", 32)) for view in views or [{}]]
     images = [torch.rand(8, count, side, side, 3, generator=generator) * 2 - 1 for count, side in counts]
@@ -71,7 +62,7 @@ def test_an_update_is_the_same_in_every_micro_batch(model, objective, views):
         objective.zero_grad()
         parts = [slice(start, start + size) for start in range(0, 8, size)]
         plan = objective.plan(keys[0][:, 0].numpy(), 0)
-        if recipe.objective.prepares is not None:
+        if prepares:
             rows = []
             for part in parts:
                 objective.choose_paths([each[part] for each in keys], labels.device)
@@ -93,7 +84,7 @@ def test_an_update_is_the_same_in_every_micro_batch(model, objective, views):
 
 
 def test_images_that_are_no_views_of_the_samples_are_refused():
-    _, objective = made(RECIPE["model"] | {"drop_path": 0.5}, {"loss": "softmax"}, None)
+    objective, _ = made(MODEL, {"loss": "softmax"}, None)
     objective.choose_paths([torch.from_numpy(KEYS[:4, :1])], torch.device("cpu"))
     with pytest.raises(ValueError, match="4 samples"):
         objective.backbone(torch.zeros(6, 32, 32, 3))

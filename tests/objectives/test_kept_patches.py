@@ -3,40 +3,22 @@
 import numpy as np
 import pytest
 import torch
+from small_recipes import SMALL, keys, small_recipe, with_random_values
 from timm.layers import PatchDropout
 from torch.nn import functional as F
 
 from vitscale.ground.errors import RecipeError
 from vitscale.objectives import build_objective
-from vitscale.recipe import validate_recipe
 
 B, K, SIDE, N = 4, 7, 32, 16
 
 
 def make_recipe(keep, *, mixing=None, **model):
-    content = {
-        "model": {"patch_size": 8, "width": 24, "depth": 2, "mlp_dim": 32, "num_heads": 2, **model},
-        "data": {"train": "none", "image_size": SIDE},
-        "batch": {"global": B},
-        "objective": {"loss": "softmax", "keep": keep, "mixing": mixing},
-        "optimizer": {"name": "adamw", "lr": 1.0},
-        "schedule": {"duration": {"steps": 1}},
-        "precision": "fp32",
-    }
-    return validate_recipe(content, "test")
+    return small_recipe(SMALL | model, batch=B, objective={"loss": "softmax", "keep": keep, "mixing": mixing})
 
 
 def made(keep, **blocks):
-    objective = build_objective(make_recipe(keep, **blocks), K)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in objective.parameters():
-            parameter.normal_(0, 0.3, generator=generator)
-    return objective
-
-
-def keys(count=B, seed=0):
-    return np.random.default_rng(seed).integers(-(2**63), 2**63, count, dtype=np.int64)
+    return with_random_values(build_objective(make_recipe(keep, **blocks), K))
 
 
 def pictures():
@@ -56,9 +38,9 @@ def test_as_many_are_kept_of_every_image_each_as_likely(keep, count):
 
 def test_samples_draw_alone():
     objective = made(0.5)
-    (whole,) = objective.plan(keys(), 0)
+    (whole,) = objective.plan(keys(B), 0)
     for parts in (2, 4):
-        assert torch.equal(torch.cat([objective.plan(part, 3)[0] for part in np.split(keys(), parts)]), whole)
+        assert torch.equal(torch.cat([objective.plan(part, 3)[0] for part in np.split(keys(B), parts)]), whole)
 
 
 MODELS = [
@@ -76,7 +58,7 @@ MODELS = [
 def test_the_kept_compute_as_if_no_token_attended_to_the_others(model, monkeypatch):
     """The others stay in the reference, which masks them wherever somebody attends."""
     backbone = made(0.5, **model).eval().backbone
-    (kept,) = made(0.5, **model).plan(keys(), 0)
+    (kept,) = made(0.5, **model).plan(keys(B), 0)
     with torch.no_grad():
         found = backbone.encode(backbone.embed(pictures()), kept_BC=kept)
         assert torch.equal(backbone(pictures(), kept=kept).pooled, backbone.represent(found))
@@ -95,7 +77,7 @@ def test_the_kept_compute_as_if_no_token_attended_to_the_others(model, monkeypat
 
 def test_evaluation_sees_all_and_training_some_of_mixed_images():
     objective = made(0.5, mixing={"mixup": 0.8})
-    own, blend, boxes, kept = plan = objective.plan(keys(), 0)
+    own, blend, boxes, kept = plan = objective.plan(keys(B), 0)
     images, labels = pictures(), torch.arange(B)
     mixed = objective.mixer.mix_images(images, blend, boxes)
     logits = objective.backbone(mixed, kept=kept).logits

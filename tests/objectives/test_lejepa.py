@@ -4,22 +4,15 @@ import math
 
 import pytest
 import torch
+from small_recipes import SMALL, small_recipe, with_initial_values
 
-from vitscale.ground.errors import RecipeError
 from vitscale.ground.ranks import Sums
-from vitscale.models import initial_value
 from vitscale.objectives import build_objective
 from vitscale.objectives.lejepa import sigreg
-from vitscale.recipe import validate_recipe
 
-RECIPE = {
-    "model": {"patch_size": 16, "width": 32, "depth": 1, "mlp_dim": 48, "num_heads": 2, "head": "linear"},
-    "data": {"train": "train", "image_size": 32, "views": [{"name": "global", "count": 2}, {"name": "local"}]},
-    "batch": {"global": 8},
-    "objective": {"kind": "lejepa", "hidden": 24, "outputs": 6, "directions": 32, "center": ["global"]},
-    "optimizer": {"name": "adamw", "lr": 1e-3},
-    "schedule": {"duration": {"steps": 4}},
-}
+OBJECTIVE = {"kind": "lejepa", "hidden": 24, "outputs": 6, "directions": 32, "center": ["global"]}
+MODEL = SMALL | {"patch_size": 16, "width": 32, "depth": 1, "mlp_dim": 48, "head": "linear"}
+VIEWS = [{"name": "global", "count": 2}, {"name": "local"}]
 
 
 def directions(width, count):
@@ -56,10 +49,7 @@ def test_it_has_the_values_measured_of_the_authors_code(count, collapsed, narrow
 
 
 def test_in_parts_loss_and_gradients_are_those_of_the_whole_batch():
-    objective = build_objective(validate_recipe(RECIPE, "test"), 0)
-    with torch.no_grad():
-        for name, parameter in objective.named_weights():
-            parameter.copy_(initial_value(objective, name, parameter.shape, 0))
+    objective = with_initial_values(build_objective(small_recipe(MODEL, data={"views": VIEWS}, objective=OBJECTIVE), 0))
     generator, labels = torch.Generator().manual_seed(0), torch.zeros(8, dtype=torch.int64)
     views = [torch.randn(8, count, 32, 32, 3, generator=generator) for count in (2, 1)]
     projected = objective.projection(objective.backbone(torch.cat(views, dim=1).flatten(0, 1)).pooled).view(8, 3, 6)
@@ -84,8 +74,3 @@ def test_in_parts_loss_and_gradients_are_those_of_the_whole_batch():
     assert torch.cat(found).mean().item() == pytest.approx(expected.item(), rel=1e-6)
     for parameter, gradient in zip(objective.parameters(), gradients, strict=True):
         assert float((parameter.grad - gradient).norm()) <= 3e-6 * float(gradient.norm()) + 1e-8
-
-
-def test_a_center_of_views_that_are_not_there_is_named():
-    with pytest.raises(RecipeError, match="locals"):
-        validate_recipe({**RECIPE, "objective": {"kind": "lejepa", "center": ["locals"]}}, "test")

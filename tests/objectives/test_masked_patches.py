@@ -5,13 +5,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_recipes import SMALL, keys, small_recipe, with_initial_values, with_random_values
 
 from vitscale.data.image_operations import to_model_input
-from vitscale.ground.errors import RecipeError
-from vitscale.models import initial_value
 from vitscale.objectives import build_objective
 from vitscale.objectives.masked_patches import quantised_colours, whole_pixels
-from vitscale.recipe import load_recipe, override, validate_recipe
+from vitscale.recipe import load_recipe
 from vitscale.recipe.shares import by_largest_remainder
 
 P, SIDE, B = 8, 32, 3
@@ -20,34 +19,16 @@ TARGETS = ("mean_colour", "cell_colours", "pixels")
 
 
 def make_recipe(objective, **model):
-    content = {
-        "model": {"patch_size": P, "width": 24, "depth": 2, "mlp_dim": 32, "num_heads": 2, **model},
-        "data": {"train": "none", "image_size": SIDE},
-        "batch": {"global": B},
-        "objective": {"kind": "masked_patches", **objective},
-        "optimizer": {"name": "adamw", "lr": 1.0},
-        "schedule": {"duration": {"steps": 1}},
-        "precision": "fp32",
-    }
-    return validate_recipe(content, "test")
+    return small_recipe(SMALL | model, batch=B, objective={"kind": "masked_patches", **objective})
 
 
 def made(objective, **model):
     """An objective with random values, none of them zero."""
-    built = build_objective(make_recipe(objective, **model), 0)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for _, parameter in built.named_weights():
-            parameter.normal_(0, 0.3, generator=generator)
-    return built.eval()
+    return with_random_values(build_objective(make_recipe(objective, **model), 0)).eval()
 
 
 def pictures(seed=0):
     return torch.randint(256, (B, SIDE, SIDE, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
-def keys(count=B, seed=0):
-    return np.random.default_rng(seed).integers(0, 2**63, count, dtype=np.int64)
 
 
 # ---- How many, and which ---------------------------------------------------------------------------------------------
@@ -160,7 +141,7 @@ def reference(objective, images, order):
 @pytest.mark.parametrize("target", TARGETS)
 def test_losses_equal_numpy(target, share, model):
     objective = made({"target": target, "share": share}, **model)
-    images, plan = pictures(), objective.plan(keys(), 0)
+    images, plan = pictures(), objective.plan(keys(B), 0)
     found = objective([to_model_input(images, torch.device("cpu"), torch.float32)[:, None]], torch.full((B,), -1), plan)
     assert found.per_sample.tolist() == pytest.approx(reference(objective, images, plan[0]), rel=2e-5)
 
@@ -183,7 +164,7 @@ def test_a_replaced_patch_is_never_itself_and_no_two_are_the_same():
 def test_every_parameter_learns_and_labels_play_no_part():
     objective = made({}, pool="cls").train()
     images = to_model_input(pictures(), torch.device("cpu"), torch.float32)
-    plan = objective.plan(keys(), 0)
+    plan = objective.plan(keys(B), 0)
     one = objective([images[:, None]], torch.full((B,), -1), plan).per_sample
     other = objective([images[:, None]], torch.arange(B), plan).per_sample
     assert torch.equal(one, other)
@@ -193,35 +174,8 @@ def test_every_parameter_learns_and_labels_play_no_part():
 
 def test_a_new_model_knows_nothing():
     """The output layer is zero: a loss of ln 512, which the first colour wins by being the first."""
-    objective = build_objective(make_recipe({}), 0)
-    with torch.no_grad():
-        for name, parameter in objective.named_weights():
-            parameter.copy_(initial_value(objective, name, parameter.shape, 0))
+    objective = with_initial_values(build_objective(make_recipe({}), 0))
     images = to_model_input(pictures(), torch.device("cpu"), torch.float32)
-    found = objective([images[:, None]], torch.full((B,), -1), objective.plan(keys(), 0))
+    found = objective([images[:, None]], torch.full((B,), -1), objective.plan(keys(B), 0))
     assert found.per_sample.tolist() == pytest.approx([np.log(512)] * B)
     assert objective.mask.std().item() == pytest.approx(0.02, rel=0.4)
-
-
-@pytest.mark.parametrize(
-    ("objective", "model", "key"),
-    [
-        ({}, {"num_classes": 5}, "model.num_classes"),
-        ({}, {"head_bias": 1.0}, "model.head_bias"),
-        ({"target": "cell_colours"}, {"patch_size": 10}, "objective.target"),
-        ({"share": 0.01}, {}, "objective.share"),
-        ({"share": 0.5}, {"patch_size": 32}, "objective.share"),
-        ({"target": "colour"}, {}, "objective.target"),
-        ({"loss": "softmax"}, {}, "objective.loss"),
-        ({}, {"patch_size": 1, "blocks": [1]}, "objective.kind"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(objective, model, key):
-    with pytest.raises(RecipeError) as caught:
-        make_recipe(objective, **model)
-    assert key in str(caught.value)
-
-
-def test_pixels_that_are_normalised_otherwise_are_refused():
-    with pytest.raises(RecipeError, match=r"data\.normalise"):
-        override(make_recipe({}).dump(), ["data.normalise.mean=[0.5, 0.5, 0.4]"], "test")

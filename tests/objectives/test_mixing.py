@@ -5,6 +5,7 @@ import pytest
 import torch
 from messages import refusal
 from scipy import stats
+from small_recipes import SMALL, keys, small_recipe, with_random_values
 from timm.data import mixup as timm_mixup
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch.nn import functional as F
@@ -13,26 +14,13 @@ from vitscale.ground.errors import RecipeError
 from vitscale.objectives import build_objective
 from vitscale.objectives.classification import CrossEntropy
 from vitscale.objectives.mixing import Mixer, Partners, partners_of, symmetric_beta
-from vitscale.recipe import Mixing, override, validate_recipe
+from vitscale.recipe import Mixing
 
 B, K, SIDE = 8, 11, 32
 
 
 def make_recipe(*settings, **objective):
-    content = {
-        "model": {"patch_size": 8, "width": 24, "depth": 2, "mlp_dim": 32, "num_heads": 2},
-        "data": {"train": "none", "image_size": SIDE},
-        "batch": {"global": B},
-        "objective": objective,
-        "optimizer": {"name": "adamw", "lr": 1.0},
-        "schedule": {"duration": {"steps": 1}},
-        "precision": "fp32",
-    }
-    return override(validate_recipe(content, "test").dump(), settings, "test")
-
-
-def keys(count=B, seed=0):
-    return np.random.default_rng(seed).integers(-(2**63), 2**63, count, dtype=np.int64)
+    return small_recipe(SMALL, *settings, objective=objective)
 
 
 def mixer(**settings):
@@ -145,9 +133,9 @@ def test_mixup_alone_draws_beta_for_pairs():
 
 
 def test_elements_draw_alone_and_a_batch_draws_once():
-    of_elements = mixer(mixup=0.8, per="element").plan(keys(), 0)[0]
+    of_elements = mixer(mixup=0.8, per="element").plan(keys(B), 0)[0]
     assert len(set(of_elements.tolist())) == B
-    batches = [mixer(mixup=0.8).plan(keys(seed=step), step)[0] for step in range(50)]
+    batches = [mixer(mixup=0.8).plan(keys(B, step), step)[0] for step in range(50)]
     assert all(len(set(each.tolist())) == 1 for each in batches) and len({each[0].item() for each in batches}) == 50
 
 
@@ -155,12 +143,12 @@ def test_elements_draw_alone_and_a_batch_draws_once():
 def test_a_part_of_the_batch_is_drawn_as_the_whole(per):
     """So that worlds and micro-batches do not matter."""
     both = mixer(mixup=0.8, cutmix=1.0, per=per)
-    whole = both.plan(keys(), 7)
+    whole = both.plan(keys(B), 7)
     for parts in (2, 4):
-        pieces = [both.plan(part, 7) for part in np.split(keys(), parts)]
+        pieces = [both.plan(part, 7) for part in np.split(keys(B), parts)]
         for at in range(3):
             assert torch.equal(torch.cat([piece[at] for piece in pieces]), whole[at])
-    assert any(not torch.equal(a, b) for a, b in zip(both.plan(keys(seed=1), 8), whole, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(both.plan(keys(B, 1), 8), whole, strict=True))
 
 
 def test_probability_and_the_share_of_cutmix():
@@ -210,7 +198,7 @@ def test_boxes_of_given_sides_are_as_timms():
 def test_pixels_equal_timms_mixing(kind, per, monkeypatch):
     """timm is told what to draw; its partners are in reverse order."""
     ours, images = mixer(**{kind: 1.0}, per=per), pictures()
-    own, blend, boxes = ours.plan(keys(), 5)
+    own, blend, boxes = ours.plan(keys(B), 5)
     order = [*range(0, B, 2), *range(B - 1, 0, -2)]
     drawn = [order[at] for at in range(B if per == "element" else B // 2 if per == "pair" else 1)]
     boxes_left = iter(boxes[drawn].tolist())
@@ -251,13 +239,9 @@ def test_what_is_not_mixed_keeps_its_bits():
 
 def test_the_objective_mixes_in_training_and_not_in_evaluation():
     recipe = make_recipe(loss="softmax", mixing={"mixup": 0.8, "cutmix": 1.0, "per": "pair"}, label_smoothing=0.1)
-    objective = build_objective(recipe, K)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in objective.parameters():
-            parameter.normal_(0, 0.3, generator=generator)
+    objective = with_random_values(build_objective(recipe, K))
     images, labels = pictures(), torch.arange(B)
-    own, blend, boxes = plan = objective.plan(keys(), 0)
+    own, blend, boxes = plan = objective.plan(keys(B), 0)
     found = objective([images[:, None]], labels, plan).per_sample
     mixed = objective.mixer.mix_images(images, blend, boxes)
     targets = by_timm(labels, own, 0.1)
@@ -287,12 +271,7 @@ def test_what_does_not_go_together_is_refused(objective, settings):
 
 
 @pytest.mark.parametrize(
-    ("batch", "world"),
-    [
-        ({"global": 12, "micro_max": 3}, 2),
-        ({"global": 12, "micro_max": 1}, 1),
-        ({"global": 6}, 2),
-    ],
+    ("batch", "world"), [({"global": 12, "micro_max": 3}, 2), ({"global": 12, "micro_max": 1}, 1), ({"global": 6}, 2)]
 )
 def test_micro_batches_that_part_a_pair_are_refused(batch, world):
     recipe = make_recipe(mixing={"mixup": 0.2})

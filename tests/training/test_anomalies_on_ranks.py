@@ -41,12 +41,7 @@ def blocks(
         "batch": {"micro_max": 4},
         "optimizer": optimizer,
         "schedule": {"duration": {"steps": steps}, "warmup": {"steps": 2}},
-        "parallelism": {
-            "zero_stage": stage,
-            "activation_checkpointing": 2,
-            "offload": offload,
-            "overlap": overlap,
-        },
+        "parallelism": {"zero_stage": stage, "activation_checkpointing": 2, "offload": offload, "overlap": overlap},
         "ema": {"decay": 0.9},
         "checkpoint": {"every": {"steps": 2}, "keep": 20},
         "evaluation": {"validation": None},

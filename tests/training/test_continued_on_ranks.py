@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from outcomes import checkpoint, evaluations, printed
-from ranks import launch, make_data, make_recipe
+from ranks import job, launch, make_recipe
 from safetensors.torch import load_file
 from transformers import (
     Dinov2WithRegistersConfig,
@@ -111,13 +111,11 @@ def blocks(root: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("continued")
-    make_data(root)
+def root(root: Path) -> Path:
     jobs = []
     for name in RUNS:
         released(name, root / name)
-        jobs.append({"name": name, "blocks": [blocks(root, name)] * 2, "stops": [3, None]})
+        jobs.append(job(name, blocks(root, name), 3, None))
     launch(root, jobs, 2)
     return root
 

@@ -1,11 +1,13 @@
 """Contrastive learning through the trainer: the same on every world, stage and micro-batch, and after a stop."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from outcomes import assert_same_run, column
 from PIL import Image
-from ranks import launch, make_data, make_recipe
+from ranks import job, launch, make_recipe
 from typer.testing import CliRunner
 
 from vitscale.about.checks.seen import History
@@ -33,27 +35,22 @@ def blocks(stage, micro=8, group=4, **others):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("contrastive")
-    make_data(root)
-    jobs = [{"name": f"zero{stage}", "blocks": [blocks(stage)], "stops": [None]} for stage in (0, 1, 3)]
-    jobs.append({"name": "resumed", "blocks": [blocks(1)] * 2, "stops": [3, None]})
-    jobs.append({"name": "small", "blocks": [blocks(2, 4)], "stops": [None]})
+def root(root: Path) -> Path:
+    jobs = [job(f"zero{stage}", blocks(stage)) for stage in (0, 1, 3)]
+    jobs.append(job("resumed", blocks(1), 3, None))
+    jobs.append(job("small", blocks(2, 4)))
     whole = {"group": "global", "model": {"dropout": 0.1}, "check": {"audit_every": 1}}
-    jobs.append({"name": "whole", "blocks": [blocks(1, **whole)], "stops": [None]})
-    jobs.append({"name": "whole-resumed", "blocks": [blocks(1, **whole)] * 2, "stops": [3, None]})
+    jobs.append(job("whole", blocks(1, **whole)))
+    jobs.append(job("whole-resumed", blocks(1, **whole), 3, None))
     lejepa = {"objective": {"kind": "lejepa", "hidden": 16, "outputs": 8, "directions": 16, "center": ["one"]}}
     lejepa |= {"data": {"views": [VIEWS[0], {"name": "local", "size": 16}]}, "model": {"drop_path": 0.5}}
-    jobs += [{"name": f"lejepa-{micro}", "blocks": [blocks(1, micro, **lejepa)], "stops": [None]} for micro in (2, 8)]
-    for micro in (2, 4, 8):
-        jobs.append(
-            {"name": f"whole-{micro}", "blocks": [blocks(3 if micro == 2 else 1, micro, "global")], "stops": [None]}
-        )
+    jobs += [job(f"lejepa-{micro}", blocks(1, micro, **lejepa)) for micro in (2, 8)]
+    jobs += [job(f"whole-{micro}", blocks(3 if micro == 2 else 1, micro, "global")) for micro in (2, 4, 8)]
     launch(root, jobs, 2)
     alone = [("alone", blocks(1, 16)), ("whole-alone", blocks(0, 16, "global"))]
     alone.append(("lejepa-alone", blocks(1, 16, **lejepa)))
     alone.append(("collapsed", blocks(1, 16, "global", optimizer={"name": "adamw", "lr": 10.0})))
-    launch(root, [{"name": name, "blocks": [of_run], "stops": [None]} for name, of_run in alone], 1)
+    launch(root, [job(*each) for each in alone], 1)
     return root
 
 

@@ -1,9 +1,11 @@
 """Self-distillation through the trainer: the same on every world, stage and micro-batch, and after a stop."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from outcomes import assert_same_run, checkpoint, column
-from ranks import initial_weights, launch, make_data, make_recipe
+from ranks import initial_weights, job, launch, make_recipe
 
 from vitscale.runs.checkpoint import MASTER
 
@@ -44,24 +46,17 @@ def blocks(stage, micro, **others):
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("dino")
-    make_data(root)
-    jobs = [
-        {"name": f"two-{micro}", "blocks": [blocks(stage, micro)], "stops": [None]} for stage, micro in ((1, 8), (2, 2))
-    ]
-    jobs.append({"name": "two-4", "blocks": [blocks(3, 4)] * 2, "stops": [3, None]})
+def root(root: Path) -> Path:
+    jobs = [job(f"two-{micro}", blocks(stage, micro)) for stage, micro in ((1, 8), (2, 2))]
+    jobs.append(job("two-4", blocks(3, 4), 3, None))
     adamw = {"optimizer": {"name": "adamw", "lr": 1e-3}, "precision": "bf16"}
     adamw["objective"] = {**OBJECTIVE, "ibot": {}}
-    audited = blocks(1, 4, **adamw, check={"audit_every": 2})
-    jobs.append({"name": "adamw", "blocks": [audited], "stops": [None]})
-    jobs.append({"name": "resumed", "blocks": [blocks(1, 4, **adamw)] * 2, "stops": [3, None]})
+    jobs.append(job("adamw", blocks(1, 4, **adamw, check={"audit_every": 2})))
+    jobs.append(job("resumed", blocks(1, 4, **adamw), 3, None))
     ijepa = {"objective": IJEPA, "data": {}, "optimizer": {"name": "sgd", "lr": 0.1}}
-    jobs.append({"name": "ijepa", "blocks": [blocks(1, 4, **ijepa)] * 2, "stops": [3, None]})
+    jobs.append(job("ijepa", blocks(1, 4, **ijepa), 3, None))
     launch(root, jobs, 2)
-    alone = [{"name": "alone", "blocks": [blocks(0, 16)], "stops": [None]}]
-    alone.append({"name": "ijepa-alone", "blocks": [blocks(0, 16, **ijepa)], "stops": [None]})
-    launch(root, alone, 1)
+    launch(root, [job("alone", blocks(0, 16)), job("ijepa-alone", blocks(0, 16, **ijepa))], 1)
     return root
 
 
@@ -114,17 +109,9 @@ def test_a_stopped_run_of_ijepa_equals_one_on_another_world(root):
 
 @pytest.mark.slow
 def test_the_whole_mesh_of_worlds_and_micro_batches_computes_the_same(root):
-    wide = {"batch": {"global": 32}}
     for world in (1, 2, 4):
-        each = {micro: blocks(1, micro) for micro in (32 // world, 16 // world, 8 // world)}
-        jobs = [
-            {
-                "name": f"wide-{world}-{micro}",
-                "blocks": [{**of_run, "batch": {**of_run["batch"], **wide["batch"]}}],
-                "stops": [None],
-            }
-            for micro, of_run in each.items()
-        ]
-        launch(root, jobs, world)
-        for micro in each:
+        micros = (32 // world, 16 // world, 8 // world)
+        batches = {micro: {"global": 32, "micro_max": micro} for micro in micros}
+        launch(root, [job(f"wide-{world}-{micro}", blocks(1, micro, batch=batches[micro])) for micro in micros], world)
+        for micro in micros:
             assert_same_update(root, "wide-1-32", f"wide-{world}-{micro}")

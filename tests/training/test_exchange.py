@@ -49,11 +49,7 @@ def test_buckets_are_filled_from_the_end_and_keep_every_group_s_order():
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        ["parallelism.zero_stage=0"],
-        ["parallelism.zero_stage=2", "parallelism.offload=optimizer"],
-    ],
+    "settings", [["parallelism.zero_stage=0"], ["parallelism.zero_stage=2", "parallelism.offload=optimizer"]]
 )
 def test_where_nothing_can_overlap_the_recipe_is_refused(settings):
     with pytest.raises(RecipeError):

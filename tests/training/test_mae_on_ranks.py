@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from outcomes import assert_same_run, checkpoint, column, evaluations
-from ranks import SHARDS, STEPS, launch, make_data, make_recipe
+from ranks import SHARDS, STEPS, job, launch, make_recipe
 from safetensors.torch import save_file
 
 from vitscale.data.augmentation import TrainTransform
@@ -57,18 +57,16 @@ def values(objective: Objective, seed: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("mae")
-    make_data(root)
+def root(root: Path) -> Path:
     jobs = []
     for stage in STAGES:
-        jobs.append({"name": f"zero{stage}", "blocks": [blocks(stage)], "stops": [None]})
-        jobs.append({"name": f"zero{stage}-resumed", "blocks": [blocks(stage)] * 2, "stops": [3, None]})
-        jobs.append({"name": f"zero{stage}-fp32", "blocks": [blocks(stage, "fp32")], "stops": [None]})
-    jobs.append({"name": "moved", "blocks": [blocks(3, "fp32"), blocks(0, "fp32")], "stops": [3, None]})
+        jobs.append(job(f"zero{stage}", blocks(stage)))
+        jobs.append(job(f"zero{stage}-resumed", blocks(stage), 3, None))
+        jobs.append(job(f"zero{stage}-fp32", blocks(stage, "fp32")))
+    jobs.append(job("moved", [blocks(3, "fp32"), blocks(0, "fp32")], 3, None))
     factored = blocks(2, optimizer={"name": "adafactor", "lr": 1e-3})
-    jobs.append({"name": "factored", "blocks": [factored], "stops": [None]})
-    jobs.append({"name": "factored-resumed", "blocks": [factored] * 2, "stops": [3, None]})
+    jobs.append(job("factored", factored))
+    jobs.append(job("factored-resumed", factored, 3, None))
     objective = build_objective(make_recipe(root, **blocks(0, "fp32")), 0)
     others = values(objective, seed=1)
     there = {
@@ -82,7 +80,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {key: there[key] for key in there if not key.startswith(("mask", "decoder"))}, root / "encoder.safetensors"
     )
     for name in ("whole", "encoder"):
-        jobs.append({"name": name, "blocks": [begins(root / f"{name}.safetensors")], "stops": [1]})
+        jobs.append(job(name, [begins(root / f"{name}.safetensors")], 1))
     fine_tuned = {"objective": {"loss": "softmax"}, "model": MODEL | {"head": "linear", "pool": "normed_mean"}}
     for name, source in (
         ("continued", "runs/zero3"),
@@ -90,7 +88,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("classes-of-file", "whole.safetensors"),
     ):
         changed = fine_tuned if name.startswith("classes") else {}
-        jobs.append({"name": name, "blocks": [begins(root / source) | changed], "stops": [1]})
+        jobs.append(job(name, [begins(root / source) | changed], 1))
     launch(root, jobs, 2)
     launch(root, [{"name": "alone", "blocks": [blocks(1, "fp32")], "stops": [None]}], 1)
     return root

@@ -95,8 +95,7 @@ def edit_evaluation(folder, step, top1):
     """In every file that has it."""
     is_it = "eval/validation/top1"
     write_lines(
-        folder,
-        [line | {is_it: top1} if line["step"] == step and is_it in line else line for line in lines_of(folder)],
+        folder, [line | {is_it: top1} if line["step"] == step and is_it in line else line for line in lines_of(folder)]
     )
     done = done_of(folder)
     if done["step"] == step:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from outcomes import checkpoint
-from ranks import job, launch, make_data
+from ranks import job, launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # 36 runs
 
@@ -36,9 +36,7 @@ def blocks(kind: str, world: int, micro: int, updates: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("whole")
-    make_data(root)
+def root(root: Path) -> Path:
     for ranks in (1, 2, 4):
         cases = [(kind, *each, updates) for kind in KINDS for each in MESH if each[0] == ranks for updates in WITHIN]
         launch(root, [job(name_of(*case), blocks(*case)) for case in cases], ranks)

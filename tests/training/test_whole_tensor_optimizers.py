@@ -34,10 +34,7 @@ OPTIMIZERS = {
 GROUPED = {
     "decay_exclude": "bias$",
     "layer_decay": 0.5,
-    "groups": [
-        {"match": r"norm\.bias", "frozen": True},
-        {"match": "^head", "lr_factor": 10.0, "weight_decay": 0.3},
-    ],
+    "groups": [{"match": r"norm\.bias", "frozen": True}, {"match": "^head", "lr_factor": 10.0, "weight_decay": 0.3}],
 }
 # By the text above, by hand: (factor of the learning rate, weight decay).
 HOW = {
@@ -54,7 +51,7 @@ HOW = {
 }
 FROZEN = "blocks.1.norm.bias"
 MATRICES = {
-    *("blocks.0.attention.qkv.weight", "blocks.0.attention.out.weight", "blocks.1.fc.weight", "blocks.1.conv.weight"),
+    *("blocks.0.attention.qkv.weight", "blocks.0.attention.out.weight", "blocks.1.fc.weight", "blocks.1.conv.weight")
 }
 WORLDS = quick_of((1, 2, 4), [2])
 # Other wrappers of DeepSpeed's, and one of several calls of the optimizer for a group's parameters.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,14 +12,16 @@ from vitscale.data.order import EvalOrder
 from vitscale.data.settings import Reading
 from vitscale.data.shards import Manifest
 from vitscale.evaluation.classification import Validation
-from vitscale.evaluation.contract import Evaluator, MakeLoader
-from vitscale.evaluation.fewshot import PAPER_L2S, FewShot, SharedL2FewShot
+from vitscale.evaluation.contract import Evaluator, Loaders, MakeLoader
+from vitscale.evaluation.fewshot import PAPER_L2S, FewShot, OfSplits, SharedL2FewShot
 from vitscale.evaluation.knn import NearestNeighbours
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.extensions import implementation
 from vitscale.ground.wording import counted
 from vitscale.objectives.build import objective_class
 from vitscale.recipe import EvalCrop, Recipe
+
+Made = TypeVar("Made", bound=OfSplits)
 
 
 def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 0, world: int = 1) -> list[Evaluator]:
@@ -40,39 +42,18 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
     if settings.fewshot is not None:
         fewshot, tasks = settings.fewshot, []
         for task in fewshot.tasks:
-            train, test = labelled_splits(recipe, task.train, task.test)
-            tasks.append(
-                FewShot(
-                    task.name if fewshot.l2 == "shared" else f"fewshot/{task.name}",
-                    loader(train, fewshot.crop),
-                    loader(test, fewshot.crop),
-                    train.class_names,
-                    shots=fewshot.shots,
-                    seeds=range(fewshot.seeds),
-                    l2=PAPER_L2S[0] if fewshot.l2 == "shared" else fewshot.l2,
-                    train_samples=samples_expected(recipe, train),
-                    test_samples=samples_expected(recipe, test),
-                )
-            )
+            splits = labelled_splits(recipe, task.train, task.test)
+            name, l2 = (task.name, PAPER_L2S[0]) if fewshot.l2 == "shared" else (f"fewshot/{task.name}", fewshot.l2)
+            how = {"shots": fewshot.shots, "seeds": range(fewshot.seeds), "l2": l2}
+            tasks.append(on_splits(FewShot, name, recipe, splits, fewshot.crop, loader, **how))
         evaluators += [SharedL2FewShot("fewshot", tasks)] if fewshot.l2 == "shared" else tasks
     if settings.knn is not None:
         knn = settings.knn
-        train, test = labelled_splits(recipe, knn.train, knn.test)
-        if max(knn.k) > train.num_samples:
-            raise RecipeError(
-                f"evaluation.knn.k {max(knn.k)}: {train.where} has {counted(train.num_samples, 'sample')} that can vote"
-            )
-        evaluators.append(
-            NearestNeighbours(
-                "knn",
-                loader(train, knn.crop),
-                loader(test, knn.crop),
-                train.class_names,
-                knn.k,
-                train_samples=samples_expected(recipe, train),
-                test_samples=samples_expected(recipe, test),
-            )
-        )
+        voting, tested = labelled_splits(recipe, knn.train, knn.test)
+        if max(knn.k) > (count := voting.num_samples):
+            raise RecipeError(f"evaluation.knn.k {max(knn.k)}: {voting.where} has {counted(count, 'sample')} to vote")
+        splits = voting, tested
+        evaluators.append(on_splits(NearestNeighbours, "knn", recipe, splits, knn.crop, loader, numbers=knn.k))
     for block in settings.evaluators:
         evaluator = implementation(block.implementation, Evaluator).of(block, recipe, class_names, loader)
         if evaluator.name in [other.name for other in evaluators]:
@@ -94,6 +75,25 @@ def labelled_splits(recipe: Recipe, train: str, test: str) -> tuple[Manifest, Ma
         )
     check_class_names(test_path, tested.class_names, learned.class_names)
     return learned, tested
+
+
+def on_splits(
+    make: type[Made],
+    name: str,
+    recipe: Recipe,
+    splits: tuple[Manifest, Manifest],
+    crop: EvalCrop,
+    loaders: Loaders,
+    **settings: Any,
+) -> Made:
+    """An evaluator that learns from the first of two splits and is tested on the second."""
+    train, test = splits
+    return make(
+        *(name, loaders(train, crop), loaders(test, crop), train.class_names),
+        train_samples=samples_expected(recipe, train),
+        test_samples=samples_expected(recipe, test),
+        **settings,
+    )
 
 
 def evaluation_loader(

@@ -1,8 +1,8 @@
 """Few-shot evaluation during pre-training: a linear read-out of the frozen representation (paper section 4.1)."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
@@ -20,36 +20,66 @@ PAPER_L2S = tuple(2.0**exponent for exponent in range(-10, 20))
 """The regularisation strengths among which the authors' original few-shot code chose."""
 
 
+Result = TypeVar("Result")
+
+
 @dataclass(frozen=True)
-class FewShot(Evaluator):
-    """Yields `<shots>shot`: test accuracy (a fraction), the mean over `seeds` draws of training samples.
+class OfSplits(Evaluator):
+    """The base of evaluators that learn from the features of one split and are tested on those of another.
 
     Args:
         make_train_loader, make_test_loader: start exact passes over the two splits, without augmentation.
-        class_names: the dataset's classes, by label.
-        shots: numbers of training samples per class.
-        seeds: the seeds of the draws. Which samples are drawn depends on (seed, uid) alone, and fewer shots draw a
-            subset of more.
-        l2: regularisation strength; 2^10 is that of the authors' newer code.
+        class_names: their classes, by label.
         train_samples, test_samples: the numbers of samples of the two splits; another number is an error. None if
             damaged samples may be masked.
     """
+
+    kind: ClassVar[str]
 
     name: str
     make_train_loader: MakeLoader
     make_test_loader: MakeLoader
     class_names: Sequence[str]
+    train_samples: int | None = field(default=None, kw_only=True)
+    test_samples: int | None = field(default=None, kw_only=True)
+
+    @property
+    def what(self) -> str:
+        """What messages call it."""
+        return f"{self.kind} evaluator {self.name!r}"
+
+    def measured(self, predict: Predict, measure: Callable[["Task"], Result]) -> Result:
+        """Plain data that rank 0 computes from the features of both splits, on every rank.
+
+        Raises `DataError` for labels outside the classes, a split without samples, and samples that are lost or counted
+        twice.
+        """
+        train = extract_features(self.make_train_loader, predict, self.train_samples, f"{self.what}, training")
+        test = extract_features(self.make_test_loader, predict, self.test_samples, f"{self.what}, test")
+        return on_rank_zero(lambda: measure(Task.of(self.name, self.class_names, train, test, kind=self.kind)))
+
+
+@dataclass(frozen=True)
+class FewShot(OfSplits):
+    """Yields `<shots>shot`: test accuracy (a fraction), the mean over `seeds` draws of training samples.
+
+    Args:
+        shots: numbers of training samples per class.
+        seeds: the seeds of the draws. Which samples are drawn depends on (seed, uid) alone, and fewer shots draw a
+            subset of more.
+        l2: regularisation strength; 2^10 is that of the authors' newer code.
+    """
+
+    kind: ClassVar[str] = "few-shot"
+
     shots: Sequence[int] = (1, 5, 10, 25)
     seeds: Sequence[int] = (0, 1, 2)
     l2: float = 2.0**10
-    train_samples: int | None = None
-    test_samples: int | None = None
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
         """As `Evaluator.run`; if some classes have too few training samples, `<shots>shot_scarce` is their number.
 
-        Raises `DataError` for labels outside the classes, a split without samples, and samples that are lost or counted
-        twice.
+        Raises as `measured`.
         """
         accuracies, scarce = self.draws(predict, [self.l2])
         for shots, table, count in zip(self.shots, accuracies, scarce, strict=True):
@@ -59,20 +89,15 @@ class FewShot(Evaluator):
 
     def draws(self, predict: Predict, l2s: Sequence[float]) -> tuple[np.ndarray, list[int]]:
         """Accuracies (shots, seeds, strengths), and how many classes have fewer; on every rank. Raises as `run`."""
-        what = f"few-shot evaluator {self.name!r}"
-        train = extract_features(self.make_train_loader, predict, self.train_samples, f"{what}, training")
-        test = extract_features(self.make_test_loader, predict, self.test_samples, f"{what}, test")
 
-        def measured() -> tuple[list, list[int]]:
-            task = Task.of(self.name, self.class_names, train, test)
-
+        def measure(task: Task) -> tuple[list, list[int]]:
             def solve(few: Few, uids: Tensor) -> Solved:
                 return fewshot_accuracy(*few, l2s), []
 
             tables = [task.draws(shots, self.seeds, solve)[0].tolist() for shots in self.shots]
             return tables, [task.scarce_classes(shots) for shots in self.shots]
 
-        tables, scarce = on_rank_zero(measured)
+        tables, scarce = self.measured(predict, measure)
         return np.array(tables).reshape(len(self.shots), len(self.seeds), len(l2s)), scarce
 
 

@@ -169,7 +169,6 @@ class Classification(Objective):
 
     @classmethod
     def num_outputs(cls, recipe: Recipe, manifest: "Manifest") -> int:
-        """As `Objective.num_outputs`."""
         named = super().num_outputs(recipe, manifest)
         if CrossEntropy.of(recipe).loss == "softmax" and named < 2:
             raise DataError(f"{manifest.where}: softmax needs at least two classes, the dataset names {named}")
@@ -182,7 +181,6 @@ class Classification(Objective):
 
     @classmethod
     def of(cls, recipe: Recipe, num_classes: int) -> Self:
-        """As `Objective.of`."""
         backbone = build_model(recipe, num_classes)
         settings = recipe.objective
         assert isinstance(settings, recipes.Classification), settings.kind
@@ -204,7 +202,6 @@ class Classification(Objective):
         return *plan, torch.from_numpy(kept)
 
     def losses(self, views: Sequence[Tensor], labels: Tensor, plan: Plan) -> Losses:
-        """As `Objective.losses`."""
         images, partners, plan = self.mixed(views[0][:, 0], labels, plan)
         logits = self.seen(images, plan).logits
         assert logits is not None, "a backbone with a head"

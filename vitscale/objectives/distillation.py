@@ -38,7 +38,6 @@ class Distillation(Classification):
         return objective
 
     def learn_from(self, teacher: nn.Module) -> None:
-        """As `Objective.learn_from`."""
         assert isinstance(teacher, Model)
         self._teacher = [teacher]
 

@@ -45,7 +45,7 @@ class IJEPA(Objective):
     ) -> None:
         super().__init__(backbone)
         self.settings, self.seen, self.seed = settings, seen, seed
-        shape, model = settings.predictor_shape, backbone.shape
+        shape, model = settings.decoder_shape, backbone.shape
         self.grid = model.grid(backbone.image_size)
         self.mask = nn.Parameter(torch.empty(1, 1, shape.width))
         self.predictor = Decoder(shape, model.width, model.width, self.grid, checkpoint_every)

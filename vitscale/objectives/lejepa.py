@@ -48,7 +48,6 @@ class LeJEPA(JointEmbedding):
 
     @classmethod
     def of(cls, recipe: Recipe, num_classes: int) -> Self:
-        """As `Objective.of`."""
         objective = super().of(recipe, num_classes)
         settings = recipe.objective
         assert isinstance(settings, recipes.LeJEPA)

@@ -10,8 +10,8 @@ from pydantic import Field
 from vitscale.ground.block import Block
 from vitscale.ground.operations import Operation, dense, parameters, product
 from vitscale.recipe.durations import Ramp
-from vitscale.recipe.joint_embedding import check_view_sizes, num_views, operations_on_views
-from vitscale.recipe.objectives import Context, Objective
+from vitscale.recipe.headless import OfViews, num_views, operations_on_views, times
+from vitscale.recipe.objectives import Context, forward_only
 
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-3, 100.0
 _TEACHER_TEMPERATURE = Ramp.model_validate({"from": 0.04, "to": 0.07, "over": {"epochs": 30}, "shape": "linear"})
@@ -52,7 +52,7 @@ class Gram(Block):
     10000}}"""
 
 
-class Dino(Objective):
+class Dino(OfViews):
     """Self-distillation (DINO, Caron et al., 2021; DINOv2, Oquab et al., 2024; DINOv3, Simeoni et al., 2025).
 
     The teacher is an average of the model and its heads. It sees the global views of an image, and the student, who
@@ -62,9 +62,7 @@ class Dino(Objective):
     """
 
     implementation: ClassVar[str] = "vitscale.objectives.dino:Dino"
-    has_classes: ClassVar[bool] = False
     needs_whole_patches: ClassVar[bool] = True
-    compares_views: ClassVar[bool] = True
     own: ClassVar[tuple[str, ...]] = ("mask", "dino.", "ibot.")
     _later_keys: ClassVar[tuple[str, ...]] = ("gram",)
 
@@ -98,13 +96,9 @@ class Dino(Objective):
                 )
 
     def check(self, context: Context) -> None:
-        data, model, kind = context.data, context.model, f"objective.kind: {self.kind}"
+        super().check(context)
+        data = context.data
         kinds = {view.name: side for view, side in data.training_views()}
-        if not data.views or num_views(context) < 2:
-            raise ValueError(
-                f"data.views: {kind} compares several views of an image, and there are fewer than two; set for example "
-                f"data.views: [{{name: global, count: 2}}, {{name: local, count: 8, size: 96}}]"
-            )
         if unknown := [name for name in self.global_views or () if name not in kinds]:
             raise ValueError(f"objective.globals names {unknown[0]}; data.views are {', '.join(kinds)}")
         if other := next((name for name in self.global_views or () if kinds[name] != data.image_size), None):
@@ -112,46 +106,15 @@ class Dino(Objective):
                 f"objective.globals names {other}, of {kinds[other]} pixels; global views have data.image_size, "
                 f"{data.image_size}"
             )
-        patches = model.patches(data.image_size)
-        if patches is not None and (unseen := data.image_size % patches.size):
-            fits = f"{data.image_size - unseen} or {data.image_size - unseen + patches.size}"
-            raise ValueError(
-                f"data.image_size {data.image_size}: {kind} needs whole patches, of {patches.size} pixels; use {fits}"
-            )
-        check_view_sizes(context)
-        if data.repeats > 1:
-            raise ValueError(
-                f"data.repeats {data.repeats}: {kind} takes the repeats of an image for other images; give data.views "
-                f"a higher count instead"
-            )
-        if data.bad_samples == "mask":
-            raise ValueError(
-                f"data.bad_samples: mask leaves a batch without one of its images, and {kind} compares all of them; "
-                f"use substitute"
-            )
-        for key in ("num_classes", "head_bias"):
-            if getattr(model, key) is not None:
-                raise ValueError(f"model.{key}: with {kind} the model has no head; set it null")
         try:
-            model.check_several_sizes()
+            context.model.check_several_sizes()
         except ValueError as error:
-            raise ValueError(f"{kind}: {error}") from None
-        self._check_groups(context)
-
-    def _check_groups(self, context: Context) -> None:
-        whole = context.batch.global_size
-        if whole % self.together:
-            sizes = [size for size in range(2, self.group) if whole % size == 0]
+            raise ValueError(f"objective.kind: {self.kind}: {error}") from None
+        if self.ibot is not None and not sum(self.masked(context)):
+            grid = self.patches(context).grid
             raise ValueError(
-                f"objective.group {self.group} does not divide batch.global {whole}; use "
-                f"{sizes[-1] if sizes else 'an even batch.global, and a group that divides it'}"
-            )
-        if self.ibot is None:
-            return
-        if not sum(self.masked(context)):
-            raise ValueError(
-                f"objective.ibot masks no patch of {self.group} images of {self._grid(context)} x "
-                f"{self._grid(context)} patches; use higher shares or a higher probability, or set objective.ibot null"
+                f"objective.ibot masks no patch of {self.group} images of {grid} x {grid} patches; use higher shares "
+                f"or a higher probability, or set objective.ibot null"
             )
 
     @property
@@ -177,7 +140,6 @@ class Dino(Objective):
 
     @property
     def courses(self) -> Mapping[str, Ramp]:
-        """As `Objective.courses`."""
         found = {"teacher_temperature": self.teacher_temperature}
         return found if self.gram is None else found | {"gram.weight": self.gram.weight}
 
@@ -208,23 +170,14 @@ class Dino(Objective):
         """The numbers of masked patches of the global views in a group, in no order; 0 for views without any."""
         assert self.ibot is not None
         crops = self.group * self.num_globals(context)
-        return masked_counts(crops, self._grid(context) ** 2, self.ibot.probability, self.ibot.shares)
-
-    def _grid(self, context: Context) -> int:
-        patches = context.model.patches(context.data.image_size)
-        assert patches is not None, "the objective's own check"
-        return patches.grid
+        return masked_counts(crops, self.patches(context).grid ** 2, self.ibot.probability, self.ibot.shares)
 
     # ---- Costs -------------------------------------------------------------------------------------------------------
 
     def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:
         """As `Objective.model_operations`: those of all views of an image, and of the teachers on the global ones."""
-        of_teacher = context.model.operations(context.data.image_size, num_classes)
-        count = self.num_globals(context)
-        taught = [
-            _of_teacher(replace(each, macs=count * each.macs, accounting_macs=count * each.accounting_macs))
-            for each in of_teacher
-        ]
+        taught = times(self.num_globals(context), context.model.operations(context.data.image_size, num_classes))
+        taught = forward_only(taught, "teacher")
         return [*operations_on_views(context, num_classes), *taught * (1 + len(self.besides))]
 
     def operations(self, context: Context) -> Sequence[Operation]:
@@ -246,7 +199,7 @@ class Dino(Objective):
             found += _layer(head, (student[head], 0), group, self.bottleneck, prototypes, bias=False)
         for head, rows_of_group in teacher.items():  # whose logits are computed anew each time
             macs = rows_of_group * self.bottleneck * self._prototypes(head) * (_SINKHORN_PASSES + 1) // group
-            found.append(_of_teacher(product("targets", macs)))
+            found += forward_only([product("targets", macs)], "teacher")
         compared = product("cross_entropy", num_views(context) * seen * self.prototypes)
         found.append(replace(compared, input_gradient=False))  # targets have no gradient
         if self.ibot is not None:
@@ -255,8 +208,8 @@ class Dino(Objective):
             cosines = product("koleo", seen * group * width)
             found += [replace(cosines, is_trained=False), replace(cosines, input_gradient=False)]
         if self.gram is not None:
-            cosines = product("gram", seen * self._grid(context) ** 4 * width)
-            found += [cosines, _of_teacher(cosines)]
+            cosines = product("gram", seen * self.patches(context).grid ** 4 * width)
+            found += [cosines, *forward_only([cosines], "teacher")]
         return found
 
     def _prototypes(self, head: str) -> int:
@@ -284,10 +237,6 @@ def masked_counts(crops: int, patches: int, probability: float, shares: Sequence
     return counts + [0] * (crops - masked)
 
 
-def _of_teacher(operation: Operation) -> Operation:
-    return replace(operation, part="teacher", params=0, is_trained=False, recomputed_in=None)
-
-
 def _layer(
     part: str, rows: tuple[int, int], group: int, inputs: int, outputs: int, *, bias: bool
 ) -> Iterator[Operation]:
@@ -299,4 +248,4 @@ def _layer(
     )
     yield of_student
     if of_teacher.macs:
-        yield _of_teacher(of_teacher)
+        yield from forward_only([of_teacher], "teacher")

@@ -103,15 +103,12 @@ class LinearHeads(Evaluator):
     crop: EvalCrop = EvalCrop()
 
     def metrics(self) -> Sequence[str]:
-        """As `Evaluator.metrics`."""
         return ("top1", "lr")
 
     def on_smoke_data(self, train: str, test: str) -> dict[str, Any]:
-        """As `Evaluator.on_smoke_data`."""
         return {"train": train, "test": test, "steps": 10}
 
     def splits(self) -> tuple[str, str, EvalCrop]:
-        """As `Evaluator.splits`."""
         return self.train, self.test, self.crop
 
 

@@ -1,20 +1,19 @@
 """The `objective` blocks that compare projections of several views, and what is known about them without torch."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from vitscale.ground.operations import Operation, dense, parameters, product
-from vitscale.recipe.objectives import Context, Objective, forward_only
+from vitscale.recipe.headless import OfViews, num_views, operations_on_views
+from vitscale.recipe.objectives import Context, forward_only
 
 _LEAST = 0.05  # of a spread, or of a difference of cosines, that means something
 _MOST_COMPONENTS = 2**26  # of all directions
 
 
-class JointEmbedding(Objective):
+class JointEmbedding(OfViews):
     """The base of objectives that compare the projections of all views of the images in a group.
 
     Groups are neighbouring slots of the global batch, or all of it, so that a loss does not depend on the number of
@@ -22,8 +21,7 @@ class JointEmbedding(Objective):
     ones have batch normalisation, whose statistics depend on ranks.
     """
 
-    has_classes: ClassVar[bool] = False
-    compares_views: ClassVar[bool] = True
+    other_group: ClassVar[str] = "global"
     own: ClassVar[tuple[str, ...]] = tuple(
         f"projection.{layer}.{kind}" for layer in (0, 1, 3) for kind in ("weight", "bias")
     )
@@ -34,40 +32,10 @@ class JointEmbedding(Objective):
     hidden: int = Field(2048, ge=1, le=2**20, description="width of the projection's hidden layer")
     outputs: int = Field(128, ge=1, le=2**20, description="width of what is compared")
 
-    @property
-    def needed_views(self) -> int:
-        """The fewest views of an image that it can compare."""
-        return 2
-
     def check(self, context: Context) -> None:
-        data = context.data
-        if num_views(context) < self.needed_views or not data.views:
-            raise ValueError(
-                f"data.views: objective.kind: {self.kind} compares several views of an image, and there are none; set "
-                f"for example data.views: [{{name: global, count: 2}}]"
-            )
-        check_view_sizes(context)
-        if self.group != "global" and context.batch.global_size % self.group:
-            sizes = [size for size in range(2, self.group) if context.batch.global_size % size == 0]
-            raise ValueError(
-                f"objective.group {self.group} does not divide batch.global {context.batch.global_size}; use "
-                f"{f'{sizes[-1]} or global' if sizes else 'global'}"
-            )
-        if data.repeats > 1:
-            raise ValueError(
-                f"data.repeats {data.repeats}: objective.kind: {self.kind} takes the repeats of an image for other "
-                f"images; give data.views a higher count instead"
-            )
+        super().check(context)
         width = context.model.representation_width  # families that do not say it are refused
         assert width > 0, width
-        if data.bad_samples == "mask":
-            raise ValueError(
-                f"data.bad_samples: mask leaves a group without one of its images, and objective.kind: {self.kind} "
-                f"compares all of them; use substitute"
-            )
-        for key in ("num_classes", "head_bias"):
-            if getattr(context.model, key) is not None:
-                raise ValueError(f"model.{key}: with objective.kind: {self.kind} the model has no head; set it null")
 
     @property
     def together(self) -> int:
@@ -145,7 +113,7 @@ class Contrastive(JointEmbedding):
 
     @property
     def needed_views(self) -> int:
-        """As `JointEmbedding.needed_views`: one where labels say what attracts."""
+        """As `OfViews.needed_views`: one where labels say what attracts."""
         return 1 if self.loss == "sup_con" else 2
 
     def comparison(self, context: Context) -> Operation:
@@ -192,41 +160,3 @@ class LeJEPA(JointEmbedding):
 
     def smoke_form(self) -> Self:
         return super().smoke_form().model_copy(update={"directions": 16})
-
-
-def num_views(context: Context) -> int:
-    """The number of views of an image, of all kinds."""
-    return sum(view.count for view, _ in context.data.training_views())
-
-
-def check_view_sizes(context: Context) -> None:
-    """Raise `ValueError` if views have several sizes, and the model does not take them in one call."""
-    model, size = context.model, context.data.image_size
-    others = [(view.name, side) for view, side in context.data.training_views() if side != size]
-    for name, side in others:
-        where = f"data.views: {name} has {side} pixels, and others {size}"
-        try:
-            model.check_several_sizes()
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}; leave its size out") from None
-        patches = model.patches(side)
-        if patches is not None and side % patches.size:
-            near = max(side // patches.size, 1) * patches.size
-            raise ValueError(f"{where}: expected a multiple of the patch size, {patches.size}; use {near}")
-
-
-def operations_on_views(context: Context, num_classes: int | None) -> list[Operation]:
-    """The model's operations on all views of an image, with their parameters."""
-    counts: Counter[int] = Counter()
-    for view, side in context.data.training_views():
-        counts[side] += view.count
-    return [
-        replace(
-            each,
-            macs=count * each.macs,
-            accounting_macs=count * each.accounting_macs,
-            params=each.params if side == context.data.image_size else 0,  # all have the same weights
-        )
-        for side, count in counts.items()
-        for each in context.model.operations(side, num_classes)
-    ]

@@ -9,8 +9,8 @@ from vitscale.ground.block import Block
 from vitscale.ground.operations import Operation, dense, parameters
 from vitscale.ground.storage import is_url
 from vitscale.recipe.data import Normalise
-from vitscale.recipe.families import Patches
-from vitscale.recipe.objectives import Context, Objective
+from vitscale.recipe.headless import Headless
+from vitscale.recipe.objectives import Context
 from vitscale.recipe.shares import by_largest_remainder
 
 _MASKED, _REPLACED, _KEPT = 0.8, 0.1, 0.1  # shares of the corrupted patches (appendix B.1.2)
@@ -60,7 +60,7 @@ class Tokenizer(Block):
             yield f"from {self.source!r}: expected a folder; fetch it first"
 
 
-class MaskedPatches(Objective):
+class MaskedPatches(Headless):
     """Masked patch prediction (section 4.6, appendix B.1.2): predicts the colours of corrupted patches, or a
     tokenizer's numbers of them.
 
@@ -71,7 +71,6 @@ class MaskedPatches(Objective):
     _later_keys: ClassVar[tuple[str, ...]] = ("targets", "masks")
 
     implementation: ClassVar[str] = "vitscale.objectives.masked_patches:MaskedPatchPrediction"
-    has_classes: ClassVar[bool] = False
     own: ClassVar[tuple[str, ...]] = ("mask", "prediction.weight", "prediction.bias")
 
     kind: Literal["masked_patches"] = Field(description="chooses this objective")
@@ -89,12 +88,8 @@ class MaskedPatches(Objective):
             yield f"targets: a tokenizer says what is predicted, and target says {self.target}; leave one out"
 
     def check(self, context: Context) -> None:
-        patches = context.model.patches(context.data.image_size)
-        if patches is None:
-            raise ValueError("objective.kind: masked_patches needs a model that cuts the picture itself into patches")
-        for key in ("num_classes", "head_bias"):
-            if getattr(context.model, key) is not None:
-                raise ValueError(f"model.{key}: with objective.kind: masked_patches the model has no head; set it null")
+        patches = self.patches(context)
+        super().check(context)
         if {*context.data.normalise.mean, *context.data.normalise.std} != {0.5}:
             raise ValueError(
                 "data.normalise: objective.kind: masked_patches predicts pixels, and takes them for ones from -1 to 1; "
@@ -113,7 +108,7 @@ class MaskedPatches(Objective):
 
     def counts(self, context: Context) -> Counts:
         """The corrupted patches of each image, rounded by largest remainder: half of 196 are 78, 10 and 10."""
-        corrupted, _ = by_largest_remainder(_patches(context).grid ** 2, (self.share, 1 - self.share))
+        corrupted, _ = by_largest_remainder(self.patches(context).grid ** 2, (self.share, 1 - self.share))
         if self.masks == "blocks":
             return Counts(corrupted, 0, 0)
         return Counts(*by_largest_remainder(corrupted, (_MASKED, _REPLACED, _KEPT)))
@@ -126,16 +121,10 @@ class MaskedPatches(Objective):
 
     def operations(self, context: Context) -> Sequence[Operation]:
         """As `Objective.operations`: predictions are computed only for corrupted patches."""
-        patches, rows = _patches(context), self.counts(context).corrupted
+        patches, rows = self.patches(context), self.counts(context).corrupted
         prediction = dense("prediction", rows, patches.width, self.outputs(patches.size))
         return parameters("mask", patches.width), prediction
 
     def smoke_form(self) -> Self:
         """As `Objective.smoke_form`: a smoke run has no tokenizer, and predicts mean colours instead of its numbers."""
         return self.model_copy(update={"targets": None})
-
-
-def _patches(context: Context) -> Patches:
-    patches = context.model.patches(context.data.image_size)
-    assert patches is not None, "the objective's own check"
-    return patches

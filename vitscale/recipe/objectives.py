@@ -290,7 +290,6 @@ class Distillation(Classification):
 
     @property
     def learns_from(self) -> Teacher:
-        """As `Objective.learns_from`."""
         return self.teacher
 
     def check(self, context: Context) -> None:

@@ -38,7 +38,4 @@ class LionRule(Rule[example_vision.Lion]):
         """As `Rule.reference`."""
         mean, kept = before["exp_avg"], self.settings.betas[1]
         direction = (update.momentum * mean + (1 - update.momentum) * gradient).sign()
-        return {
-            MASTER: decoupled(update, before[MASTER], direction),
-            "exp_avg": kept * mean + (1 - kept) * gradient,
-        }
+        return {MASTER: decoupled(update, before[MASTER], direction), "exp_avg": kept * mean + (1 - kept) * gradient}

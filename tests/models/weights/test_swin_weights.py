@@ -9,11 +9,11 @@ import torch
 from models.small_models import images
 from models.weights.exported import NAMES, described, valued, write
 from safetensors.torch import load_file, save_file
+from small_recipes import small_recipe
 from torch.nn import functional as F
 
 from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models.weights import describe, load_weights, open_weights, write_weights
-from vitscale.recipe import validate_recipe
 from vitscale.training.beginning.initial_weights import check_initial_weights
 
 timm = pytest.importorskip("timm")
@@ -197,15 +197,7 @@ def test_formats_refuse_what_they_would_compute_otherwise(tmp_path):
 def test_a_run_with_larger_windows_begins_with_the_weights_of_smaller_ones(positions, tmp_path):
     description = described({**SMALL, "window": 2}, 64)
     weights = write(valued(description), description, "safetensors", tmp_path)
-    content = {
-        "model": {**SMALL, "window": 4, "head": "linear"},
-        "data": {"train": "none", "image_size": 128},
-        "batch": {"global": 8},
-        "objective": {"loss": "softmax"},
-        "optimizer": {"name": "adamw", "lr": 1e-3},
-        "schedule": {"duration": {"steps": 1}},
-        "init": {"from": str(weights), "positions": positions},
-    }
-    recipe = validate_recipe(content, "test")
+    blocks = {"objective": {"loss": "softmax"}, "init": {"from": str(weights), "positions": positions}}
+    recipe = small_recipe({**SMALL, "window": 4, "head": "linear"}, data={"image_size": 128}, **blocks)
     with nullcontext() if positions == "resample" else pytest.raises((CheckpointError, RecipeError), match="relative"):
         check_initial_weights(recipe, list(NAMES), tmp_path / "run")

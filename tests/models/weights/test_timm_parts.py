@@ -6,16 +6,7 @@ import json
 import pytest
 import torch
 from messages import refusal
-from models.weights.exported import (
-    assert_equal_logits,
-    described,
-    differing,
-    edited,
-    loaded,
-    randomised,
-    valued,
-    write,
-)
+from models.weights.exported import assert_equal_logits, described, differing, edited, loaded, randomised, valued, write
 from safetensors.torch import load_file, save_file
 
 from vitscale.ground.errors import CheckpointError, RecipeError

@@ -5,28 +5,3 @@ from vitscale.ground.page.figures_file import FIGURES_FILE, Figures, NumberedDra
 from vitscale.ground.page.parts import Facts, Folded, Part, Picture, Section, Table, Text, Tone
 from vitscale.ground.page.plot import Plot
 from vitscale.ground.page.rendering import fragment, page_text
-
-__all__ = [
-    "FAINT",
-    "FIGURES_FILE",
-    "SERIES",
-    "Drawing",
-    "Facts",
-    "Figures",
-    "Folded",
-    "NumberedDrawing",
-    "Part",
-    "Picture",
-    "Plot",
-    "Section",
-    "Table",
-    "Text",
-    "Tone",
-    "check_drawing",
-    "draw",
-    "fragment",
-    "page_text",
-    "read_figures",
-    "standalone",
-    "write_figures",
-]

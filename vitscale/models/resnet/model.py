@@ -244,7 +244,6 @@ class ResNet(Model):
 
     @classmethod
     def of(cls, block: families.ResNet, *, image_size: int, num_classes: int | None, checkpoint_every: int) -> Self:
-        """As `Model.of`."""
         return cls(
             block.shape(),
             image_size=image_size,
@@ -279,7 +278,6 @@ class ResNet(Model):
         return [unit.drop_path for unit in self.features.units()]  # type: ignore[misc]
 
     def units(self) -> Sequence[nn.Module]:
-        """As `Model.units`."""
         return self.features.units()
 
     def anatomy(self) -> Anatomy:
@@ -297,11 +295,9 @@ class ResNet(Model):
 
     @classmethod
     def recognise(cls, source: Source) -> tuple[dict[str, Any], int | None] | None:
-        """As `Model.recognise`."""
         return recognise(source)
 
     def foreign(self) -> ResNetWeights:
-        """As `Model.foreign`."""
         return ResNetWeights(self)
 
     def initialiser(self, name: str) -> Initialiser:

@@ -44,7 +44,6 @@ class ResNetWeights(ForeignWeights):
         self._model, self._shape = model, model.shape
 
     def refusal(self, form: Format) -> str | None:
-        """As `ForeignWeights.refusal`."""
         if form == "hf":
             alternative = "safetensors" if self._shape.mixing == "axial" else "timm"
             return f"hf holds Vision Transformers with a class token, and this is a ResNet; use {alternative}"
@@ -55,7 +54,6 @@ class ResNetWeights(ForeignWeights):
         return None
 
     def rules(self, form: Format) -> list[Rule]:
-        """As `ForeignWeights.rules`."""
         features = self._model.features
         if form == "timm":
             final = renamed("norm", "norm") if self._model.norm is not None else []
@@ -67,7 +65,6 @@ class ResNetWeights(ForeignWeights):
         ]
 
     def timm(self) -> TimmModel | None:
-        """As `ForeignWeights.timm`."""
         if (name := _TIMM_NAMES.get(self._shape)) is None:
             return None
         about = {"num_features": self._shape.channels, "global_pool": "avg"}

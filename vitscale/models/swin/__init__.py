@@ -1,5 +1,3 @@
 """The Swin Transformers: module and foreign weights; what is known without torch is in families/swin.py."""
 
 from vitscale.models.swin.model import Swin
-
-__all__ = ["Swin"]

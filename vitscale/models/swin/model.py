@@ -119,7 +119,6 @@ class Swin(Model):
 
     @classmethod
     def of(cls, block: families.Swin, *, image_size: int, num_classes: int | None, checkpoint_every: int) -> Self:
-        """As `Model.of`."""
         return cls(
             block.shape(),
             image_size=image_size,
@@ -130,7 +129,6 @@ class Swin(Model):
 
     @classmethod
     def recognise(cls, source: Source) -> tuple[dict[str, Any], int | None] | None:
-        """As `Model.recognise`."""
         return recognise(source)
 
     def forward(self, images_BHWC: Tensor) -> Outputs:
@@ -171,7 +169,6 @@ class Swin(Model):
         return [block.drop_path for block in blocks for _ in range(2)]
 
     def units(self) -> Sequence[nn.Module]:
-        """As `Model.units`."""
         return list(self.blocks)
 
     def anatomy(self) -> Anatomy:
@@ -200,7 +197,6 @@ class Swin(Model):
         return self.embedding.weight.view(-1, P, P, CHANNELS)
 
     def foreign(self) -> SwinWeights:
-        """As `Model.foreign`."""
         return SwinWeights(self)
 
     def initialiser(self, name: str) -> Initialiser:

@@ -54,11 +54,9 @@ class SwinWeights(ForeignWeights):
         self._model, self._shape = model, model.shape
 
     def refusal(self, form: Format) -> str | None:
-        """As `ForeignWeights.refusal`."""
         return "npz holds ViTs and ResNets, and this is a Swin; use timm or hf" if form == "npz" else None
 
     def rules(self, form: Format) -> list[Rule]:
-        """As `ForeignWeights.rules`."""
         return list(self._rules(is_timm=form == "timm"))
 
     def _rules(self, *, is_timm: bool) -> Iterator[Rule]:
@@ -180,10 +178,7 @@ def _table(ours: str, theirs: str) -> Rule:
         return values[0].view(side, side, -1)
 
     return Rule(
-        f"{ours}.relative_bias",
-        (f"{theirs}.relative_position_bias_table",),
-        lambda value: (value.flatten(0, 1),),
-        join,
+        f"{ours}.relative_bias", (f"{theirs}.relative_position_bias_table",), lambda value: (value.flatten(0, 1),), join
     )
 
 

@@ -149,7 +149,6 @@ class ViT(Model):
 
     @classmethod
     def of(cls, block: families.ViT, *, image_size: int, num_classes: int | None, checkpoint_every: int) -> Self:
-        """As `Model.of`."""
         return cls(
             block.shape(),
             image_size=image_size,
@@ -171,7 +170,6 @@ class ViT(Model):
 
     @classmethod
     def recognise(cls, source: Source) -> tuple[dict[str, Any], int | None] | None:
-        """As `Model.recognise`."""
         return recognise(source)
 
     @property
@@ -409,7 +407,6 @@ class ViT(Model):
         return [tokens_BND.transpose(1, 2).unflatten(2, (grid, grid)) for tokens_BND in tokens]
 
     def patch_tokens(self, tokens_BTD: Tensor) -> Tensor:
-        """As `Model.patch_tokens`."""
         return tokens_BTD[:, self.num_first_tokens :] if self.num_first_tokens else tokens_BTD
 
     @property
@@ -440,7 +437,6 @@ class ViT(Model):
         return self.head(pooled_BD if self.pre_logits is None else torch.tanh(pooled_BD))
 
     def units(self) -> Sequence[nn.Module]:
-        """As `Model.units`."""
         return [*(self.stem.units() if self.stem is not None else []), *self.blocks]
 
     def anatomy(self) -> Anatomy:
@@ -477,7 +473,6 @@ class ViT(Model):
         return self.embedding.weight.view(-1, P, P, CHANNELS)
 
     def positions(self) -> dict[str, Tensor]:
-        """As `Model.positions`."""
         grid = self.shape.grid(self.image_size)
         if self.position == "sincos":
             return {"fixed": sincos_positions(grid, self.shape.width, self.embedding.weight, self.position_table)[0]}
@@ -489,7 +484,6 @@ class ViT(Model):
         return {where: value_1TD[0, -(grid**2) :] for where, value_1TD in values.items() if value_1TD is not None}
 
     def foreign(self) -> ViTWeights:
-        """As `Model.foreign`."""
         return ViTWeights(self)
 
     def initialiser(self, name: str) -> Initialiser:

@@ -103,7 +103,6 @@ class ViTWeights(ForeignWeights):
         self._model = model
 
     def refusal(self, form: Format) -> str | None:
-        """As `ForeignWeights.refusal`."""
         model = self._model
         if form == "hf" and dino.model_type(model) is not None:
             return None
@@ -130,7 +129,6 @@ class ViTWeights(ForeignWeights):
         return None
 
     def rules(self, form: Format) -> list[Rule]:
-        """As `ForeignWeights.rules`."""
         if form == "hf" and (kind := dino.model_type(self._model)) is not None:
             return list(dino.rules(self._model, kind))
         of_timm = eva.rules if self._model.position == eva.POSITION else _timm
@@ -163,7 +161,6 @@ class ViTWeights(ForeignWeights):
         return Resampling(old, new, lambda value: resample_positions(value, old, new, class_token))
 
     def timm(self) -> TimmModel | None:
-        """As `ForeignWeights.timm`."""
         shape, stem = self._model.shape, self._model.shape.stem
         blocks = None if stem is None else stem.blocks
         if self.refusal("timm") is None and self._model.position == eva.POSITION:
@@ -232,7 +229,6 @@ class ViTWeights(ForeignWeights):
         return shape.registers == 1 and shape.class_position and shape.layer_scale is None and model.pool == "cls"
 
     def backbone(self) -> Backbone:
-        """As `ForeignWeights.backbone`."""
         from vitscale.models.vit.backbones import backbone  # it has rules of this file
 
         return backbone(self._model)

@@ -12,24 +12,3 @@ from vitscale.models.weights.reading import Reader, has_head, load_weights, para
 from vitscale.models.weights.source import Entry, Source
 from vitscale.models.weights.table import HEAD
 from vitscale.models.weights.writing import loading_lines, write_weights
-
-__all__ = [
-    "FUNCTIONS",
-    "HEAD",
-    "WHOLE_PICTURE",
-    "Description",
-    "Entry",
-    "Format",
-    "Reader",
-    "Source",
-    "describe",
-    "has_head",
-    "load_weights",
-    "loading_lines",
-    "open_weights",
-    "own_description",
-    "parameters",
-    "parameters_beside",
-    "recognised",
-    "write_weights",
-]

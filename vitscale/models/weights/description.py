@@ -113,10 +113,7 @@ _STORED = pydantic.TypeAdapter(Description)
 
 
 def describe(
-    source: Source,
-    model: dict[str, Any] | None = None,
-    image_size: int | None = None,
-    own: Description | None = None,
+    source: Source, model: dict[str, Any] | None = None, image_size: int | None = None, own: Description | None = None
 ) -> Description:
     """Describe what a source holds.
 

@@ -114,12 +114,7 @@ def load_weights(model: Model, source: Source, drop: Collection[str] = (), repor
 
 
 def _problems(
-    model: Model,
-    source: Source,
-    rules: dict[str, Rule],
-    names: list[str],
-    resampled: Collection[str],
-    drops_head: bool,
+    model: Model, source: Source, rules: dict[str, Rule], names: list[str], resampled: Collection[str], drops_head: bool
 ) -> list[tuple[str, str]]:
     """(name in the table, what is wrong) of every key that does not fit."""
     expected = their_shapes(model, rules.values())

@@ -140,10 +140,7 @@ def stacked(ours: str, theirs: Sequence[str], kinds: Sequence[str] = ("weight", 
 def as_conv(ours: str, theirs: str) -> list[Rule]:
     """weight (O, I) <-> weight (O, I, 1, 1)."""
     weight = _one(
-        f"{ours}.weight",
-        f"{theirs}.weight",
-        lambda value: value[:, :, None, None],
-        lambda value: value.flatten(1),
+        f"{ours}.weight", f"{theirs}.weight", lambda value: value[:, :, None, None], lambda value: value.flatten(1)
     )
     return [weight, same(f"{ours}.bias", f"{theirs}.bias")]
 
@@ -151,10 +148,7 @@ def as_conv(ours: str, theirs: str) -> list[Rule]:
 def as_flax_conv(ours: str, theirs: str) -> list[Rule]:
     """weight (O, I) <-> kernel (1, 1, I, O)."""
     kernel = _one(
-        f"{ours}.weight",
-        f"{theirs}/kernel",
-        lambda value: value.T[None, None],
-        lambda value: value.flatten(0, 2).T,
+        f"{ours}.weight", f"{theirs}/kernel", lambda value: value.T[None, None], lambda value: value.flatten(0, 2).T
     )
     return [kernel, same(f"{ours}.bias", f"{theirs}/bias")]
 

@@ -10,10 +10,7 @@ from vitscale.ground.weight_formats import Format
 from vitscale.models.model import Model
 from vitscale.models.weights.rules import Rule, same
 
-HEAD = (
-    *("head.weight", "head.bias", "pre_logits.weight", "pre_logits.bias"),
-    *("head_dist.weight", "head_dist.bias"),
-)
+HEAD = (*("head.weight", "head.bias", "pre_logits.weight", "pre_logits.bias"), *("head_dist.weight", "head_dist.bias"))
 """Our parameters that only a head has: those that `--drop-head` leaves out."""
 
 

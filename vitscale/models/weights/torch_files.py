@@ -179,10 +179,7 @@ class _Writable(Protocol):
 
 
 def write_safetensors(
-    file: _Writable,
-    shapes: dict[str, tuple[int, ...]],
-    tensors: Iterable[tuple[str, Tensor]],
-    metadata: dict[str, str],
+    file: _Writable, shapes: dict[str, tuple[int, ...]], tensors: Iterable[tuple[str, Tensor]], metadata: dict[str, str]
 ) -> None:
     """Write fp32 tensors in the order of `shapes`, one at a time: the library's own writer wants all of them at once.
 

@@ -165,12 +165,7 @@ class _Assignment:
         if init.head == "initial" and not has_pre_logits:
             drop = [name for name in names if name in HEAD]
         self.readers: dict[str, Reader] = parameters(  # of what is taken
-            model,
-            weights.source,
-            drop,
-            report=lambda note: None,
-            resample=init.positions == "resample",
-            advice=_ADVICE,
+            model, weights.source, drop, report=lambda note: None, resample=init.positions == "resample", advice=_ADVICE
         )
         beside = _beside(recipe, objective, weights)
         self.readers |= beside
