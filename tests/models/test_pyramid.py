@@ -6,6 +6,7 @@ from models.test_feature_maps import SWIN
 from models.weights.exported import TINY, described, valued
 from torch.nn import functional as F
 
+from vitscale.ground.errors import RecipeError
 from vitscale.models import SimpleFeaturePyramid
 
 
@@ -51,3 +52,10 @@ def test_its_maps_are_those_of_its_layers_written_out(block):
     assert [each.shape for each in found.values()] == [(2, 24, s, s) for s in (4 * side, 2 * side, side, side // 2)]
     for ours, theirs in zip(found.values(), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("model", "channels"), [(torch.nn.Identity(), 24), (None, 24), ("vit", 0), ("vit", "8")])
+def test_what_it_cannot_be_made_of_is_told(model, channels):
+    made = valued(described(TINY)) if model == "vit" else model
+    with pytest.raises(RecipeError):
+        SimpleFeaturePyramid(made, channels)

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from vitscale.ground.errors import RecipeError, check_numbers
 from vitscale.models.model import Model
 
 
@@ -34,12 +35,17 @@ class SimpleFeaturePyramid(nn.Module):
     Args:
         model: a model of any family with feature maps, such as the `backbone` of `vitscale.load`.
         out_channels: O.
+
+    Raises `RecipeError` for anything else.
     """
 
     names: ClassVar[tuple[str, ...]] = ("p2", "p3", "p4", "p5")
 
     def __init__(self, model: Model, out_channels: int = 256) -> None:
         super().__init__()
+        if not isinstance(model, Model):
+            raise RecipeError(f"model is a {type(model).__name__}: expected one such as vitscale.load(...).backbone")
+        check_numbers(1, out_channels=out_channels)
         C = model.shape.channels
         self.model, self.out_channels = model, out_channels
         scales: list[list[nn.Module]] = [
