@@ -9,10 +9,10 @@ import pytest
 import torch
 import yaml
 from models.small_models import images, with_values
-from small_recipes import small_recipe
 
 from vitscale.models import Model
 from vitscale.models.weights import Description, Format, load_weights, open_weights, write_weights
+from vitscale.recipe import validate_recipe
 from vitscale.runs.checkpoint import CheckpointIndex, CheckpointStore, Fragment
 from vitscale.runs.names import CHECKPOINTS, RECIPE_FILE
 
@@ -115,7 +115,17 @@ def finished_run(
 ) -> Path:
     """The directory of a run that has ended with this model, checkpoints of steps 2 and 3."""
     data = {"train": "toy", "image_size": 64} | settings.pop("data", {})
-    recipe = small_recipe(block, data=data, precision="auto", **settings)
+    recipe = validate_recipe(
+        settings
+        | {
+            "model": block,
+            "data": data,
+            "batch": {"global": 8},
+            "optimizer": {"name": "adamw", "lr": 1e-3},
+            "schedule": {"duration": {"steps": 3}},
+        },
+        "test",
+    )
     folder.mkdir()
     (folder / RECIPE_FILE).write_text(yaml.safe_dump(recipe.dump()))
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
