@@ -210,12 +210,13 @@ def find_best(choices: Sequence[Choice]) -> Choice | None:
     """Of the choices that fit, the one that computes and sends least; None if none does.
 
     First by recomputation (every second block is less than every block), then without ZeRO 3, which gathers weights in
-    each pass, then the largest micro-batch, then the lowest stage.
+    each pass, then the largest micro-batch, then ZeRO 1, which divides the update and sends as much as ZeRO 0; ZeRO 2
+    sends gradients of every micro-batch.
     """
 
     def effort(one: Choice) -> tuple[float, bool, int, int]:
         every, stage = one.parallelism.activation_checkpointing, one.parallelism.zero_stage
-        return 1 / every if every else 0.0, stage == 3, -one.micro_batch, stage
+        return 1 / every if every else 0.0, stage == 3, -one.micro_batch, (1, 0, 2, 3).index(stage)
 
     return min((one for one in choices if one.fits), key=effort, default=None)
 
