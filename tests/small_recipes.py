@@ -9,6 +9,9 @@ from vitscale.recipe import Recipe, override, validate_recipe
 SMALL = {"patch_size": 8, "width": 24, "depth": 2, "mlp_dim": 32, "num_heads": 2}
 
 
+DINO = {"kind": "dino", "group": 4, "prototypes": 24, "hidden": 20, "bottleneck": 8, "ibot": {"prototypes": 20}}
+
+
 def small_recipe(model: dict, *settings: str, data: dict | None = None, batch: int = 8, **blocks: object) -> Recipe:
     """In fp32, on 32 x 32 pixels: `data`, other blocks, and then `settings` as of the command line change it."""
     content = {

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from small_recipes import with_initial_values
+from small_recipes import DINO, with_initial_values
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,15 +20,7 @@ from vitscale.objectives.objective import all_rows, joined
 from vitscale.recipe import validate_recipe
 
 VIEWS = [{"name": "first"}, {"name": "second"}, {"name": "local", "count": 3, "size": 16}]
-OBJECTIVE = {
-    "kind": "dino",
-    "group": 4,
-    "prototypes": 24,
-    "hidden": 20,
-    "bottleneck": 8,
-    "ibot": {"prototypes": 20},
-    "teacher_temperature": {"from": 0.05, "to": 0.05},
-}
+OBJECTIVE = {**DINO, "teacher_temperature": {"from": 0.05, "to": 0.05}}
 RECIPE = {
     "model": {"patch_size": 8, "width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2, "head": "linear"},
     "data": {"train": "train", "image_size": 32, "views": VIEWS},
@@ -242,4 +234,5 @@ def test_the_operations_counted_are_those_of_torch(changes):
 
 def test_one_global_view_is_enough_beside_local_ones():
     views = [{"name": "global"}, {"name": "local", "count": 2, "size": 16}]
-    validate_recipe({**RECIPE, "data": {**RECIPE["data"], "views": views}}, "test")
+    recipe = validate_recipe({**RECIPE, "data": {**RECIPE["data"], "views": views}}, "test")
+    assert recipe.objective.are_global(recipe.context) == [True, False]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from outcomes import assert_same_run, checkpoint, column, everything, metrics
 from ranks import STEPS, begun, launch, make_data, make_recipe
+from small_recipes import DINO
 
 from vitscale.data.image_operations import TrainingInput
 from vitscale.data.loader import training_loader, training_order
@@ -14,15 +15,7 @@ from vitscale.data.shards import Manifest
 from vitscale.ground.ranks import Sums
 
 VIEWS = [{"name": "first"}, {"name": "second"}, {"name": "local", "size": 16}]
-OBJECTIVE = {
-    "kind": "dino",
-    "group": 4,
-    "prototypes": 24,
-    "hidden": 20,
-    "bottleneck": 8,
-    "ibot": {"prototypes": 20},
-    "teacher_temperature": {"from": 0.1, "to": 0.1},
-}
+OBJECTIVE = {**DINO, "teacher_temperature": {"from": 0.1, "to": 0.1}}
 GRAM = {"weight": {"from": 20.0, "to": 40.0, "over": {"steps": 4}, "shape": "linear"}}
 RATE, FIRST, TWO = 0.5, 2, [(1, 8), (3, 4)]
 
