@@ -6,6 +6,7 @@ import pytest
 import torch
 from outcomes import assert_same_run, checkpoint, column
 from ranks import initial_weights, job, launch, make_recipe
+from small_recipes import DINO
 
 from vitscale.runs.checkpoint import MASTER
 
@@ -14,15 +15,8 @@ VIEWS = [
     {"name": "second"},
     {"name": "local", "count": 2, "size": 16},
 ]
-OBJECTIVE = {
-    "kind": "dino",
-    "group": 2,
-    "prototypes": 24,
-    "hidden": 20,
-    "bottleneck": 8,
-    "ibot": {"prototypes": 20},
-    "teacher_temperature": {"from": 0.05, "to": 0.1, "over": {"steps": 4}, "shape": "linear"},
-}
+TEMPERATURE = {"from": 0.05, "to": 0.1, "over": {"steps": 4}, "shape": "linear"}
+OBJECTIVE = {**DINO, "group": 2, "teacher_temperature": TEMPERATURE}
 ROPE = {"kind": "rope", "rescale": 2.0, "jitter": 1.2}
 IJEPA = {"kind": "ijepa", "predictor_width": 16, "predictor_depth": 1, "predictor_heads": 2}
 PARTS = ("loss", "dino", "ibot", "koleo", "target_entropy")
