@@ -365,6 +365,14 @@ def test_heads_that_cannot_be_kept(data, tmp_path, models):
         make_recipe(data, **begins("somewhere", model={"head_bias": -5.0}))
 
 
+@pytest.mark.parametrize("form", ["safetensors", "timm"])
+def test_a_run_without_labels_begins_with_weights_that_have_a_head(data, tmp_path, models, form):
+    content = begins(models[form][1], model={**LINEAR, "num_classes": None}) | {"objective": {"kind": "mae"}}
+    check_initial_weights(make_recipe(data, **content), NAMES, tmp_path / "none")
+    content["init"]["head"] = "keep"
+    assert "unexpected head.weight" in refused(data, CheckpointError, content)
+
+
 @pytest.mark.parametrize("form", ["safetensors", "hf", "npz", "run"])
 def test_images_normalised_otherwise(data, tmp_path, form):
     """Weights are trained on with the normalisation that they know, or not at all."""

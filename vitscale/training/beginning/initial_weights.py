@@ -158,12 +158,12 @@ class _Assignment:
             objective = build_objective(recipe, len(class_names))
         model = objective.backbone
         names = [name for name, _ in model.named_parameters()]
-        drop = [] if init.head == "keep" else [name for name in names if name in _OUTPUT_LAYERS]
+        drop = [] if init.head == "keep" else list(_OUTPUT_LAYERS)  # also where the model has no head, and they have one
         # No format but these two has a place for the layer `pre_logits`.
         may_have_it = weights.source.form in ("safetensors", "npz")
         has_pre_logits = may_have_it and any(key.startswith("pre_logits") for key in weights.source.entries)
         if init.head == "initial" and not has_pre_logits:
-            drop = [name for name in names if name in HEAD]
+            drop = list(HEAD)
         self.readers: dict[str, Reader] = parameters(  # of what is taken
             model, weights.source, drop, report=lambda note: None, resample=init.positions == "resample", advice=_ADVICE
         )
@@ -176,8 +176,9 @@ class _Assignment:
         for reader in self.readers.values():
             if reader.compares:  # now, not when the ranks have met
                 reader()
-        self.zeros = frozenset(drop) if init.head == "zero" else frozenset()
-        self.fresh = [name for name in drop if name not in self.zeros]  # which begin as without `init`
+        made = [name for name in names if name in drop]
+        self.zeros = frozenset(made) if init.head == "zero" else frozenset()
+        self.fresh = [name for name in made if name not in self.zeros]  # which begin as without `init`
         added = [name for name, _ in objective.named_weights() if name not in names and name not in self.readers]
         self.fresh += dict.fromkeys(name.partition(".")[0] for name in added)  # what the objective adds
         normalise = recipe.data.normalise
