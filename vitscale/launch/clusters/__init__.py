@@ -74,16 +74,15 @@ def launch_command(
     nodes: int = 1,
     node_rank: str = "0",
     master: str = "",
-    ranks: int | None = None,
 ) -> list[str]:
     """The `vitscale launch` to run on a node; without a master, srun tells each node its number.
 
-    `node_rank` may be a placeholder that the cluster replaces; `ranks` are this node's, in place of the job's.
+    `node_rank` may be a placeholder that the cluster replaces.
     """
     what, wait = job.what, f"{job.wait_for_nodes_minutes:g}"
     meeting = {"--nodes": nodes, "--node-rank": node_rank, "--master": master, "--wait-for-nodes": wait}
     options = (meeting if master else {}) | {
-        "--ranks": ranks or what.ranks,
+        "--ranks": what.ranks,
         "--run-dir": what.run_dir,
         "--set": what.settings,
         "--resume": None if what.resume == "auto" else what.resume,
