@@ -17,8 +17,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from vitscale.ground.errors import EXIT_DONE, RecipeError
 from vitscale.ground.storage import is_url, without_file_scheme
-from vitscale.ground.wording import counted
-from vitscale.launch.clusters import Job, launch_command, read_options, refuse_node_options
+from vitscale.launch.clusters import Job, checked_recipe, launch_command, read_options
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL
 from vitscale.launch.nodes import DEFAULT_PORT
 from vitscale.recipe.strict_yaml import dump_yaml
@@ -104,23 +103,13 @@ def submit(job: Job) -> int:
 
 def _checked_options(job: Job) -> KubernetesOptions:
     """The job's checked options. Raises `RecipeError` for what a cluster would refuse, or do otherwise than meant."""
-    refuse_node_options(job, "k8s")
-    options = read_options(job, KubernetesOptions)
-    what, nodes = job.what, job.nodes or 1
-    if job.master is not None:
-        raise RecipeError("--master cannot be used with --cluster k8s: the pods know the first pod's name")
+    recipe, options, what = checked_recipe(job, "k8s"), read_options(job, KubernetesOptions), job.what
     if what.ranks is None:
         raise RecipeError(
             "--cluster k8s needs --ranks, the number of GPUs per node: a pod gets only as many as it requests"
         )
     if what.resume == "never":
         raise RecipeError("--resume never cannot be used with --cluster k8s: a restarted pod continues the run")
-    recipe = what.load()
-    if not what.smoke and recipe.batch.global_size % (nodes * what.ranks):
-        raise RecipeError(
-            f"{counted(nodes, 'node')} of {counted(what.ranks, 'rank')} do not divide batch.global "
-            f"{recipe.batch.global_size:,}: choose another --ranks or --nodes"
-        )
     mount, run_dir = options.mount, what.directory
     if not _is_below(mount, mount / run_dir):
         raise RecipeError(
