@@ -28,7 +28,7 @@ class Job:
     """A pre-training and how to start it."""
 
     what: Pretraining
-    nodes: int | None = None  # None for all that the cluster has, or one
+    nodes: int | None = None  # None for one, or for as many as srun says
     node_rank: int | None = None  # for clusters whose machines are each started by hand
     master: str | None = None  # node 0's address, likewise
     max_restarts: int = 3
