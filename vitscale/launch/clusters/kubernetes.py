@@ -160,27 +160,19 @@ def _objects(job: Job) -> list[Object]:
 def _network_policy(name: str) -> Object:
     """Lets only the job's own pods connect to them: torch's store and the ranks ask nobody who they are."""
     pods = {"matchLabels": {_JOB_OF_A_POD: name}}
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": _metadata(name),
-        "spec": {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": pods}]}]},
-    }
+    spec = {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": pods}]}]}
+    return _object("networking.k8s.io/v1", "NetworkPolicy", name, spec=spec)
 
 
 def _service(name: str) -> Object:
     """Gives the pods of a Job names, even before they are ready, as they must meet to become ready."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _metadata(name),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {_JOB_OF_A_POD: name},
-            "ports": [{"name": "launch", "port": DEFAULT_PORT}],
-        },
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {_JOB_OF_A_POD: name},
+        "ports": [{"name": "launch", "port": DEFAULT_PORT}],
     }
+    return _object("v1", "Service", name, spec=spec)
 
 
 def _indexed_job(job: Job, options: KubernetesOptions, name: str, nodes: int) -> Object:
@@ -190,28 +182,24 @@ def _indexed_job(job: Job, options: KubernetesOptions, name: str, nodes: int) ->
     if nodes > 1:
         pod["spec"]["subdomain"] = name
     codes, minutes = {"containerName": _CONTAINER, "operator": "In"}, job.what.time_limit_minutes
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": _metadata(name),
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": nodes,
-            "parallelism": nodes,
-            # The time limit is the whole job's: that of a launch would end one pod and begin again for the next.
-            **({} if minutes is None else {"activeDeadlineSeconds": math.ceil(60 * minutes)}),
-            "backoffLimit": nodes * job.max_restarts,  # counted once a node: all pods of a run end together
-            # When a pod ends, the first rule that matches counts; failures that match none are counted.
-            "podFailurePolicy": {
-                "rules": [
-                    {"action": "FailJob", "onExitCodes": {**codes, "values": sorted(FINAL)}},
-                    {"action": "Ignore", "onExitCodes": {**codes, "values": sorted([EXIT_RETRY, EXIT_PREEMPTED])}},
-                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                ]
-            },
-            "template": pod,
+    spec = {
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        # The time limit is the whole job's: that of a launch would end one pod and begin again for the next.
+        **({} if minutes is None else {"activeDeadlineSeconds": math.ceil(60 * minutes)}),
+        "backoffLimit": nodes * job.max_restarts,  # counted once a node: all pods of a run end together
+        # When a pod ends, the first rule that matches counts; failures that match none are counted.
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onExitCodes": {**codes, "values": sorted(FINAL)}},
+                {"action": "Ignore", "onExitCodes": {**codes, "values": sorted([EXIT_RETRY, EXIT_PREEMPTED])}},
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
         },
+        "template": pod,
     }
+    return _object("batch/v1", "Job", name, spec=spec)
 
 
 def _pod(job: Job, options: KubernetesOptions, name: str, nodes: int, master: str) -> Object:
@@ -239,7 +227,7 @@ def _pod(job: Job, options: KubernetesOptions, name: str, nodes: int, master: st
     if gpus:
         container["resources"] = {"limits": {"nvidia.com/gpu": str(gpus)}}
     return {
-        "metadata": {"labels": _metadata(name)["labels"]},
+        "metadata": {"labels": _labels(name)},
         "spec": {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": options.grace_s,
@@ -281,21 +269,21 @@ def _recipe_file(job: Job, name: str) -> Object:
     Its name has a digest of its content, so that another recipe is another object: pods see changes of an object.
     """
     text = dump_yaml(job.what.load().dump())
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {**_metadata(name), "name": f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"},
-        "immutable": True,
-        "data": {_file_name(job.what.recipe): text},
-    }
+    found = _object("v1", "ConfigMap", name, immutable=True, data={_file_name(job.what.recipe): text})
+    found["metadata"]["name"] += f"-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return found
 
 
 def _file_name(recipe: str) -> str:
     return re.sub(r"[^-.\w]+", "-", Path(recipe).name, flags=re.ASCII)
 
 
-def _metadata(name: str) -> Object:
-    return {"name": name, "labels": {"app.kubernetes.io/name": "vitscale", "app.kubernetes.io/instance": name}}
+def _object(version: str, kind: str, name: str, **content: Any) -> Object:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": _labels(name)}, **content}
+
+
+def _labels(name: str) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "vitscale", "app.kubernetes.io/instance": name}
 
 
 class _Dumper(yaml.SafeDumper):
