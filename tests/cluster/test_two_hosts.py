@@ -157,10 +157,14 @@ def test_deepspeed_without_its_hostfile_does_not_train_on_one_host(quiet):
     assert not (quiet.folder / "alone").exists()
 
 
-def test_a_launch_on_every_host_by_pdsh(quiet, undisturbed):
+def by_pdsh(place: Place, name: str, *more: str) -> list[str]:
     """The line of cluster/hostfile.md."""
-    command = ["cd", str(quiet.folder), "&&", f"PYTHONPATH={ROOT}", *quiet.launch("by-pdsh", "%n", "--stop-at", "12")]
-    code, shown = quiet.finish("pdsh", "-S", "-R", "ssh", "-w", "vnode1,vnode2", " ".join(command))
+    command = ["cd", str(place.folder), "&&", f"PYTHONPATH={ROOT}", *place.launch(name, "%n", *more)]
+    return ["pdsh", "-S", "-R", "ssh", "-w", "vnode1,vnode2", " ".join(command)]
+
+
+def test_a_launch_on_every_host_by_pdsh(quiet, undisturbed):
+    code, shown = quiet.finish(*by_pdsh(quiet, "by-pdsh", "--stop-at", "12"))
     assert code == 0 and "2 ranks on 2 hosts agree" in shown
     assert quiet.digests("by-pdsh") == undisturbed[:12]
 
