@@ -26,8 +26,8 @@ import xxhash
 
 from data_tools import shuffle
 from data_tools.dedup.pdq import pdq_hashes
-from data_tools.engines.local import run_in_processes
-from data_tools.engines.task import Progress, Task
+from data_tools.tasks import Progress, Task
+from data_tools.worker_processes import run_in_processes
 
 BATCH = 100_000
 CLASSES = 21_843

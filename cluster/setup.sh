@@ -106,7 +106,7 @@ DECLARED
         install timm transformers
     else
         say "2/3 the tests' other packages"
-        install --editable '.[demo,dev,docs,ffcv,fp8,plot,ray,s3]'
+        install --editable '.[demo,dev,docs,ffcv,fp8,plot,s3]'
         say "3/3 a first import of the peers, and bytecode for all: the tests start many processes"
         "$venv/bin/python" -m compileall -q -j 0 "$packages" >>"$log" 2>&1 || true  # some hold files of other Pythons
     fi

@@ -129,17 +129,10 @@ def _convert(conversion: Conversion) -> Outcome:
         "start",
         request=request.to_json(),
         workers=machine.processes,
-        engine=machine.engine,
         tasks=str(machine.tasks),
         host=platform.node(),
         versions={"python": platform.python_version(), "pillow": PIL.__version__, "numpy": numpy.__version__},
     )
-    if machine.engine == "ray" and conversion.source.streams and output.is_remote and machine.work is None:
-        raise RecipeError(
-            f"--engine ray: images of {request.src} are streamed to a folder of this machine, which the nodes of a "
-            "cluster cannot read. Name a folder on a shared file system with --work"
-        )
-
     # Converters that share a work folder wait for the first one's plan; a converter with its own folder makes the plan.
     console, waiting = conversion.console, "waiting for another converter's plan"
     with alone(output.work / "locks", lambda: console.print(waiting, highlight=False)):
@@ -185,9 +178,9 @@ def _run(tasks: list[int], reports: dict[int, ShardReport], conversion: Conversi
     )
     count = sum(plan.images_of(task) for task in tasks)
     rejected = sum(report.rejected for report in reports.values())
-    engine = machine.runner(request.src, output.where, shards=True)
+    run = machine.runner(request.src, output.where)
     with ProgressDisplay(conversion.console, "converting", count) as view:
-        for report in engine(shard_tasks, view.update):
+        for report in run(shard_tasks, view.update):
             before = reports.get(report.task)
             rejected += report.rejected - (before.rejected if before else 0)
             reports[report.task] = report

@@ -25,8 +25,8 @@ import pyarrow as pa
 import xxhash
 
 from data_tools.classes import PathStatistics, Vocabulary
-from data_tools.engines.task import Progress, Task
 from data_tools.sources.source import Item, Source
+from data_tools.tasks import Progress, Task
 from vitscale.ground import storage
 from vitscale.ground.errors import DataError, StorageError, os_errors
 from vitscale.ground.files.durable import durable_file, write_text

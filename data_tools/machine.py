@@ -11,14 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from data_tools.engines.local import run_in_processes
-from data_tools.engines.task import Run, run_inline
+from data_tools.tasks import Run, run_inline
+from data_tools.worker_processes import run_in_processes
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.files.locks import LockFile, lock, locked, noted, try_lock
 
-Engine = Literal["local", "ray"]
 _RANGE = re.compile(r"(\d+)/(\d+)")
 _LOCK = re.compile(r"tasks-(\d+)-of-([1-9]\d*)\.lock")
 
@@ -61,7 +59,6 @@ class Machine:
     """How a conversion is run; none of this changes what is written."""
 
     workers: int | None = None  # number of processes; None for one per core
-    engine: Engine = "local"  # what writes the shards: processes on this machine, or a Ray cluster
     tasks: TaskRange = ALL_TASKS  # the share of the tasks that is done here
     work: Path | None = None  # local folder for files that only this machine needs; None for the output's own
     max_reject_rate: float = 0.01  # largest allowed share of images that cannot be stored, 0 to 1
@@ -71,12 +68,8 @@ class Machine:
     def processes(self) -> int:
         return self.workers or len(os.sched_getaffinity(0))
 
-    def runner(self, *places: str, shards: bool = False) -> Run:
-        """What runs tasks that use these paths and URLs; a cluster can run only those of `shards`."""
-        if shards and self.engine == "ray":
-            from data_tools.engines.ray import run_on_ray
-
-            return lambda tasks, tick: run_on_ray(tasks, self.workers, tick)
+    def runner(self, *places: str) -> Run:
+        """What runs tasks that use these paths and URLs."""
         if any(place.startswith("memory://") for place in places):  # other processes cannot see this memory
             return run_inline
         return lambda tasks, tick: run_in_processes(tasks, self.processes, tick)

@@ -26,12 +26,12 @@ from data_tools.dedup.against import Comparison
 from data_tools.dedup.matches import Findings
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.queries import Candidate
-from data_tools.engines.task import run_inline
 from data_tools.listing import ListingTask, PartSummary, fingerprint
 from data_tools.output import CONVERSION_NAME, Output
 from data_tools.report import ProgressDisplay, say
 from data_tools.request import Conversion, refuse_changed
 from data_tools.shuffle import order_images
+from data_tools.tasks import run_inline
 from vitscale.data.shards.beton import samples_within
 from vitscale.data.shards.images import Reject, store_image
 from vitscale.ground.errors import DataError, RecipeError
@@ -214,9 +214,9 @@ def _list(conversion: Conversion) -> list[list[str]]:
             tasks.append(ListingTask(source, number, folder, request.shuffle_seed, f"{name} {state}"))
     # Starting a process would take longer than listing one part.
     here = len(parts) == 1 and not source.streams
-    engine = run_inline if here else conversion.machine.runner(request.src, conversion.output.where)
+    run = run_inline if here else conversion.machine.runner(request.src, conversion.output.where)
     with ProgressDisplay(conversion.console, "listing", None) as view:
-        for _ in engine(tasks, view.update):
+        for _ in run(tasks, view.update):
             pass
     return parts
 

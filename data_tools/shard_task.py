@@ -17,10 +17,10 @@ import pyarrow as pa
 from data_tools.dedup.against import Comparison, NamedIndex, open_matcher
 from data_tools.dedup.fingerprint import ALGORITHM
 from data_tools.dedup.queries import Candidate
-from data_tools.engines.task import Progress, Task
 from data_tools.listing import Spool
 from data_tools.output import Output
 from data_tools.sources.source import Source, without_surrogates
+from data_tools.tasks import Progress, Task
 from vitscale.data.shards import ShardEntry
 from vitscale.data.shards.beton import NO_LABEL, StoredSample, write_shard
 from vitscale.data.shards.images import ImageOptions, Reject, TooLarge, store_image

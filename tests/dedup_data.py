@@ -12,8 +12,8 @@ from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.queries import Candidate
 from data_tools.dedup.settings import Preset
-from data_tools.engines.task import run_inline
 from data_tools.sources import SourceOptions, open_source
+from data_tools.tasks import run_inline
 from vitscale.data.shards.images import StoredImage, store_image
 
 NAMES = [f"{i:02d}.png" for i in range(11)]

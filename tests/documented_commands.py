@@ -20,11 +20,11 @@ _PRETRAIN = ("vitscale/pretrain.py", "vitscale.pretrain")
 _OTHERS = (
     r"(\$ |srun |nohup )*(\.|make|pip|python\S*|\.venv/\S+|jq|tensorboard|kill|kubectl|docker|git|s?batch|scancel)"
 )
-_LAUNCHERS = ("deepspeed", "torchrun", "python", "accelerate", "srun", "mpirun", "nohup")
+_LAUNCHERS = ("deepspeed", "torchrun", "python", "accelerate", "srun", "mpirun", "nohup", "pdsh")
 _SEPARATORS = {"|", "&&", "||", ";", "&", "do", "done", ">", "2>&1", "then"}
 # What pages write in the place of a number or of one of several words.
 _STANDS_FOR = {
-    **{"N": "1", "R": "0", "P": "1", "STEP": "1", "MINUTES": "1", "GB/s": "1", "0..3": "0"},
+    **{"N": "1", "R": "0", "P": "1", "STEP": "1", "MINUTES": "1", "GB/s": "1", "0..3": "0", "%n": "0"},
     "KEY=VALUE": "seed=1",
 }
 

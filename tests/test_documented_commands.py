@@ -101,7 +101,7 @@ def cheap_commands() -> Iterator[tuple[Command, list[str]]]:
         app, *words = ("vitscale", *command.words) if command.program == "vitscale" else ("", *command.words)
         name = words[0] if app and words else command.program.rpartition("-")[2]
         recipes = [word for word in words[1:] if _is_shipped(word)]
-        if name in DRY and recipes and "--hostfile" not in words and "--nodes" not in words:
+        if name in DRY and recipes and "--nodes" not in words:
             yield command, [*words, *([] if "--dry-run" in words else ["--dry-run"])]
         elif name in CHEAP and not any(word in _OF_THE_READER or word.endswith(".yaml") for word in words):
             if not {"--run", "--folder"} & set(words):

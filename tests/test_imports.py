@@ -19,8 +19,7 @@ LAYERS = (
     {"ground", "ground.safe_text"},
     {"vitscale", "ground.block", "ground.errors", "ground.heartbeat", "ground.machine", "ground.operations"}
     | {"ground.table", "ground.weight_formats", "ground.wording"},
-    {"ground.extensions", "ground.interruption", "ground.native", "ground.ranks", "ground.ray_cluster"}
-    | {"ground.storage", "ground.vtab"},
+    {"ground.extensions", "ground.interruption", "ground.native", "ground.ranks"} | {"ground.storage", "ground.vtab"},
     {"ground.files", "ground.images", "ground.page", "ground.versions", "recipe.families"},
     {"data.shards", "recipe"},
     {"runs"},
@@ -47,7 +46,7 @@ SPLIT = ("ground", "training", "about")
 KNOWS_ONLY = {
     "data_tools": {
         *("vitscale", "data.shards", "recipe", "ground.errors", "ground.files", "ground.images", "ground.machine"),
-        *("ground.native", "ground.ray_cluster", "ground.safe_text", "ground.storage", "ground.table", "ground.vtab"),
+        *("ground.native", "ground.safe_text", "ground.storage", "ground.table", "ground.vtab"),
         "ground.wording",
     }
 }

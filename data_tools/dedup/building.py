@@ -25,10 +25,10 @@ from data_tools.dedup.pdq import HASH_BYTES, pdq_hashes
 from data_tools.dedup.queries import small_picture
 from data_tools.dedup.settings import PRESETS, SMALL_SIDE, Preset, Settings
 from data_tools.dedup.variants import CROPS, DEFAULT_LEVEL, LEVELS, crops_of
-from data_tools.engines.local import run_in_processes
-from data_tools.engines.task import Progress, Task, Tick
 from data_tools.sources import Source
 from data_tools.sources.source import without_surrogates
+from data_tools.tasks import Progress, Task, Tick
+from data_tools.worker_processes import run_in_processes
 from vitscale.data.shards.images import Reject, store_image
 from vitscale.data.shards.provenance import write_tables
 from vitscale.ground.errors import DataError, RecipeError, os_errors

@@ -31,7 +31,7 @@ from data_tools.dedup.matching import Matcher
 from data_tools.dedup.queries import shard_queries
 from data_tools.dedup.report import write_report
 from data_tools.dedup.settings import Settings
-from data_tools.engines.task import Progress, Run, Task, Tick
+from data_tools.tasks import Progress, Run, Task, Tick
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.opening import known_manifest, local_copy
 from vitscale.data.shards.provenance import DECISIONS, DECISIONS_NAME, read_table, write_tables

@@ -80,7 +80,7 @@ def prepare(
         small, test = chosen_rows(opened, takes, pinned)
         ids = _list_of(opened, small, pinned)
         _write_list(place, ids)
-        strict = Machine(machine.workers, machine.engine, work=machine.work, max_reject_rate=0.0)
+        strict = Machine(machine.workers, work=machine.work, max_reject_rate=0.0)
         slices = " and ".join(ids.slices[part] for part in VIEWS)
         for name, rows, what in (
             (SMALL, _joined(small.values()), f"{slices}, sha256 {ids.sha256}"),

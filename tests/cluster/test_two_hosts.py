@@ -1,12 +1,12 @@
 """Real runs over two hosts, each with its own network and ssh server: started, killed, cut off, told to end."""
 
+import contextlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -68,9 +68,19 @@ class Place:
         """Arguments of a run."""
         return ["--run-dir", str(self.folder / name), *more]
 
-    def launch(self, name: str, *more: str) -> list[str]:
-        """`vitscale launch` over both hosts."""
-        return [*LAUNCH, str(self.folder / "recipe.yaml"), "--hostfile", "hosts", *self.run_of(name, *more)]
+    def launch(self, name: str, node: str, *more: str) -> list[str]:
+        """`vitscale launch` as one of two nodes."""
+        nodes = ["--nodes", "2", "--node-rank", node, "--master", "vnode1:29700"]
+        return [*LAUNCH, "recipe.yaml", *nodes, *self.run_of(name, *more)]
+
+    @contextlib.contextmanager
+    def launched(self, name: str, *more: str) -> Iterator[list[subprocess.Popen]]:
+        """A launch on each host."""
+        with contextlib.ExitStack() as stack:
+            yield [
+                stack.enter_context(self.start(*self.launch(name, str(node), *more), at=host))
+                for node, host in enumerate(two_hosts.HOSTS)
+            ]
 
     def lines(self, name: str) -> dict[int, dict]:
         """Step -> its line of metrics."""
@@ -83,6 +93,12 @@ class Place:
         lines = self.lines(name)
         assert list(lines) == list(range(1, len(lines) + 1))
         return [line["batch_digest"] for line in lines.values()]
+
+    def ends(self, launches: Sequence[subprocess.Popen], within: float = 400) -> tuple[list[int], str]:
+        """(exit codes, what they printed together) of launches that end by themselves."""
+        shown = "".join(process.communicate(timeout=within)[0] for process in launches)
+        print(shown)
+        return [process.returncode for process in launches], shown
 
     def wait_for_step(self, name: str, step: int, process: subprocess.Popen) -> None:
         """Until the run has come so far."""
@@ -118,8 +134,9 @@ def quiet(place: Place) -> Iterator[Place]:
 @pytest.fixture(scope="module")
 def undisturbed(place: Place) -> list[str]:
     """Digests of a run that nothing happens to."""
-    code, shown = place.finish(*place.launch("undisturbed"))
-    assert code == 0 and "2 ranks on 2 hosts agree" in shown
+    with place.launched("undisturbed") as launches:
+        codes, shown = place.ends(launches)
+    assert codes == [0, 0] and "2 ranks on 2 hosts agree" in shown
     digests = place.digests("undisturbed")
     assert len(digests) == STEPS
     return digests
@@ -140,87 +157,78 @@ def test_deepspeed_without_its_hostfile_does_not_train_on_one_host(quiet):
     assert not (quiet.folder / "alone").exists()
 
 
+def by_pdsh(place: Place, name: str, *more: str) -> list[str]:
+    """The line of cluster/hostfile.md."""
+    command = ["cd", str(place.folder), "&&", f"PYTHONPATH={ROOT}", *place.launch(name, "%n", *more)]
+    return ["pdsh", "-S", "-R", "ssh", "-w", "vnode1,vnode2", " ".join(command)]
+
+
+def test_a_launch_on_every_host_by_pdsh(quiet, undisturbed):
+    code, shown = quiet.finish(*by_pdsh(quiet, "by-pdsh", "--stop-at", "12"))
+    assert code == 0 and "2 ranks on 2 hosts agree" in shown
+    assert quiet.digests("by-pdsh") == undisturbed[:12]
+
+
 def test_a_rank_that_is_killed_on_one_host(quiet, undisturbed):
-    with quiet.start(*quiet.launch("killed")) as process:
-        quiet.wait_for_step("killed", 25, process)
+    with quiet.launched("killed") as launches:
+        quiet.wait_for_step("killed", 25, launches[0])
         quiet.rank_on("vnode2").kill()
-        shown = process.communicate(timeout=400)[0]
-    print(shown)
-    assert process.returncode == 0 and "was killed by SIGKILL after step" in shown and "restart in 1 s" in shown
+        codes, shown = quiet.ends(launches)
+    assert codes == [0, 0] and "was killed by SIGKILL after step" in shown and "restart in 1 s" in shown
     assert quiet.digests("killed") == undisturbed
+
+
+def test_a_host_that_dies_is_waited_for(quiet, undisturbed):
+    with quiet.launched("dead") as launches:
+        quiet.wait_for_step("dead", 25, launches[0])
+        for process in quiet.hosts.processes("vnode2"):
+            process.kill()
+        with quiet.start(*quiet.launch("dead", "1"), at="vnode2") as again:
+            codes, shown = quiet.ends([launches[0], again])
+    assert codes == [0, 0] and "node 1 (vnode2)" in shown and "resumed from" in shown
+    assert quiet.digests("dead") == undisturbed
 
 
 @pytest.mark.parametrize("host", two_hosts.HOSTS)
 def test_a_host_that_is_cut_off_is_named_and_the_other_continues_when_asked(quiet, undisturbed, host):
     name, other = f"without-{host}", next(other for other in two_hosts.HOSTS if other != host)
-    with quiet.start(*quiet.launch(name, "--set", "check.step_timeout_s=40")) as process:
-        quiet.wait_for_step(name, 25, process)
+    with quiet.launched(name, "--set", "check.step_timeout_s=40", "--wait-for-nodes", "0.5") as launches:
+        quiet.wait_for_step(name, 25, launches[0])
         quiet.hosts.cut(host)
-        # Both ends notice, each by itself.
-        wait_until(lambda: not quiet.hosts.processes(host, PRETRAIN), 120)
-        shown = process.communicate(timeout=500)[0]
-    print(shown)
-    assert process.returncode == 75
+        codes, shown = quiet.ends(launches, within=500)
+    assert codes == [75, 75]  # both notice, each by itself
     # By whoever notices first: the launches, or a rank.
     number = two_hosts.HOSTS.index(host)
     by_any = (f"node {number} ({host}) has not answered", f"rank {number} on {host}", "rank 0, or the machine that it")
     assert any(words in shown for words in by_any)
-    wait_until(quiet.is_empty, 60)
-    (quiet.folder / "hosts-left").write_text(f"{other} slots=1\n")
-    code, shown = quiet.finish(*quiet.launch(name, "--hostfile", "hosts-left"))
-    assert code == 0 and "resumed from" in shown
+    assert quiet.is_empty()
+    with quiet.start(*LAUNCH, "recipe.yaml", *quiet.run_of(name), at=other) as alone:
+        codes, shown = quiet.ends([alone])
+    assert codes == [0] and "resumed from" in shown
     assert quiet.digests(name) == undisturbed
 
 
-def test_the_front_is_told_to_end(quiet, undisturbed):
-    with quiet.start(*quiet.launch("told")) as process:
-        quiet.wait_for_step("told", 25, process)
-        process.send_signal(signal.SIGTERM)
-        shown = process.communicate(timeout=200)[0]
-    print(shown)
-    assert process.returncode == 85 and quiet.is_empty()
-    code, shown = quiet.finish(*quiet.launch("told"))
-    assert code == 0 and "resumed from" in shown
+def test_a_host_that_is_cut_off_for_a_while_comes_back(quiet, undisturbed):
+    with quiet.launched("back", "--set", "check.step_timeout_s=40") as launches:
+        quiet.wait_for_step("back", 25, launches[0])
+        quiet.hosts.cut("vnode2")
+        wait_until(lambda: not any(quiet.hosts.processes(host, PRETRAIN) for host in two_hosts.HOSTS), 120)
+        quiet.hosts.mend("vnode2")
+        codes, shown = quiet.ends(launches)
+    assert codes == [0, 0] and "resumed from" in shown
+    assert quiet.digests("back") == undisturbed
+
+
+def test_one_launch_that_is_told_to_end_ends_both(quiet, undisturbed):
+    with quiet.launched("told") as launches:
+        quiet.wait_for_step("told", 25, launches[0])
+        launches[1].send_signal(signal.SIGTERM)
+        codes, _ = quiet.ends(launches, within=200)
+    assert codes == [85, 85] and quiet.is_empty()
+    with quiet.launched("told") as launches:
+        codes, shown = quiet.ends(launches)
+    assert codes == [0, 0] and "resumed from" in shown
     assert quiet.digests("told") == undisturbed
-
-
-def test_nothing_outlives_the_front(quiet):
-    with quiet.start(*quiet.launch("abandoned")) as process:
-        quiet.wait_for_step("abandoned", 5, process)
-        process.kill()
-        wait_until(quiet.is_empty, 30)
-
-
-def test_hosts_that_cannot_take_part_are_named_before_anything_starts(quiet):
-    (quiet.folder / "more-hosts").write_text("vnode1 slots=1\nvnode2 slots=1\nvnode3 slots=2\n")
-    command = [*LAUNCH, "recipe.yaml", "--hostfile", "more-hosts", *quiet.run_of("never")]
-    code, shown = quiet.finish(*command)
-    assert code == 2 and "vnode3:" in shown and "ssh: Could not resolve hostname" in shown
-    assert "vnode2: " not in shown
-    assert list((quiet.folder / "never").iterdir()) == []
-
-
-def test_a_run_directory_that_the_hosts_do_not_share_is_refused(quiet):
-    private = quiet.folder / "private"
-    private.mkdir()
-    server = (quiet.hosts.folder / "vnode2.pid").read_text().strip()
-    inside = ["nsenter", "--target", server, "--mount"]
-    subprocess.run([*inside, "mount", "-t", "tmpfs", "none", str(private)], check=True)
-    try:
-        code, shown = quiet.finish(*quiet.launch("private/run"))
-    finally:
-        subprocess.run([*inside, "umount", str(private)], check=True)
-    assert code == 2 and re.search(rf"vnode2: .* {private / 'run'}", shown)
-
-
-def test_a_launch_on_every_host_by_hand(quiet, undisturbed):
-    nodes = ["--nodes", "2", "--master", "vnode1:29700"]
-    command = [*LAUNCH, "recipe.yaml", *quiet.run_of("by-hand", "--stop-at", "12"), *nodes, "--node-rank"]
-    with quiet.start(*command, "1", at="vnode2") as second, quiet.start(*command, "0", at="vnode1") as first:
-        shown = [process.communicate(timeout=400)[0] for process in (first, second)]
-    print(*shown)
-    assert (first.returncode, second.returncode) == (0, 0)
-    assert quiet.digests("by-hand") == undisturbed[:12]
 
 
 def test_torchrun_goes_on_with_the_host_that_is_left(quiet, undisturbed):

@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 
 from data_tools import machine
 from data_tools.dedup.against import open_matcher
-from data_tools.engines.task import run_inline
 from data_tools.sources.source import Item
+from data_tools.tasks import run_inline
 from vitscale.cli.convert import app
 from vitscale.data.shards import Manifest, ShardFile
 

@@ -10,10 +10,10 @@ from messages import refusal
 
 from data_tools import shuffle
 from data_tools.conversion_plan import ConversionPlan, parse_splits, write_plan
-from data_tools.engines.task import run_inline
 from data_tools.listing import ListingTask, Spool
 from data_tools.shuffle import order_images
 from data_tools.sources.source import Item
+from data_tools.tasks import run_inline
 from vitscale.ground.errors import DataError, RecipeError
 
 

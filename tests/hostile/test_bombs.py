@@ -31,10 +31,10 @@ from small_disk import small_disk
 
 from data_tools.dedup.matches import Pair
 from data_tools.dedup.pair_sheet import pair_sheet
-from data_tools.engines.task import run_inline
 from data_tools.listing import ListingTask
 from data_tools.sources import SourceOptions, open_source
 from data_tools.sources.tfrecord import _masked
+from data_tools.tasks import run_inline
 from data_tools.vtab.source import with_full_contrast
 from vitscale.data.shards.images import Reject, store_image
 from vitscale.ground import storage

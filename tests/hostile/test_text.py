@@ -39,7 +39,7 @@ from vitscale.ground.page import (
 )
 from vitscale.ground.safe_text import SafeStream, shown, without_secrets
 from vitscale.ground.table import Column, Console, ResultTable
-from vitscale.launch.clusters import Job, hostfile, slurm
+from vitscale.launch.clusters import Job, slurm
 from vitscale.launch.pretraining import Pretraining
 from vitscale.recipe import load_recipe, refuse_secrets
 
@@ -455,18 +455,3 @@ def test_a_batch_script_believes_only_numbers_in_a_run_directory(put, tmp_path, 
     ]
     assert codes == [0, 75, 75] and Path("requeued").read_text() == "requeue\n"
     assert not Path("PWNED").exists() and (tmp_path / "thesis").read_text() == "mine"
-
-
-ANSWERS = [b"5", b"[1]", b"{}", b'{"version": []}', b"null", b'"x"', b"[" * 100_000, b"\xff\xfe", b""]
-
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=range(len(ANSWERS)))
-def test_a_host_that_answers_anything_is_refused_in_words(answer, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("hosts").write_text("node1 slots=1\n")
-    Path("answer").write_bytes(answer)
-    job = Job(
-        Pretraining(str(RECIPE), (), tmp_path / "run"), options={"hostfile": "hosts", "ssh": "sh -c 'cat answer' --"}
-    )
-    with pytest.raises(RecipeError):
-        hostfile.submit(job)

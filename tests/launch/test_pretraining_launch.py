@@ -88,8 +88,17 @@ def test_what_the_trainer_is_told(tmp_path):
     what = Pretraining(
         "h14_jft", ("seed=3", "optimizer.lr=0.1"), tmp_path / "run", ranks=1, resume="never", stop_at=7, smoke=True
     )
-    expected = ["--recipe", "h14_jft", "--run-dir", str(tmp_path / "run"), "--resume", "never", "--set", "seed=3"]
-    assert arguments(PretrainingRanks(what), 0) == [*expected, "--set", "optimizer.lr=0.1", "--smoke", "--stop-at", "7"]
+    expected = [
+        "--recipe",
+        "h14_jft",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--set",
+        "seed=3",
+        "--set",
+        "optimizer.lr=0.1",
+    ]
+    assert arguments(PretrainingRanks(what), 0) == [*expected, "--resume", "never", "--stop-at", "7", "--smoke"]
 
 
 @pytest.mark.parametrize("held_a_run", [False, True])

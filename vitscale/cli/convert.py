@@ -16,7 +16,7 @@ from data_tools.conversion_plan import ConversionPlan, parse_splits
 from data_tools.dedup.against import name_indexes
 from data_tools.dedup.report import tables
 from data_tools.finishing import Outcome
-from data_tools.machine import ALL_TASKS, Engine, Machine, TaskRange
+from data_tools.machine import ALL_TASKS, Machine, TaskRange
 from data_tools.planning import MAX_SHARD_SAMPLES, Probe
 from data_tools.report import say, summary
 from data_tools.request import Request, parse_bytes, parse_count
@@ -100,7 +100,6 @@ def command(
         bool, Option("--allow-unlabelled", help="Allow any share of images without a label, not just 1 %.")
     ] = False,
     workers: Workers = None,
-    engine: Annotated[Engine, Option(help="Where shards are written: this machine, or a Ray cluster.")] = "local",
     task_range: Annotated[
         str | None, Option(help="Only piece i of n of the shards, i from 0, for job arrays.", metavar="i/n")
     ] = None,
@@ -147,9 +146,9 @@ def command(
             ),
         )
         tasks = ALL_TASKS if task_range is None else TaskRange.parse(task_range)
-        machine = Machine(workers, engine, tasks, work, max_reject_rate, allow_unlabelled)
+        machine = Machine(workers, tasks, work, max_reject_rate, allow_unlabelled)
         if is_dry_run:
-            _refuse(context, "--dry-run", "engine", "max_reject_rate", "allow_unlabelled", "task_range")
+            _refuse(context, "--dry-run", "max_reject_rate", "allow_unlabelled", "task_range")
             starting = time.process_time()  # nearly all of it imports
             conversion, plan, probed = dry_run(request, out, machine, console)
             console.print(_forecast(plan, probed, machine.processes, starting))

@@ -8,7 +8,7 @@ from typer import Argument, Exit, Option
 from vitscale.cli.options import Settings
 
 Resume = Literal["auto", "never"]
-ClusterName = Literal["local", "hostfile", "slurm", "k8s"]
+ClusterName = Literal["local", "slurm", "k8s"]
 
 
 def launch(
@@ -49,27 +49,17 @@ def launch(
     smoke: Annotated[
         bool, Option("--smoke", help="A small model of the family, four steps, generated pictures.")
     ] = False,
-    cluster: Annotated[
-        ClusterName, Option(help="Where: this machine; the hosts of a file, by ssh; a Slurm job; a Kubernetes job.")
-    ] = "local",
-    hostfile: Annotated[
-        Path | None, Option(metavar="FILE", help="Hosts for --cluster hostfile (implied): lines `host slots=n`.")
-    ] = None,
+    cluster: Annotated[ClusterName, Option(help="Where: this machine; a Slurm job; a Kubernetes job.")] = "local",
     cluster_options: Annotated[
         list[str] | None, Option("--cluster-option", metavar="KEY=VALUE", help="Option of this cluster: see cluster/.")
     ] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Print what would run; start nothing.")] = False,
 ) -> None:
     """Pre-train a recipe, and start again when something fails. Repeating the command continues."""
-    from vitscale.ground.errors import RecipeError
     from vitscale.launch import Pretraining
     from vitscale.launch.clusters import Job, find_cluster, read_pairs
 
     options = read_pairs("--cluster-option", cluster_options or [])
-    if hostfile is not None:
-        if cluster not in ("local", "hostfile"):
-            raise RecipeError(f"--hostfile cannot be used with --cluster {cluster}")
-        cluster, options["hostfile"] = "hostfile", str(hostfile)
     where = recipe, tuple(settings or ()), run_dir, ranks
     what = Pretraining(*where, resume, time_limit_minutes=time_limit, stop_at=stop_at, smoke=smoke)
     job = Job(what, nodes, node_rank, master, max_restarts, wait_for_nodes, options)

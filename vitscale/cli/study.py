@@ -12,7 +12,7 @@ from typer import Argument, Exit, Option, Typer
 from typer.core import TyperGroup
 
 from vitscale.about.studies.cost import Slot, cost_of
-from vitscale.about.studies.engine import Engine, LocalEngine, RayEngine, SlurmEngine
+from vitscale.about.studies.engine import Engine, LocalEngine, SlurmEngine
 from vitscale.about.studies.expansion import Entry, Expansion, expand
 from vitscale.about.studies.outcomes import Progress, check_unchanged
 from vitscale.about.studies.reading import find_study, list_studies, load_study, study_schema
@@ -39,7 +39,7 @@ _ON_PAPER = (
     "`vitscale plan` tells."
 )
 
-EngineName = Literal["local", "slurm", "ray"]
+EngineName = Literal["local", "slurm"]
 Study = Annotated[str, Argument(metavar="STUDY", help="A file, or the stem of one that comes with vitscale.")]
 Settings = Annotated[
     list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a field of every entry's recipe.")
@@ -84,7 +84,7 @@ def run(
     ] = None,
     engine: Annotated[
         EngineName,
-        Option(help="What runs the entries: this machine; array jobs of Slurm, each on a node; a Ray cluster."),
+        Option(help="What runs the entries: this machine, or array jobs of Slurm, each on a node."),
     ] = "local",
     slots: Annotated[
         int | None,
@@ -94,11 +94,7 @@ def run(
     ] = None,
     engine_options: Annotated[
         list[str] | None,
-        Option(
-            "--engine-option",
-            metavar="KEY=VALUE",
-            help="For slurm: an option of sbatch; for ray: gpus or cpus of each entry.",
-        ),
+        Option("--engine-option", metavar="KEY=VALUE", help="For slurm: an option of sbatch."),
     ] = None,
     settings: Settings = None,
     dry_run: Annotated[bool, Option("--dry-run", help="List the entries and start nothing.")] = False,
@@ -194,8 +190,6 @@ def _engine(name: str, folder: Path, slots: int | None, options: list[str]) -> E
     """An engine for a study in a folder. Raises `RecipeError` for options that it does not have."""
     if name == "slurm":
         return SlurmEngine(folder, slots, read_pairs("--engine-option", options))
-    if name == "ray":
-        return RayEngine(slots, read_pairs("--engine-option", options))
     if options:
         raise RecipeError(f"--engine-option {options[0]}: --engine local has none")
     return LocalEngine(slots)

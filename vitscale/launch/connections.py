@@ -36,6 +36,7 @@ SECRET_BYTES = 32
 LOOK_EVERY_SECONDS = 0.05
 SILENCE_SECONDS = 30.0
 RECONNECT_SECONDS = 0.5
+_UNTOLD_SECONDS, _TELL_EVERY_SECONDS = 2.0, 60.0
 _BEATS = 10  # signs of life sent in SILENCE_SECONDS
 _FAREWELL_SECONDS = 5.0
 _MOST_BYTES = 1 << 12, 1 << 20  # of a line: of strangers, and of nodes
@@ -207,6 +208,31 @@ def say_farewell(connections: Sequence[Connection]) -> None:
         connection.close()
 
 
+# ---- Waiting ---------------------------------------------------------------------------------------------------------
+
+
+class Patience:
+    """Waits for what other nodes have to do first, for at most the place's `wait_s` seconds; says so now and then."""
+
+    def __init__(self, place: ThisNode, supervisor: Supervisor) -> None:
+        self._most, self._supervisor = place.wait_s, supervisor
+        self._began, self._tell_after = time.monotonic(), _UNTOLD_SECONDS
+
+    def wait(self, seconds: float, what: str, failure: str) -> bool:
+        """Wait `seconds` for `what`. Returns False once this launch is told to end.
+
+        Raises `PeerLostError` of the failure when the time is up.
+        """
+        waited = time.monotonic() - self._began
+        if waited > self._most:
+            raise PeerLostError(failure)
+        if waited > self._tell_after:
+            say(f"waits for {what}")
+            self._tell_after = waited + _TELL_EVERY_SECONDS
+        time.sleep(seconds)
+        return self._supervisor.told is None
+
+
 # ---- Node 0's listener -----------------------------------------------------------------------------------------------
 
 
@@ -216,21 +242,16 @@ def resolve(place: ThisNode, supervisor: Supervisor) -> tuple[int, Any] | None:
     Returns (family, what socket.bind takes), or None once this launch is told to end. Raises `PeerLostError` if the
     name stays unknown.
     """
-    began, has_told = time.monotonic(), False
-    while not supervisor.told:
+    patience = Patience(place, supervisor)
+    while True:
         try:
             family, _, _, _, address = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)[0]
             return family, address
         except OSError as error:
             what = f"--master {place.address}: {error.strerror or error}"
-            waited = time.monotonic() - began
-            if waited > place.wait_s:
-                raise PeerLostError(f"{what}, for {place.wait_s:,.0f} s. Is it the name of this node?") from None
-            if waited > 2 and not has_told:
-                say(f"waits for this name to resolve: {what}")
-                has_told = True
-        time.sleep(RECONNECT_SECONDS)
-    return None
+        failure = f"{what}, for {place.wait_s:,.0f} s. Is it the name of this node?"
+        if not patience.wait(RECONNECT_SECONDS, f"this name to resolve: {what}", failure):
+            return None
 
 
 def listen(place: ThisNode, own: tuple[int, Any] | None) -> socket.socket:

@@ -4,7 +4,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -42,6 +42,18 @@ class Pretraining:
     def directory(self) -> Path:
         """The run's directory. Raises `RecipeError` if it is the recipe's and there is no such recipe."""
         return self.run_dir or default_run_dir(self.recipe, smoke=self.smoke)
+
+    @property
+    def options(self) -> dict[str, object]:
+        """What `vitscale launch` and vitscale/pretrain.py have in common, for `option_words`."""
+        return {
+            "--run-dir": self.run_dir,
+            "--set": self.settings,
+            "--resume": None if self.resume == "auto" else self.resume,
+            "--stop-at": self.stop_at,
+            "--smoke": self.smoke,
+            "--time-limit": None if self.time_limit_minutes is None else f"{self.time_limit_minutes:g}",
+        }
 
     def load(self) -> Recipe:
         """The recipe; for a smoke form without the settings, which are that form's. Raises `RecipeError`."""
@@ -150,17 +162,10 @@ class PretrainingRanks:
             left = what.time_limit_minutes - (time.monotonic() - self._began) / 60
             if left <= 0:
                 raise PreemptedError(f"the time limit of {what.time_limit_minutes:g} minutes has been reached")
-        options = {
-            "--recipe": what.recipe,
-            "--run-dir": self.run_dir,
-            # Only the first attempt may refuse a run that is there already; later ones continue the first one's.
-            "--resume": what.resume if attempt == 0 or self._held_a_run else "auto",
-            "--set": what.settings,
-            "--smoke": what.smoke,
-            "--stop-at": what.stop_at,
-            "--time-limit": left,
-        }
-        return option_words(options)
+        # Only the first attempt may refuse a run that is there already; later ones continue the first one's.
+        resume = what.resume if attempt == 0 or self._held_a_run else "auto"
+        now = replace(what, run_dir=self.run_dir, resume=resume, time_limit_minutes=left)
+        return option_words({"--recipe": what.recipe} | now.options)
 
     def _count_devices(self) -> int:
         """The number of CUDA devices that this machine has now."""

@@ -16,6 +16,7 @@ from vitscale.launch.connections import (
     SECRET_BYTES,
     SILENCE_SECONDS,
     Connection,
+    Patience,
     allow_connections,
     listen,
     read_secret,
@@ -62,28 +63,20 @@ class FirstNode:
 
     def meet(self, devices: int, is_asked_for: bool) -> Layout | None:
         """Wait for the other nodes, then send each its ranks."""
-        began, told_at = time.monotonic(), 0.0
-        missing = self._missing()
-        while missing:
-            if self._supervisor.told:
+        place, patience = self._place, Patience(self._place, self._supervisor)
+        while missing := self._missing():
+            who, where = f"{_nodes(missing)} of {place.nodes}", f"{place.address}:{place.port}"
+            failure = (
+                f"{who} did not connect to {where} within {place.wait_s:,.0f} s. Does the launch run there, with this "
+                f"--master and --nodes? Can that machine resolve the name and reach the port?"
+            )
+            if not patience.wait(LOOK_EVERY_SECONDS, f"{who} at {where}", failure):
                 return None
-            waited = time.monotonic() - began
-            if waited > self._place.wait_s:
-                raise PeerLostError(
-                    f"{_nodes(missing)} of {self._place.nodes} did not connect to {self._place.address}:"
-                    f"{self._place.port} within {self._place.wait_s:,.0f} s. Does the launch run there, with this "
-                    f"--master and --nodes? Can that machine resolve the name and reach the port?"
-                )
-            if waited > 2 and (told_at == 0 or waited - told_at > 60):
-                say(f"waits for {_nodes(missing)} of {self._place.nodes} at {self._place.address}:{self._place.port}")
-                told_at = waited
-            time.sleep(LOOK_EVERY_SECONDS)
             self._poll()
             for other in self._others.values():
                 if other.left is not None:
                     why = f"{other.name} ended: {other.left.why}"
                     raise VitscaleError(why).with_code(other.left.code or EXIT_RETRY)
-            missing = self._missing()
         others = [self._others[node] for node in range(1, self._place.nodes)]
         counts = [devices, *(other.devices for other in others)]
         asked_for = is_asked_for or any(other.is_asked_for for other in others)
@@ -308,25 +301,20 @@ class OtherNode:
 
     def _go(self) -> Connection | None:
         """The connection to node 0, made anew if there is none; None once this launch is told to end."""
-        began, told = time.monotonic(), ""
-        where = f"{self._place.address}:{self._place.port}"
+        place, patience = self._place, Patience(self._place, self._supervisor)
         while self._first is None or self._first.lost:
-            if self._supervisor.told:
-                return None
             try:
                 self._first = self._connect()
+                continue
             except OSError as error:
-                waited, problem = time.monotonic() - began, error.strerror or str(error)
-                if waited > self._place.wait_s:
-                    raise PeerLostError(
-                        f"node 0 could not be reached at {where} within {self._place.wait_s:,.0f} s: {problem}. "
-                        f"Does the launch run there? Is --master its name or address? Is --run-dir {self._run_dir} the "
-                        f"same folder on all nodes?"
-                    ) from None
-                if waited > 2 and problem != told:
-                    say(f"waits for node 0 at {where} ({problem})")
-                    told = problem
-                time.sleep(RECONNECT_SECONDS)
+                problem = error.strerror or str(error)
+            where = f"{place.address}:{place.port}"
+            failure = (
+                f"node 0 could not be reached at {where} within {place.wait_s:,.0f} s: {problem}. Does the launch run "
+                f"there? Is --master its name or address? Is --run-dir {self._run_dir} the same folder on all nodes?"
+            )
+            if not patience.wait(RECONNECT_SECONDS, f"node 0 at {where} ({problem})", failure):
+                return None
         return self._first
 
     def _connect(self) -> Connection:

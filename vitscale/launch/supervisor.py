@@ -21,7 +21,7 @@ from vitscale.launch.ends import FINAL, End
 from vitscale.launch.rank import RankCommand, RankProcess
 
 # Signals that are passed on -> as what. SIGINT is a person's Ctrl-C, SIGHUP a terminal that was closed.
-PASSED_ON = {
+_PASSED_ON = {
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGINT: signal.SIGTERM,
     signal.SIGHUP: signal.SIGTERM,
@@ -44,19 +44,42 @@ def say(message: str) -> None:
         os.write(2, f"launch: {printable(without_secrets(message))}\n".encode())
 
 
-class SignalWatch:
-    """Notes SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this process. A context manager, for the main thread."""
+class Supervisor:
+    """The ranks of one launch, attempt after attempt. A context manager, for the main thread.
 
-    def __init__(self) -> None:
+    Inside, SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this process go to all ranks; a second one ends all of them.
+
+    Args:
+        grace_s: seconds that other ranks have to end by themselves when one has failed.
+        silence_s: seconds without a heartbeat after which a rank that has sent some counts as hung. Other ranks have as
+            long to end when one has ended well.
+    """
+
+    def __init__(self, *, grace_s: float = 20.0, silence_s: float = 60.0) -> None:
         self.told: signal.Signals | None = None
         """The first signal that this process got."""
         self.at_once = False
         """Whether it got a second one."""
+        self.unkillable = False
+        """Whether a rank of the last attempt is still alive, despite SIGKILL."""
+        self.highest_step = 0
+        """The highest step of all heartbeats."""
+        self.exchange: Callable[[str], str] = lambda trouble: ""
+        """Called again and again with what has gone wrong here, if anything. Returns what has gone wrong elsewhere,
+        which counts as a failed rank does.
+        """
+        self._grace, self._silence = grace_s, silence_s
+        self._elsewhere = ""
+        self._ranks: list[RankProcess] = []
+        self._ends: list[End] = []
+        self._hung: dict[int, str] = {}
+        self._killed = False
+        self._memory_kills: int | None = None
         self._told_at = 0.0
         self._handlers: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in PASSED_ON:
+        for number in _PASSED_ON:
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored on purpose, as by nohup
                 self._handlers[number] = signal.signal(number, self._take_note)
         self._handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else exit codes may be lost
@@ -74,36 +97,6 @@ class SignalWatch:
             self.told, self._told_at = signal.Signals(number), now
         elif now - self._told_at >= _SAME_REQUEST_SECONDS:
             self.at_once = True
-
-
-class Supervisor(SignalWatch):
-    """The ranks of one launch, attempt after attempt. A context manager, for the main thread.
-
-    Inside, signals to this process go to all ranks; a second one ends all of them.
-
-    Args:
-        grace_s: seconds that other ranks have to end by themselves when one has failed.
-        silence_s: seconds without a heartbeat after which a rank that has sent some counts as hung. Other ranks have as
-            long to end when one has ended well.
-    """
-
-    def __init__(self, *, grace_s: float = 20.0, silence_s: float = 60.0) -> None:
-        super().__init__()
-        self.unkillable = False
-        """Whether a rank of the last attempt is still alive, despite SIGKILL."""
-        self.highest_step = 0
-        """The highest step of all heartbeats."""
-        self.exchange: Callable[[str], str] = lambda trouble: ""
-        """Called again and again with what has gone wrong here, if anything. Returns what has gone wrong elsewhere,
-        which counts as a failed rank does.
-        """
-        self._grace, self._silence = grace_s, silence_s
-        self._elsewhere = ""
-        self._ranks: list[RankProcess] = []
-        self._ends: list[End] = []
-        self._hung: dict[int, str] = {}
-        self._killed = False
-        self._memory_kills: int | None = None
 
     def run(self, ranks: Sequence[RankCommand]) -> list[End]:
         """Start these ranks and wait until all have ended. Returns their ends, in the order in which they came.
@@ -147,7 +140,7 @@ class Supervisor(SignalWatch):
             if told is not self.told and self.told is not None:
                 told = self.told  # passed on here: another thread may let the handler run between two starts
                 for rank in self._running():
-                    rank.signal(PASSED_ON[told])
+                    rank.signal(_PASSED_ON[told])
                 say(f"{told.name}: passed on to all ranks; they save and end. A second signal ends them at once")
             if self.at_once:
                 say("a second signal: ending all ranks at once")
@@ -198,7 +191,7 @@ class Supervisor(SignalWatch):
             rank.returncode,
             rank.step,
             rank.where(),
-            was_told=self.told is not None and rank.returncode == -PASSED_ON[self.told],
+            was_told=self.told is not None and rank.returncode == -_PASSED_ON[self.told],
             was_killed=was_killed,
             hung=self._hung.get(rank.rank, ""),
             why=rank.why,
@@ -278,7 +271,7 @@ class Supervisor(SignalWatch):
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     try:
         yield
     finally:

@@ -14,9 +14,9 @@ from planted_copies import OWN, PLANTED, URL
 
 from data_tools.conversion import convert
 from data_tools.dedup.finding import Removal, find
-from data_tools.engines.task import run_inline
 from data_tools.request import Request
 from data_tools.sources import SourceOptions
+from data_tools.tasks import run_inline
 from data_tools.views import write_subset
 from vitscale.data.augmentation import EvalTransform
 from vitscale.data.loader import Loader

@@ -13,8 +13,8 @@ from messages import refusal
 from planted_copies import OWN, PLANTED, URL
 
 from data_tools.dedup.finding import find
-from data_tools.engines.task import run_inline
 from data_tools.machine import Machine
+from data_tools.tasks import run_inline
 from data_tools.views import write_subset
 from vitscale.data.shards import Manifest, ShardFile
 from vitscale.ground.errors import DataError, RecipeError

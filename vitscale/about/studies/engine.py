@@ -1,8 +1,7 @@
-"""What runs the entries of a study: the contract of its engines, and the three of them.
+"""What runs the entries of a study: the contract of its engines, and the two of them.
 
 On this machine an entry has a device, or a slot of the cores, and is started by `vitscale launch`. On Slurm entries are
-array jobs, each a launch on a node. On a Ray cluster each is a task that runs `vitscale launch` where Ray has room for
-it. Every node must reach the study's folder; under Ray its recipes and the data, too, under the same paths.
+array jobs, each a launch on a node; every node must reach the study's folder.
 """
 
 import json
@@ -13,14 +12,12 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from vitscale.ground.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError, VitscaleError
 from vitscale.ground.files.durable import make_folder, write_text
-from vitscale.ground.ray_cluster import connect, import_ray
 from vitscale.ground.storage import regular
 from vitscale.ground.wording import counted
 from vitscale.launch import Pretraining, count_devices
@@ -38,8 +35,6 @@ JOBS_FILE = "slurm-jobs.json"
 """The file in a study's folder of entry -> number of its Slurm job, as ARRAY_INDEX."""
 _DEVICES, _THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
 _ASK_EVERY_SECONDS = 5.0  # Slurm
-_LOOK_EVERY_SECONDS = 0.2  # on a worker of Ray's
-_RETRIES = 3  # by Ray, where a worker or its node dies
 
 
 class Engine(Protocol):
@@ -111,7 +106,7 @@ class LocalEngine:
         for what in works:
             environment = self._free.pop(0)
             try:
-                self._running[what.directory.name] = start_launch(what, environment), environment
+                self._running[what.directory.name] = self._launch(what, environment), environment
             except OSError as error:
                 raise PeerLostError(f"{what.directory}: a launch cannot be started: {error}") from None
 
@@ -132,25 +127,23 @@ class LocalEngine:
     def kill(self) -> None:
         self._signal(signal.SIGKILL)  # ranks die with their launch
 
+    def _launch(self, what: Pretraining, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+        make_folder(what.directory)
+        with FileIO(what.directory / LOG_FILE, "a", opener=regular) as log:
+            return subprocess.Popen(
+                launch_command(Job(what), [sys.executable, "-P", "-m", "vitscale"]),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **environment},
+                start_new_session=True,  # a terminal's Ctrl-C reaches the study alone
+                preexec_fn=die_with(os.getpid()),
+            )
+
     def _signal(self, number: signal.Signals) -> None:
         for process, _ in self._running.values():
             with suppress(ProcessLookupError):
                 process.send_signal(number)
-
-
-def start_launch(what: Pretraining, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    """Start `vitscale launch` for one entry; it dies with the calling thread. Raises OSError."""
-    make_folder(what.directory)
-    with FileIO(what.directory / LOG_FILE, "a", opener=regular) as log:
-        return subprocess.Popen(
-            launch_command(Job(what), [sys.executable, "-P", "-m", "vitscale"]),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, **environment},
-            start_new_session=True,  # a terminal's Ctrl-C reaches the study alone
-            preexec_fn=die_with(os.getpid()),
-        )
 
 
 # ---- Slurm -----------------------------------------------------------------------------------------------------------
@@ -235,94 +228,3 @@ def _exit_code(run_dir: Path) -> int:
     except VitscaleError:
         last = None
     return (last.exit_code if last is not None else None) or PeerLostError.exit_code
-
-
-# ---- Ray -------------------------------------------------------------------------------------------------------------
-
-
-class RayEngine:
-    """Tasks on the cluster that RAY_ADDRESS names, or on one started on this machine.
-
-    By default one entry at a time a GPU, or a node in a cluster without GPUs. The options `gpus` and `cpus` are of each
-    entry: by default one CPU, and one GPU if there are any.
-
-    Raises `RecipeError` if Ray is missing, there is no cluster, or it can never provide what an entry needs.
-    """
-
-    def __init__(self, slots: int | None, options: Mapping[str, str]) -> None:
-        self._ray = import_ray()
-        connect(self._ray, None)
-        there = self._ray.cluster_resources()
-        wanted = {"gpus": min(1, int(there.get("GPU", 0))), "cpus": 1} | _numbers(options)
-        for name, resource in (("gpus", "GPU"), ("cpus", "CPU")):
-            if wanted[name] > there.get(resource, 0):
-                raise RecipeError(f"--engine-option {name}={wanted[name]}: the cluster has {there.get(resource, 0):g}")
-        own = int(there["GPU"]) // wanted["gpus"] if wanted["gpus"] else len(self._ray.nodes())
-        self._slots = slots or own
-        remote = self._ray.remote(max_retries=_RETRIES, num_cpus=wanted["cpus"], num_gpus=wanted["gpus"])
-        self._perform = remote(perform)
-        self._tasks: dict[Any, str] = {}
-
-    @property
-    def running(self) -> Collection[str]:
-        return self._tasks.values()  # they end with the process that started them
-
-    @property
-    def room(self) -> int:
-        return self._slots - len(self._tasks)
-
-    def start(self, works: Sequence[Pretraining]) -> None:
-        for what in works:
-            absolute = replace(what, recipe=str(Path(what.recipe).absolute()), run_dir=what.directory.absolute())
-            self._tasks[self._perform.remote(absolute)] = what.directory.name
-
-    def ended(self) -> Mapping[str, int]:
-        """Name -> exit code. Raises `RecipeError` if a node lacks what it needs."""
-        if not self._tasks:
-            return {}
-        ready, _ = self._ray.wait(list(self._tasks), num_returns=len(self._tasks), timeout=0)
-        return {self._tasks.pop(task): self._code(task) for task in ready}
-
-    def _code(self, task: Any) -> int:
-        errors = self._ray.exceptions
-        try:
-            return int(self._ray.get(task))
-        except errors.TaskCancelledError:
-            return PreemptedError.exit_code
-        except errors.RayTaskError as error:
-            if isinstance(error.cause, ImportError):
-                raise RecipeError(
-                    f"a node of the cluster lacks what it needs ({error.cause}). Install the same vitscale everywhere"
-                ) from error
-            raise  # a bug: with the worker's trace
-        except errors.RayError:
-            return PeerLostError.exit_code  # the worker or its node has died again and again
-
-    def tell_to_end(self) -> None:
-        """Interrupt the tasks, which pass SIGTERM on."""
-        for task in self._tasks:
-            self._ray.cancel(task)
-
-    def kill(self) -> None:
-        for task in self._tasks:
-            self._ray.cancel(task, force=True)  # launches die with their workers
-
-
-def perform(what: Pretraining) -> int:
-    """Run a launch on a worker. Returns its exit code."""
-    process = start_launch(what, {})
-    while process.poll() is None:
-        try:
-            time.sleep(_LOOK_EVERY_SECONDS)  # not in `wait`, which would keep Ray's interrupt waiting
-        except KeyboardInterrupt:
-            process.send_signal(signal.SIGTERM)
-    return process.returncode if process.returncode >= 0 else PeerLostError.exit_code
-
-
-def _numbers(options: Mapping[str, str]) -> dict[str, int]:
-    for name, value in options.items():
-        if name not in ("gpus", "cpus"):
-            raise RecipeError(f"--engine-option {name}: --engine ray has gpus and cpus")
-        if not value.isdecimal():
-            raise RecipeError(f"--engine-option {name}={value}: expected a whole number")
-    return {name: int(value) for name, value in options.items()}

@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from vitscale.ground.errors import RecipeError
-from vitscale.ground.wording import describe_mistake
+from vitscale.ground.wording import counted, describe_mistake
 from vitscale.launch.pretraining import Pretraining, option_words
+from vitscale.recipe import Recipe
 
 _Options = TypeVar("_Options", bound=BaseModel)
 
@@ -27,7 +28,7 @@ class Job:
     """A pre-training and how to start it."""
 
     what: Pretraining
-    nodes: int | None = None  # None for all that the cluster has, or one
+    nodes: int | None = None  # None for one, or for as many as srun says
     node_rank: int | None = None  # for clusters whose machines are each started by hand
     master: str | None = None  # node 0's address, likewise
     max_restarts: int = 3
@@ -74,25 +75,15 @@ def launch_command(
     nodes: int = 1,
     node_rank: str = "0",
     master: str = "",
-    ranks: int | None = None,
 ) -> list[str]:
     """The `vitscale launch` to run on a node; without a master, srun tells each node its number.
 
-    `node_rank` may be a placeholder that the cluster replaces; `ranks` are this node's, in place of the job's.
+    `node_rank` may be a placeholder that the cluster replaces.
     """
-    what, wait = job.what, f"{job.wait_for_nodes_minutes:g}"
+    wait = f"{job.wait_for_nodes_minutes:g}"
     meeting = {"--nodes": nodes, "--node-rank": node_rank, "--master": master, "--wait-for-nodes": wait}
-    options = (meeting if master else {}) | {
-        "--ranks": ranks or what.ranks,
-        "--run-dir": what.run_dir,
-        "--set": what.settings,
-        "--resume": None if what.resume == "auto" else what.resume,
-        "--time-limit": None if what.time_limit_minutes is None else f"{what.time_limit_minutes:g}",
-        "--stop-at": what.stop_at,
-        "--smoke": what.smoke,
-        "--max-restarts": job.max_restarts,
-    }
-    return [*program, "launch", what.recipe, *option_words(options)]
+    options = {"--ranks": job.what.ranks, **job.what.options, "--max-restarts": job.max_restarts}
+    return [*program, "launch", job.what.recipe, *option_words((meeting if master else {}) | options)]
 
 
 def shell_words(name: str, text: str) -> list[str]:
@@ -103,10 +94,18 @@ def shell_words(name: str, text: str) -> list[str]:
         raise RecipeError(f"--cluster-option {name}={text}: {error}") from None
 
 
-def refuse_node_options(job: Job, cluster: str) -> None:
-    """Raise `RecipeError` if the job numbers its nodes, which the cluster does by itself."""
-    if job.node_rank is not None:
-        raise RecipeError(f"--node-rank cannot be used with --cluster {cluster}, which numbers the nodes itself")
+def checked_recipe(job: Job, cluster: str) -> Recipe:
+    """The job's recipe. Raises `RecipeError` if the job numbers its nodes, or has as many ranks as do not divide."""
+    for option, value in (("--node-rank", job.node_rank), ("--master", job.master)):
+        if value is not None:
+            raise RecipeError(f"{option} cannot be used with --cluster {cluster}, which numbers the nodes itself")
+    recipe, nodes, ranks = job.what.load(), job.nodes or 1, job.what.ranks
+    if ranks and not job.what.smoke and recipe.batch.global_size % (nodes * ranks):
+        raise RecipeError(
+            f"{counted(nodes, 'node')} of {counted(ranks, 'rank')} do not divide batch.global "
+            f"{recipe.batch.global_size:,}: choose another --ranks or --nodes"
+        )
+    return recipe
 
 
 def one_line(line: str) -> str:

@@ -17,8 +17,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from vitscale.ground.errors import EXIT_DONE, RecipeError
 from vitscale.ground.storage import is_url, without_file_scheme
-from vitscale.ground.wording import counted
-from vitscale.launch.clusters import Job, launch_command, read_options, refuse_node_options
+from vitscale.launch.clusters import Job, checked_recipe, launch_command, read_options
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL
 from vitscale.launch.nodes import DEFAULT_PORT
 from vitscale.recipe.strict_yaml import dump_yaml
@@ -104,23 +103,13 @@ def submit(job: Job) -> int:
 
 def _checked_options(job: Job) -> KubernetesOptions:
     """The job's checked options. Raises `RecipeError` for what a cluster would refuse, or do otherwise than meant."""
-    refuse_node_options(job, "k8s")
-    options = read_options(job, KubernetesOptions)
-    what, nodes = job.what, job.nodes or 1
-    if job.master is not None:
-        raise RecipeError("--master cannot be used with --cluster k8s: the pods know the first pod's name")
+    recipe, options, what = checked_recipe(job, "k8s"), read_options(job, KubernetesOptions), job.what
     if what.ranks is None:
         raise RecipeError(
             "--cluster k8s needs --ranks, the number of GPUs per node: a pod gets only as many as it requests"
         )
     if what.resume == "never":
         raise RecipeError("--resume never cannot be used with --cluster k8s: a restarted pod continues the run")
-    recipe = what.load()
-    if not what.smoke and recipe.batch.global_size % (nodes * what.ranks):
-        raise RecipeError(
-            f"{counted(nodes, 'node')} of {counted(what.ranks, 'rank')} do not divide batch.global "
-            f"{recipe.batch.global_size:,}: choose another --ranks or --nodes"
-        )
     mount, run_dir = options.mount, what.directory
     if not _is_below(mount, mount / run_dir):
         raise RecipeError(
@@ -171,27 +160,19 @@ def _objects(job: Job) -> list[Object]:
 def _network_policy(name: str) -> Object:
     """Lets only the job's own pods connect to them: torch's store and the ranks ask nobody who they are."""
     pods = {"matchLabels": {_JOB_OF_A_POD: name}}
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": _metadata(name),
-        "spec": {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": pods}]}]},
-    }
+    spec = {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": pods}]}]}
+    return _object("networking.k8s.io/v1", "NetworkPolicy", name, spec=spec)
 
 
 def _service(name: str) -> Object:
     """Gives the pods of a Job names, even before they are ready, as they must meet to become ready."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _metadata(name),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {_JOB_OF_A_POD: name},
-            "ports": [{"name": "launch", "port": DEFAULT_PORT}],
-        },
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {_JOB_OF_A_POD: name},
+        "ports": [{"name": "launch", "port": DEFAULT_PORT}],
     }
+    return _object("v1", "Service", name, spec=spec)
 
 
 def _indexed_job(job: Job, options: KubernetesOptions, name: str, nodes: int) -> Object:
@@ -201,28 +182,24 @@ def _indexed_job(job: Job, options: KubernetesOptions, name: str, nodes: int) ->
     if nodes > 1:
         pod["spec"]["subdomain"] = name
     codes, minutes = {"containerName": _CONTAINER, "operator": "In"}, job.what.time_limit_minutes
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": _metadata(name),
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": nodes,
-            "parallelism": nodes,
-            # The time limit is the whole job's: that of a launch would end one pod and begin again for the next.
-            **({} if minutes is None else {"activeDeadlineSeconds": math.ceil(60 * minutes)}),
-            "backoffLimit": nodes * job.max_restarts,  # counted once a node: all pods of a run end together
-            # When a pod ends, the first rule that matches counts; failures that match none are counted.
-            "podFailurePolicy": {
-                "rules": [
-                    {"action": "FailJob", "onExitCodes": {**codes, "values": sorted(FINAL)}},
-                    {"action": "Ignore", "onExitCodes": {**codes, "values": sorted([EXIT_RETRY, EXIT_PREEMPTED])}},
-                    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                ]
-            },
-            "template": pod,
+    spec = {
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        # The time limit is the whole job's: that of a launch would end one pod and begin again for the next.
+        **({} if minutes is None else {"activeDeadlineSeconds": math.ceil(60 * minutes)}),
+        "backoffLimit": nodes * job.max_restarts,  # counted once a node: all pods of a run end together
+        # When a pod ends, the first rule that matches counts; failures that match none are counted.
+        "podFailurePolicy": {
+            "rules": [
+                {"action": "FailJob", "onExitCodes": {**codes, "values": sorted(FINAL)}},
+                {"action": "Ignore", "onExitCodes": {**codes, "values": sorted([EXIT_RETRY, EXIT_PREEMPTED])}},
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
         },
+        "template": pod,
     }
+    return _object("batch/v1", "Job", name, spec=spec)
 
 
 def _pod(job: Job, options: KubernetesOptions, name: str, nodes: int, master: str) -> Object:
@@ -250,7 +227,7 @@ def _pod(job: Job, options: KubernetesOptions, name: str, nodes: int, master: st
     if gpus:
         container["resources"] = {"limits": {"nvidia.com/gpu": str(gpus)}}
     return {
-        "metadata": {"labels": _metadata(name)["labels"]},
+        "metadata": {"labels": _labels(name)},
         "spec": {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": options.grace_s,
@@ -292,21 +269,21 @@ def _recipe_file(job: Job, name: str) -> Object:
     Its name has a digest of its content, so that another recipe is another object: pods see changes of an object.
     """
     text = dump_yaml(job.what.load().dump())
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {**_metadata(name), "name": f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"},
-        "immutable": True,
-        "data": {_file_name(job.what.recipe): text},
-    }
+    found = _object("v1", "ConfigMap", name, immutable=True, data={_file_name(job.what.recipe): text})
+    found["metadata"]["name"] += f"-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return found
 
 
 def _file_name(recipe: str) -> str:
     return re.sub(r"[^-.\w]+", "-", Path(recipe).name, flags=re.ASCII)
 
 
-def _metadata(name: str) -> Object:
-    return {"name": name, "labels": {"app.kubernetes.io/name": "vitscale", "app.kubernetes.io/instance": name}}
+def _object(version: str, kind: str, name: str, **content: Any) -> Object:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": _labels(name)}, **content}
+
+
+def _labels(name: str) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "vitscale", "app.kubernetes.io/instance": name}
 
 
 class _Dumper(yaml.SafeDumper):

@@ -10,12 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.files.durable import make_folder
-from vitscale.ground.wording import counted
-from vitscale.launch.clusters import Job, launch_command, one_line, read_options, refuse_node_options, shell_words
+from vitscale.launch.clusters import Job, checked_recipe, launch_command, one_line, read_options, shell_words
 from vitscale.launch.nodes import Layout
 from vitscale.launch.pretraining import PretrainingRanks
 from vitscale.launch.supervisor import say
@@ -77,7 +76,6 @@ sleep 60 # until Slurm ends this script
 class SlurmOptions(BaseModel):
     """The `--cluster-option`s that are not sbatch's own."""
 
-    model_config = ConfigDict(extra="forbid")
     tasks: Literal["node", "rank"] = "node"  # srun starts a launch a node, which watches its ranks, or the ranks
     python: str = sys.executable  # on the nodes, with what it runs in: "apptainer exec --nv vitscale.sif python"
     srun: str = ""  # options for srun, such as those for containers
@@ -85,16 +83,7 @@ class SlurmOptions(BaseModel):
 
 def render(job: Job) -> str:
     """The batch script, for sbatch; the run directory must exist when it starts."""
-    refuse_node_options(job, "slurm")
-    if job.master is not None:
-        raise RecipeError("--master cannot be used with --cluster slurm: the job's first node is node 0")
-    nodes, ranks = job.nodes or 1, job.what.ranks
-    run_dir, recipe = job.what.directory, job.what.load()
-    if ranks and not job.what.smoke and recipe.batch.global_size % (nodes * ranks):
-        raise RecipeError(
-            f"{counted(nodes, 'node')} of {counted(ranks, 'rank')} do not divide batch.global "
-            f"{recipe.batch.global_size:,}"
-        )
+    recipe, run_dir, ranks = checked_recipe(job, "slurm"), job.what.directory, job.what.ranks
     if job.what.resume == "never" and not job.what.smoke:
         check_run_dir(recipe, run_dir, may_resume=False)
     elif job.what.resume == "never" and (run_dir / RECIPE_FILE).exists():
@@ -114,7 +103,7 @@ def render(job: Job) -> str:
         command = [*python, "-m", "vitscale.pretrain", *rank.command[2:]]
     options = {
         "job-name": run_dir.absolute().name,
-        "nodes": nodes,
+        "nodes": job.nodes or 1,
         "ntasks-per-node": ranks if own.tasks == "rank" else 1,
     }
     options |= _common(run_dir, "%j") | _time_limit(job, of_sbatch) | of_sbatch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data_tools.engines.local import run_in_processes
+from data_tools.worker_processes import run_in_processes
 from vitscale.ground.errors import DataError, RecipeError
 
 

@@ -1,4 +1,4 @@
-"""What an engine runs: independent, repeatable tasks that report their progress; and the simplest engine."""
+"""Tasks: independent, repeatable pieces of work that report their progress; and how to run them in this process."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -37,20 +37,20 @@ class Task(ABC):
 
 
 Tick = Callable[[int, int], None]  # images done, images rejected
-Run = Callable[[Iterable[Task], Tick], Iterator[Any]]  # an engine: tasks in, what each returns out, as it comes
+Run = Callable[[Iterable[Task], Tick], Iterator[Any]]  # runs tasks; what each returns, as it comes
 
 
-class Counts:
+class _Counts:
     """Progress as numbers of images; `tick` is called at each."""
 
-    def __init__(self, tick: Tick = lambda done, rejected: None) -> None:
+    def __init__(self, tick: Tick) -> None:
         self._tick = tick
-        self.done = self.rejected = 0
+        self._done = self._rejected = 0
 
     def advance(self, rejected: bool = False) -> None:
-        self.done += 1
-        self.rejected += rejected
-        self._tick(self.done, self.rejected)
+        self._done += 1
+        self._rejected += rejected
+        self._tick(self._done, self._rejected)
 
     def alive(self) -> None:
         pass
@@ -61,6 +61,6 @@ def run_inline(tasks: Iterable[Task], tick: Tick) -> Iterator[Any]:
 
     Raises what a task raises.
     """
-    counts = Counts(tick)
+    counts = _Counts(tick)
     for task in tasks:
         yield task.run(counts)

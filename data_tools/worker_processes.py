@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from data_tools.engines.task import Task, Tick
+from data_tools.tasks import Task, Tick
 from vitscale.ground.errors import DataError, VitscaleError
 
 STALL_SECONDS = 1800.0
