@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from data_tools import shuffle
+from data_tools import listing
 from data_tools.dedup.pdq import pdq_hashes
 from data_tools.engines.local import run_in_processes
 from data_tools.engines.task import Progress, Task
@@ -76,7 +76,7 @@ def sort_ours(folder: Path, count: int) -> int:
                 writer.write_batch(dealt.slice(start, end - start))
     label_of = np.arange(CLASSES, dtype=np.int32)
     source: Any = _OnePart()
-    return _written(folder, shuffle._sorted(paths, label_of, source, True, Counter()))
+    return _written(folder, listing._sorted(paths, label_of, source, True, Counter()))
 
 
 def sort_duckdb(folder: Path, count: int) -> int:

@@ -14,10 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from data_tools.conversion_plan import write_plan
 from data_tools.engines.task import run_inline
-from data_tools.listing import ListingTask
-from data_tools.shuffle import order_images
+from data_tools.listing import ListingTask, order_images
+from data_tools.planning import write_plan
 from data_tools.sources.image_list import open_image_list
 from data_tools.sources.source import SourceOptions
 

@@ -75,7 +75,7 @@ class ShardTask(Task):
     index: int  # the task's number in the plan
     split: str  # name of the dataset that the shard belongs to; empty if there are no splits
     shard: int  # the shard's number within the split; names its files
-    rows: pa.RecordBatch  # the images, of schema `conversion_plan.PLAN`
+    rows: pa.RecordBatch  # the images, of schema `planning.PLAN`
     reader: Source | Spool  # reads their bytes
     output: Output  # where the shard is written
     options: ImageOptions  # how images are stored

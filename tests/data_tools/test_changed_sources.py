@@ -13,9 +13,8 @@ from small_files import pack, write_files, write_tar
 
 from data_tools import shard_task
 from data_tools.conversion import convert, merge
-from data_tools.conversion_plan import parse_splits
 from data_tools.machine import Machine, TaskRange
-from data_tools.request import Request
+from data_tools.request import Request, parse_splits
 from data_tools.sources import SourceOptions
 from vitscale.ground.errors import DataError, RecipeError
 

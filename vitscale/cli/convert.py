@@ -11,15 +11,13 @@ from rich.table import Table
 from typer import Argument, Context, Exit, Option, Typer
 
 from data_tools.classes import read_classes
-from data_tools.conversion import convert, dry_run, merge
-from data_tools.conversion_plan import ConversionPlan, parse_splits
+from data_tools.conversion import Outcome, convert, dry_run, merge
 from data_tools.dedup.against import name_indexes
 from data_tools.dedup.report import tables
-from data_tools.finishing import Outcome
 from data_tools.machine import ALL_TASKS, Engine, Machine, TaskRange
-from data_tools.planning import MAX_SHARD_SAMPLES, Probe
+from data_tools.planning import MAX_SHARD_SAMPLES, ConversionPlan, Probe
 from data_tools.report import say, summary
-from data_tools.request import Request, parse_bytes, parse_count
+from data_tools.request import Request, parse_bytes, parse_count, parse_splits
 from data_tools.sources import Kind, SourceOptions
 from data_tools.views import write_subset
 from vitscale.cli.command_line import HELP, Version, run
