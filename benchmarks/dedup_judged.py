@@ -21,13 +21,12 @@ from photos import photos_parser
 
 from data_tools.conversion import convert
 from data_tools.dedup.against import name_indexes
-from data_tools.dedup.alignment import correlation
 from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.fingerprint import fingerprint
-from data_tools.dedup.hamming import BITS, near_pairs, words
 from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.matches import Pair
+from data_tools.dedup.matching import BITS, correlation, near_pairs, words
 from data_tools.dedup.pair_sheet import pair_sheet
 from data_tools.dedup.queries import small_picture
 from data_tools.dedup.variants import window_of

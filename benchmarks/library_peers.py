@@ -25,7 +25,7 @@ import pyarrow as pa
 import xxhash
 
 from data_tools import listing
-from data_tools.dedup.pdq import pdq_hashes
+from data_tools.dedup.fingerprint import pdq_hashes
 from data_tools.engines.local import run_in_processes
 from data_tools.engines.task import Progress, Task
 

@@ -245,9 +245,6 @@ def _indexes(conversion: Conversion) -> list[dict[str, Any]]:
     return [index.to_json() for index in conversion.request.dedup]
 
 
-# ------------------------------------------------------------------------------- a new plan: list, order, probe, deal
-
-
 def _make(
     conversion: Conversion, *, probes: bool, allow_unlabelled: bool, matcher: Matcher | None = None
 ) -> tuple[ConversionPlan, Probe | None]:

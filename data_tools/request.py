@@ -254,9 +254,6 @@ def _short(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-# ------------------------------------------------------------------------- counts and sizes as people write them
-
-
 def parse_count(text: str) -> int:
     """`9M` -> 9,000,000; also `30k`, `1.5M`, `1B`, `1_000`. Raises RecipeError unless it is a whole number above 0."""
     match = _COUNT.fullmatch(text.strip())

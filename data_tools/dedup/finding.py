@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 
 from data_tools import views
 from data_tools.dedup.against import Comparison, NamedIndex, name_indexes, open_matcher
+from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.index import TestSet
 from data_tools.dedup.matches import TIERS, Findings
@@ -32,6 +33,8 @@ from data_tools.dedup.queries import shard_queries
 from data_tools.dedup.report import write_report
 from data_tools.dedup.settings import Settings
 from data_tools.engines.task import Progress, Run, Task, Tick
+from data_tools.machine import Machine
+from data_tools.sources import SourceOptions, open_source
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.opening import known_manifest, local_copy
 from vitscale.data.shards.provenance import DECISIONS, DECISIONS_NAME, read_table, write_tables
@@ -126,9 +129,6 @@ def _overridden(test_sets: Sequence[TestSet], overrides: dict[str, Any]) -> tupl
     return tuple(replaced)
 
 
-# ---------------------------------------------------------------------------------------------------------- one shard
-
-
 @dataclass(frozen=True)
 class _Task(Task):
     """One shard to compare. Paths only, because the contents are large. Its decisions, if any, become a file."""
@@ -167,9 +167,6 @@ class _Task(Task):
             with os_errors(f"{path}: cannot be written"):
                 write_tables(path, [decided], DECISIONS)
         return comparison.findings, are_fresh
-
-
-# ------------------------------------------------------------------------------------------------------- all together
 
 
 def _piece(folder: Path, shard: int) -> Path:
@@ -221,9 +218,6 @@ def _describe(
         "files": {name: {"bytes": of.bytes, "sha256": of.sha256} for name, of in digests.items()},
     }
     (folder / FOUND_NAME).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-
-
-# ----------------------------------------------------------------------------------------------------------- applying
 
 
 @dataclass(frozen=True)
@@ -328,3 +322,18 @@ def _described(folder: Path) -> dict[str, Any]:
     if found != expected:
         raise DataError(f"{decisions}: damaged: sha256 {found}; {FOUND_NAME} says {expected}. {_AGAIN}")
     return described
+
+
+def copies_of(images: Sequence[Path], dataset: str) -> list[tuple[str, int, str]]:
+    """The copies of images in a dataset, at a path or URL: the image's file, the copy's uid, the rule that found it.
+
+    Raises as `build_index` and `find` do.
+    """
+    with tempfile.TemporaryDirectory(prefix="vitscale-") as temporary:
+        listed, index, found = (Path(temporary, name) for name in ("images.jsonl", "index", "found"))
+        listed.write_text("".join(json.dumps({"path": str(image.absolute())}) + "\n" for image in images))
+        source = open_source(str(listed), "list", SourceOptions(unlabelled=True))
+        build_index([TestSource("asked", str(listed), source)], index, workers=1)
+        find(dataset, [str(index)], str(found), Machine(None).runner(dataset))
+        rows = read_table(found / DECISIONS_NAME, DECISIONS).to_pylist()
+    return [(row["test_key"], row["train_uid"], row["tier"]) for row in rows if row["removed"]]

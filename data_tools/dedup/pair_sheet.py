@@ -7,7 +7,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from data_tools.dedup.matches import Pair
 from data_tools.dedup.queries import PICTURE_SIDE as SIDE
-from vitscale.data.shards.contact_sheet import fitted
+from vitscale.data.shards.contact_sheet import fitted, shortened
 from vitscale.ground.files.unpacked import most_pixels
 from vitscale.ground.safe_text import printable
 
@@ -36,7 +36,7 @@ def pair_sheet(name: str, removed: Sequence[tuple[Pair, bytes]], kept: Sequence[
     size = _COLUMNS * _STEP_X + _GAP, _TOP + len(blocks) * _HEAD + rows * _STEP_Y + _GAP
     sheet = Image.new("RGB", size, _BACKGROUND)
     draw = ImageDraw.Draw(sheet)
-    title = _shortened(f"{name}: left an image, right the test image", _font(_TITLE_SIZE), sheet.width - 2 * _GAP)
+    title = shortened(f"{name}: left an image, right the test image", _font(_TITLE_SIZE), sheet.width - 2 * _GAP)
     draw.text((_GAP, _TOP / 2 + 4), title, fill=_TEXT, font=_font(_TITLE_SIZE), anchor="lm")
     y = _TOP
     for heading, nothing, colour, pairs in blocks:
@@ -65,7 +65,7 @@ def _paste_pair(
     facts += f", by {pair.tier}" if pair.removed else ""
     y += SIDE + _LINE // 2 + 2
     for text, colour in ((facts, _TEXT), (printable(pair.train_key), _FAINT), (printable(pair.test_key), _FAINT)):
-        draw.text((x, y), _shortened(text, _font(_TEXT_SIZE), _WIDTH), fill=colour, font=_font(_TEXT_SIZE), anchor="lm")
+        draw.text((x, y), shortened(text, _font(_TEXT_SIZE), _WIDTH), fill=colour, font=_font(_TEXT_SIZE), anchor="lm")
         y += _LINE
 
 
@@ -81,18 +81,3 @@ def _picture(jpeg: bytes) -> Image.Image | None:
 
 def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
-
-
-def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    """`text`, without its middle if it is wider than `width`: file names begin alike and end differently."""
-    text = text if len(text) <= width else text[: width // 2] + text[-(width // 2) :]  # a letter has at least one pixel
-    if font.getlength(text) <= width:
-        return text
-    keep = len(text) - 1
-    while keep > 1 and font.getlength(_without_middle(text, keep)) > width:
-        keep -= 1
-    return _without_middle(text, keep)
-
-
-def _without_middle(text: str, keep: int) -> str:
-    return f"{text[: keep // 3]}…{text[len(text) - (keep - keep // 3) :]}"

@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from data_tools.dedup.fingerprint import ALGORITHM, Fingerprint, fingerprint
-from data_tools.dedup.luma import Window
+from data_tools.dedup.fingerprint import ALGORITHM, Fingerprint, Window, fingerprint
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.images import StoredImage
 from vitscale.data.shards.opening import OpenShard, open_shard, table_beside

@@ -132,9 +132,6 @@ def _key(path: str, where: str, line: int) -> str:
     return key
 
 
-# ---------------------------------------------------------------------------------------------------------- CSV and TSV
-
-
 class _Layout(NamedTuple):
     """The number of columns, those of image and label (None for no labels), and whether the first row names them."""
 
@@ -205,9 +202,6 @@ def _split_labels(text: str) -> tuple[str, ...]:
             return tuple(label for label in dict.fromkeys(map(str, listed)) if label not in ("", "-1", "None"))
     labels = dict.fromkeys(label.strip() for label in text.split("|"))
     return tuple(label for label in labels if label not in ("", "-1"))
-
-
-# ----------------------------------------------------------------------------------------------------------- JSON lines
 
 
 def _json_rows(lines: Iterator[str], where: str, options: SourceOptions) -> Iterator[Item]:

@@ -137,8 +137,6 @@ def labels_of(value: Any, where: str, class_names: tuple[str, ...] | None = None
     raise DataError(f"{where}: label {str(value)[:100]}; expected text, a whole number, a list of them, or null")
 
 
-# -------------------------------------------------------------- image and label among the fields of records, by default
-
 NO_LABELS = "none"  # --label-field none
 IMAGE_NAMES = frozenset(
     {"path", "file", "filepath", "file_path", "file_name", "filename", "image", "image_path", "url", "uri"}

@@ -213,9 +213,6 @@ def _varint(data: bytes, start: int, end: int, where: str) -> tuple[int, int]:
     raise DataError(f"{where}: not a tf.train.Example (a number at byte {start} of the record without end)")
 
 
-# --------------------------------------------------------------------------------------------------------- the source
-
-
 @dataclass(frozen=True)
 class LabelRule:
     """Computes a label that an example does not state from its other features.

@@ -75,9 +75,6 @@ def find_copy(task: str, folders: Sequence[Path]) -> Search:
     return Search(None, tuple(dict.fromkeys(looked)), tuple(problems))
 
 
-# ---------------------------------------------------------------------------------------------------------------- TFDS
-
-
 def _tfds(task: str, place: Path) -> Copy | None:
     origin = ORIGINS[task]
     versions = [path for path in place.iterdir() if _VERSION.fullmatch(path.name)]
@@ -113,9 +110,6 @@ def _tfds(task: str, place: Path) -> Copy | None:
 def _tfds_places(task: str, folder: Path) -> list[Path]:
     name = ORIGINS[task].tfds
     return [folder / name] + ([folder] if folder.absolute().as_posix().endswith(f"/{name}") else [])
-
-
-# ------------------------------------------------------------------------------------------------------- other layouts
 
 
 def _tars(task: str, place: Path) -> Copy | None:

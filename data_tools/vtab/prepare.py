@@ -99,9 +99,6 @@ def is_prepared(place: Path) -> bool:
     return all((place / name).is_file() for name in (IDS_NAME, *(f"{one}/{MANIFEST_NAME}" for one in DATASETS)))
 
 
-# -------------------------------------------------------------------------------------------------------- which images
-
-
 def chosen_rows(opened: OpenCopy, takes: Takes, pinned: Ids | None) -> tuple[dict[str, Rows], Rows]:
     """The images of the two small parts, by name, and those of the test part.
 
@@ -218,9 +215,6 @@ def _numbers(rows: Rows) -> Iterator[tuple[str, int]]:
 
 def _size(rows: Rows) -> int:
     return sum(len(one) for ranges in rows.values() for one in ranges)
-
-
-# ------------------------------------------------------------------------------------------------------------ datasets
 
 
 def _counts(place: Path) -> dict[str, int]:

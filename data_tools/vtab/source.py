@@ -128,9 +128,6 @@ def with_full_contrast(image: bytes) -> bytes:
     return out.getvalue()
 
 
-# ------------------------------------------------------------------------------------------------------ opening a copy
-
-
 @dataclass(frozen=True)
 class OpenCopy:
     """A copy with open splits; the names of classes as in `PartSource`."""

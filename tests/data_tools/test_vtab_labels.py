@@ -8,7 +8,7 @@ from test_tfrecord import encode, write
 
 from data_tools.sources.source import SourceOptions
 from data_tools.sources.tfrecord import LabelRule, open_tfrecords
-from data_tools.vtab.labels import (
+from data_tools.vtab.tasks import (
     CLEVR_METRES,
     KITTI_METRES,
     clevr_count,

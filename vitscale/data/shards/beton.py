@@ -74,9 +74,6 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-# ------------------------------------------------------------------------------------------------------------- writing
-
-
 @dataclass(frozen=True)
 class StoredSample:
     """One sample as it goes to disk."""
@@ -277,9 +274,6 @@ def _allocations(metadata: np.ndarray, image_sizes: np.ndarray, with_labels: boo
     if with_labels:
         table["position"][:, 1], table["size"][:, 1] = metadata["labels"]["position"], metadata["labels"]["size"]
     return table.reshape(-1)
-
-
-# ------------------------------------------------------------------------------------------------------------- reading
 
 
 class Head(NamedTuple):
