@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
@@ -14,7 +13,7 @@ from data_tools.sources.dataset import open_dataset
 from data_tools.sources.folder import FolderSource
 from data_tools.sources.image_list import LIST_SUFFIXES, open_image_list
 from data_tools.sources.parquet import open_parquet
-from data_tools.sources.source import NO_LABELS, Item, Source, SourceOptions, refuse_fields
+from data_tools.sources.source import Item, Source, SourceOptions, refuse_fields
 from data_tools.sources.tar import open_tars
 from data_tools.sources.tfrecord import open_tfrecords
 from vitscale.data.shards import MANIFEST_NAME
@@ -54,8 +53,6 @@ def open_source(src: str, kind: Kind | None, options: SourceOptions, *, has_spli
     kind = kind or _kind_of(src, files)
     if options.labels is not None and kind not in ("folder", "tar"):
         raise RecipeError(f"--labels: SRC {src} is of the kind {kind}, which has its own labels")
-    if options.unlabelled and kind in ("list", "parquet", "tfrecord"):
-        options = replace(options, label_field=NO_LABELS)
     if kind == "folder":
         refuse_fields(options, "a folder")
         return FolderSource((files[0],), options.labels)

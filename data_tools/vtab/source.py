@@ -13,7 +13,7 @@ from PIL import Image
 
 from data_tools.sources.folder import FolderSource
 from data_tools.sources.parts import reading
-from data_tools.sources.source import NO_LABELS, Item, Source, SourceOptions
+from data_tools.sources.source import Item, Source, SourceOptions
 from data_tools.sources.tar import open_tars
 from data_tools.sources.tfrecord import count_records, open_records, open_tfrecords
 from data_tools.vtab.copies import Copy
@@ -205,7 +205,7 @@ def _open_split(copy: Copy, files: Sequence[Path]) -> Source:
     where = str(copy.folder)
     match copy.layout:
         case "tfds":
-            opened = open_tfrecords(where, names, SourceOptions(image_field="image", label_field=NO_LABELS))
+            opened = open_tfrecords(where, names, SourceOptions(image_field="image", unlabelled=True))
             return replace(opened, rule=rule)
         case "tars":
             return open_tars(where, names, SourceOptions(label_field="cls"))

@@ -168,7 +168,7 @@ def test_what_a_webdataset_is(tmp_path):
     assert kind_of(shard(path, jpg=b"", cls="1")) is WebDatasetSource
     assert kind_of(shard(path, json={}, jpg=b"")) is WebDatasetSource
     assert kind_of(shard(path, jpg=b"", txt="caption")) is not WebDatasetSource
-    assert kind_of(path, label_field="none") is WebDatasetSource
+    assert kind_of(path, image_field="jpg") is WebDatasetSource
     # One remark beside the folders makes none.
     assert kind_of(write_tar(path, "cat/1.jpg", "dog/1.json", "info.json")) is not WebDatasetSource
     with pytest.raises(DataError, match=r"\.caption"):
