@@ -7,7 +7,7 @@ In the output's state, `conversion.json` holds the request and, once made, the p
 on one output. In the work folder, `request.json` says which conversion the plan beside it belongs to. In the listing's
 folder it says what was listed: a listing stays valid when only what is planned with it changes.
 
-A probe converts the first images of the shuffled order in memory, to estimate the dataset's size, time and losses.
+A probe, for a dry run, converts the first images of the shuffled order in memory: what a conversion would come to.
 """
 
 import hashlib
@@ -31,14 +31,12 @@ from rich.markup import escape
 from data_tools.classes import class_notes
 from data_tools.dedup.against import Comparison
 from data_tools.dedup.matches import Findings
-from data_tools.dedup.matching import Matcher
 from data_tools.dedup.queries import Candidate
 from data_tools.engines.task import run_inline
 from data_tools.listing import ORDERED, ListingTask, Ordered, PartSummary, fingerprint, order_images
 from data_tools.output import CONVERSION_NAME, Output
 from data_tools.report import ProgressDisplay, say
 from data_tools.request import Conversion, SplitRule, choosers, refuse_changed
-from vitscale.data.shards.beton import samples_within
 from vitscale.data.shards.images import Reject, store_image
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.durable import durable_file, write_text
@@ -118,7 +116,7 @@ class ConversionPlan:
     splits: tuple[PlannedSplit, ...]  # the datasets, in order
     class_names: tuple[str, ...]  # names by label
     several_labels: bool  # whether any image has more than one label
-    shard_samples: int  # number of images per shard, as requested or estimated by a probe
+    shard_samples: int  # number of images per shard
     shuffle_seed: int
     ignored: dict[str, int]  # number of files that are not images, by reason
     parts: list[list[str]]  # [name, fingerprint] of every part of the source that the plan refers to
@@ -195,8 +193,7 @@ def make_plan(conversion: Conversion) -> ConversionPlan:
         write_text(output.work / _REQUEST_FILE, mine)
     plan = ConversionPlan.load(output.work)
     if plan is None:
-        probes = conversion.request.shard_bytes is not None
-        plan, _ = _make(conversion, probes=probes, allow_unlabelled=conversion.machine.allow_unlabelled)
+        plan = _make(conversion, allow_unlabelled=conversion.machine.allow_unlabelled)
         if not streams:
             shutil.rmtree(conversion.listing, ignore_errors=True)
     elif not streams and (parts := _parts(conversion)) != plan.parts:
@@ -207,9 +204,9 @@ def make_plan(conversion: Conversion) -> ConversionPlan:
 
 def make_trial(conversion: Conversion) -> tuple[ConversionPlan, Probe]:
     """A plan in the work folder only, and a trial of its first images. Raises the same errors as `make_plan`."""
-    plan, probe = _make(conversion, probes=True, matcher=conversion.matcher, allow_unlabelled=True)
-    assert probe is not None
-    return plan, probe
+    first: list[pa.RecordBatch] = []
+    plan = _make(conversion, allow_unlabelled=True, first=first)
+    return plan, _probe(first, conversion)
 
 
 def _begin(conversion: Conversion) -> Begun:
@@ -246,9 +243,9 @@ def _indexes(conversion: Conversion) -> list[dict[str, Any]]:
 
 
 def _make(
-    conversion: Conversion, *, probes: bool, allow_unlabelled: bool, matcher: Matcher | None = None
-) -> tuple[ConversionPlan, Probe | None]:
-    """A new plan and, if `probes`, a trial of its first images, which are compared by the matcher."""
+    conversion: Conversion, *, allow_unlabelled: bool, first: list[pa.RecordBatch] | None = None
+) -> ConversionPlan:
+    """A new plan; `first`, if given, gets the first images in order, at least `_PROBED` of them."""
     request, parts = conversion.request, _list(conversion)
     ordered = order_images(
         conversion.source,
@@ -257,31 +254,23 @@ def _make(
         request.classes,
         unlabelled=request.source.unlabelled,
     )
-    batches, probe, shard_samples = ordered.batches, None, request.shard_samples
-    if probes:
-        first: list[pa.RecordBatch] = []
+    batches = ordered.batches
+    if first is not None:
         while sum(batch.num_rows for batch in first) < _PROBED and (batch := next(batches, None)) is not None:
             first.append(batch)
-        probe = _probe(first, conversion, matcher)
         batches = itertools.chain(first, batches)
-        if request.shard_bytes is not None:
-            if probe.rejected == probe.images:
-                what = f"none of the first {probe.images:,} images can be stored"
-                raise DataError(f"{what}, so the size of a shard is unknown")
-            shard_samples = min(samples_within(request.shard_bytes, probe.bytes_per_image), MAX_SHARD_SAMPLES)
-    plan = write_plan(
+    return write_plan(
         ordered,
         batches,
         conversion.output.work,
         request.splits,
-        shard_samples=shard_samples,
+        shard_samples=request.shard_samples,
         limit=request.limit,
         seed=request.shuffle_seed,
-        options={name: request.manifest_options(name, shard_samples) for name in request.split_names},
+        options={name: request.manifest_options(name) for name in request.split_names},
         parts=parts,
         allow_unlabelled=allow_unlabelled,
     )
-    return plan, probe
 
 
 def _list(conversion: Conversion) -> list[list[str]]:
@@ -334,7 +323,7 @@ def _refuse_other_parts(before: list[list[str]], now: list[list[str]], where: st
     )
 
 
-def _probe(batches: list[pa.RecordBatch], conversion: Conversion, matcher: Matcher | None) -> Probe:
+def _probe(batches: list[pa.RecordBatch], conversion: Conversion) -> Probe:
     """Convert the first `_PROBED` images of some batches in memory, and look for copies of test images."""
     images = rejected = size = 0
     reader = conversion.reader
@@ -358,7 +347,7 @@ def _probe(batches: list[pa.RecordBatch], conversion: Conversion, matcher: Match
                 size += len(stored.jpeg)
                 yield Candidate.of(stored, data, uid=images)
 
-    comparison = Comparison(matcher) if matcher is not None else None
+    comparison = Comparison(conversion.matcher) if conversion.matcher is not None else None
     started = time.perf_counter()
     for _ in stored_images() if comparison is None else comparison.kept(stored_images()):
         pass

@@ -35,8 +35,6 @@ from vitscale.ground.errors import RecipeError
 from vitscale.ground.safe_text import without_secrets
 from vitscale.ground.table import Console
 
-_BYTES = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?", re.IGNORECASE)
-_POWERS = "kmgt"
 _COUNT = re.compile(r"([0-9][0-9_]{0,20}(?:\.[0-9]{1,9})?)([kmb]?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _NAME = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
@@ -144,7 +142,6 @@ class Request:
     classes: tuple[str, ...] | None = None  # all classes in order; None for the classes found
     shuffle_seed: int = 0  # seed of the global shuffle, in [0, 2**63)
     shard_samples: int = DEFAULT_CAPACITY  # number of images per shard
-    shard_bytes: int | None = None  # approximate bytes per shard, which overrides `shard_samples`; None to use that
     images: ImageOptions = field(default_factory=ImageOptions)  # how images are stored
     splits: tuple[SplitRule, ...] = ()  # split rules; empty for a single dataset
     limit: int | None = None  # number of images to take, the first in shuffled order; None for all
@@ -188,9 +185,9 @@ class Request:
         options |= asdict(self.source) | {"state_of_labels": labels and fingerprint(labels)}
         return options | {"labels": labels and without_secrets(labels)}
 
-    def manifest_options(self, split: str, shard_samples: int) -> dict[str, Any]:
+    def manifest_options(self, split: str) -> dict[str, Any]:
         """The options that change the dataset's content, for its manifest."""
-        options: dict[str, Any] = {"image_suffixes": list(IMAGE_SUFFIXES), "shard_samples": shard_samples}
+        options: dict[str, Any] = {"image_suffixes": list(IMAGE_SUFFIXES), "shard_samples": self.shard_samples}
         options |= self.images.described()
         if self.limit is not None:
             options["limit"] = self.limit
@@ -261,12 +258,3 @@ def parse_count(text: str) -> int:
     if number < 1 or number != int(number):
         raise RecipeError(f"{text!r} is not a number of images: expected a whole number from 1, such as 9M, 30k, 1_000")
     return int(number)
-
-
-def parse_bytes(text: str) -> int:
-    """A size in bytes: `512MB` (10**6 each), `512MiB` (2**20), `1G`, `100000`. Raises RecipeError."""
-    match = _BYTES.fullmatch(text.strip())
-    if match is None or float(match[1].replace("_", "")) == 0:
-        raise RecipeError(f"{text!r} is not a size; expected something like 512MB, 256MiB or 1.5GB")
-    power = _POWERS.index(match[2].lower()) + 1 if match[2] else 0
-    return max(1, round(float(match[1].replace("_", "")) * (1024 if match[3] else 1000) ** power))

@@ -14,7 +14,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,10 @@ from data_tools import views
 from data_tools.dedup.against import Comparison, NamedIndex, name_indexes, open_matcher
 from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.embedding import Embedder
-from data_tools.dedup.index import TestSet
 from data_tools.dedup.matches import TIERS, Findings
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.queries import shard_queries
 from data_tools.dedup.report import write_report
-from data_tools.dedup.settings import Settings
 from data_tools.engines.task import Progress, Run, Task, Tick
 from data_tools.machine import Machine
 from data_tools.sources import SourceOptions, open_source
@@ -69,7 +67,6 @@ def find(
     out: str,
     run: Run,
     *,
-    overrides: dict[str, Any] | None = None,
     embedder: Embedder | None = None,
     tick: Tick = lambda done, rejected: None,
 ) -> Finding:
@@ -80,25 +77,23 @@ def find(
         indexes: the indexes' folders.
         out: a folder that does not exist, or is empty.
         run: runs the tasks, one per shard.
-        overrides: fields of `Settings` that replace the indexes', for every test set.
         embedder: the model of the indexes that have vectors.
         tick: called several times a second with the number of samples done.
 
     Raises:
-        RecipeError: an `out` that is not empty; settings out of range; two test sets with the same name; another model
+        RecipeError: an `out` that is not empty; two test sets with the same name; another model
             than the indexes'.
         DataError: a dataset or an index that is missing or damaged; a disk that refuses.
         StorageError: a URL that does not answer.
     """
     manifest = Manifest.load(dataset)
     named = name_indexes(indexes, "INDEX", embedder)
-    settings = _overridden(open_matcher(named).test_sets, overrides) if overrides else ()
-    matcher = open_matcher(named, settings)
+    matcher = open_matcher(named)
     with new_folder(out, "--out") as folder:
         pieces = folder / "pieces"
         pieces.mkdir()
         tasks = (
-            _Task(manifest.where, manifest.sha256, named, settings, index, entry.path, pieces)
+            _Task(manifest.where, manifest.sha256, named, index, entry.path, pieces)
             for index, entry in enumerate(manifest.shards)
         )
         findings, made_anew = Findings(matcher.names), 0
@@ -113,22 +108,6 @@ def find(
     return Finding(matcher, findings, made_anew, files)
 
 
-def _overridden(test_sets: Sequence[TestSet], overrides: dict[str, Any]) -> tuple[tuple[str, Settings], ...]:
-    """The test sets' settings with the overrides applied, by name. Raises RecipeError."""
-    if not any(one.settings.near for one in test_sets):
-        raise RecipeError(
-            f"{', '.join(f'--{name}' for name in overrides)}: these test sets are compared by bytes and pixels alone; "
-            "make an index with another --preset"
-        )
-    replaced = []
-    for one in test_sets:
-        try:
-            replaced.append((one.name, Settings(**asdict(one.settings) | overrides)))
-        except RecipeError as error:
-            raise RecipeError(f"test set {one.name}: {error}") from error
-    return tuple(replaced)
-
-
 @dataclass(frozen=True)
 class _Task(Task):
     """One shard to compare. Paths only, because the contents are large. Its decisions, if any, become a file."""
@@ -136,7 +115,6 @@ class _Task(Task):
     manifest: str
     manifest_sha256: str
     indexes: tuple[NamedIndex, ...]
-    settings: tuple[tuple[str, Settings], ...]
     shard: int
     path: str
     folder: Path  # of the decisions
@@ -154,7 +132,7 @@ class _Task(Task):
         Raises DataError: a shard, a table or an index that is damaged; StorageError.
         """
         manifest = known_manifest(self.manifest, self.manifest_sha256)
-        comparison = Comparison(open_matcher(self.indexes, self.settings))
+        comparison = Comparison(open_matcher(self.indexes))
         with shard_queries(manifest, self.shard) as queries:
             for batch in queries.batches():
                 comparison.compare(batch)

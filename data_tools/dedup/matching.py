@@ -52,22 +52,14 @@ class _Near:
 class Matcher:
     """Compares images with the test sets of some indexes, in order, and adds to `findings`, which can be set."""
 
-    def __init__(
-        self,
-        indexes: Sequence[FingerprintIndex],
-        settings: dict[str, Settings] | None = None,
-        embedder: Embedder | None = None,
-    ) -> None:
-        """`settings`, by test set name, replace the index's; `embedder` is the model of indexes with vectors.
-
-        Raises RecipeError if two test sets have the same name.
-        """
+    def __init__(self, indexes: Sequence[FingerprintIndex], embedder: Embedder | None = None) -> None:
+        """`embedder` is the model of indexes with vectors. Raises RecipeError if two test sets have the same name."""
         self.indexes = tuple(indexes)
         self.test_sets = tuple(one for index in indexes for one in index.test_sets)
         self.names = tuple(one.name for one in self.test_sets)
         if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
             raise RecipeError(f"the test set {', '.join(twice)} is in several indexes, or twice in one: give it once")
-        self.settings = tuple((settings or {}).get(one.name, one.settings) for one in self.test_sets)
+        self.settings = tuple(one.settings for one in self.test_sets)
         self._searches = []
         first = 0
         for index in indexes:

@@ -31,7 +31,7 @@ from vitscale.about.studies.reading import load_study, studies_dir
 from vitscale.data.shards import Manifest, ShardFile
 from vitscale.data.shards.foreign import read_fields
 from vitscale.data.shards.generated import write_generated_dataset
-from vitscale.data.shards.provenance import REJECTS, read_rejects, write_tables
+from vitscale.data.shards.provenance import REJECTS, read_table, write_tables
 from vitscale.data.shards.verify import verify
 from vitscale.evaluation.features import read_features
 from vitscale.ground.files.digests import file_digests
@@ -241,7 +241,7 @@ FORMATS: dict[str, Format] = {
     "index": Format(index("index.json"), read_index),
     "index, images": Format(index("images.parquet"), read_index, seal_index),
     "index, hashes": Format(index("hashes.npy"), read_index, seal_index),
-    "rejects": Format(rejects, read_rejects),
+    "rejects": Format(rejects, lambda path: read_table(path, REJECTS)),
     "parquet": Format(parquet, read_source),
     "tar": Format(_file("a.tar", lambda: _tar("w", "a/1.jpg", "b/2.jpg")), read_source),
     "tar.gz": Format(_file("a.tar.gz", lambda: _tar("w:gz", "a/1.jpg", "b/2.jpg")), read_source),

@@ -17,7 +17,7 @@ from data_tools.dedup.report import tables
 from data_tools.machine import ALL_TASKS, Engine, Machine, TaskRange
 from data_tools.planning import MAX_SHARD_SAMPLES, ConversionPlan, Probe
 from data_tools.report import say, summary
-from data_tools.request import Request, parse_bytes, parse_count, parse_splits
+from data_tools.request import Request, parse_count, parse_splits
 from data_tools.sources import Kind, SourceOptions
 from data_tools.views import write_subset
 from vitscale.cli.command_line import HELP, Version, run
@@ -64,9 +64,6 @@ def command(
     ] = True,
     shard_samples: Annotated[
         int | None, Option(min=1, max=MAX_SHARD_SAMPLES, help="Images per shard.", show_default=f"{DEFAULT_CAPACITY:,}")
-    ] = None,
-    shard_bytes: Annotated[
-        str | None, Option(help="Instead: approximate size of a shard, such as 512MB.", metavar="SIZE")
     ] = None,
     shuffle_seed: Annotated[int, Option(min=0, max=2**63 - 1, help="Seed of the global shuffle.")] = 0,
     split: Annotated[
@@ -125,8 +122,6 @@ def command(
             manifest = write_subset(src, out, parse_count(subset))
             say(console, f"{escape(out)}: {counted(manifest.num_samples, 'sample')} of {escape(src)}")
             return
-        if shard_samples is not None and shard_bytes is not None:
-            raise RecipeError("--shard-samples and --shard-bytes contradict each other: give only one")
         if unlabelled:
             _refuse(context, "--unlabelled", "classes", "labels", "label_field")
         request = Request(
@@ -136,7 +131,6 @@ def command(
             classes=None if classes is None else read_classes(classes),
             shuffle_seed=shuffle_seed,
             shard_samples=shard_samples or DEFAULT_CAPACITY,
-            shard_bytes=None if shard_bytes is None else parse_bytes(shard_bytes),
             images=ImageOptions(short_side, long_side, quality, pass_through),
             splits=parse_splits(split or []),
             limit=None if limit is None else parse_count(limit),

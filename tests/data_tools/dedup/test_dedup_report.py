@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -138,7 +139,8 @@ def test_equal_inputs_give_equal_files(index_folder: Path, tmp_path: Path) -> No
 )
 def test_any_names_make_files_of_their_own(index_folder: Path, tmp_path: Path, names: list[str]) -> None:
     index = FingerprintIndex(renamed(index_folder, tmp_path / "index", names))
-    matcher = Matcher([index], {name: Settings() for name in names})
+    index.test_sets = tuple(replace(one, settings=Settings()) for one in index.test_sets)
+    matcher = Matcher([index])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         written = write_report(tmp_path / "report", matcher, Findings(names))

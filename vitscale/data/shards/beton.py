@@ -134,12 +134,6 @@ def expected_bytes(samples: int, image_bytes: float) -> int:
     return round(start + data + pages * image_bytes / 2) + samples * ALLOCATION.itemsize
 
 
-def samples_within(size: int, image_bytes: float) -> int:
-    """The number of samples, at least one, in a shard of about `size` bytes, by the mean bytes of their images."""
-    per_sample = image_bytes + _metadata_type(False).itemsize + ALLOCATION.itemsize
-    return max(1, int((size - _head_bytes(0, False)) / per_sample))
-
-
 def write_shard(path: str | Path, samples: Iterable[StoredSample], capacity: int = DEFAULT_CAPACITY) -> ShardStats:
     """Write one shard; equal samples give equal bytes, whatever `capacity` is.
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 from vitscale.data.shards.beton import MODE_JPEG, ShardFile
 from vitscale.data.shards.manifest import Manifest, ShardEntry
 from vitscale.data.shards.opening import labels_of, local_copy, shard_file
-from vitscale.data.shards.provenance import REJECTS_NAME, provenance_path, read_provenance, read_rejects
+from vitscale.data.shards.provenance import REJECTS, REJECTS_NAME, provenance_path, read_provenance, read_table
 from vitscale.data.shards.scan import scan
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.digests import FileDigests, file_digests
@@ -262,7 +262,7 @@ def _check_rejects(manifest: Manifest, verdict: Verdict) -> None:
         if size_of(where) is None:
             return
         with local_copy(where) as path:
-            rows = read_rejects(path).num_rows
+            rows = read_table(path, REJECTS).num_rows
     except DataError as error:
         verdict.damage.append(Damage(REJECTS_NAME, str(error)))
         return
