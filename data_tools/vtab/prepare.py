@@ -35,8 +35,8 @@ DATASETS = (SMALL, *VIEWS, TEST)
 _QUALITY = 100  # most tasks have PNGs, which shards hold as JPEGs: lose as little as possible
 _TAKES = Takes()
 
-Rows = Mapping[str, Sequence[range]]
-"""Numbers of images, by split."""
+Rows = Mapping[str, Sequence[int]]
+"""Numbers of images, ascending, by split."""
 
 
 @dataclass(frozen=True)
@@ -105,23 +105,23 @@ def chosen_rows(opened: OpenCopy, takes: Takes, pinned: Ids | None) -> tuple[dic
     Raises DataError if there are too few images, if one would be in two parts, or if `pinned` names others.
     """
     copy = opened.copy
-    test = {copy.test.split: [copy.test.rows(opened.size(copy.test.split))]}
+    test: Rows = {copy.test.split: copy.test.rows(opened.size(copy.test.split))}
+    small: dict[str, Rows] = {}
     if pinned is not None:
         small = _located(opened, pinned, test)
     else:
-        small = {}
         for name, part, skipped, count in (
             ("train800", copy.train, 0, takes.train),
             ("val200", copy.val, takes.train if copy.val_follows_train else 0, takes.val),
         ):
             size = opened.size(part.split)
-            small[name] = {part.split: [part.rows(size)[skipped : skipped + count]]}
-            if _size(small[name]) != count:
+            small[name] = {part.split: part.rows(size)[skipped : skipped + count]}
+            if len(small[name][part.split]) != count:
                 raise DataError(f"{copy.folder}: {part.split} has {size:,} images; too few for the {count} of {name}")
     numbers = Counter((split, row) for rows in (*small.values(), test) for split, row in _numbers(rows))
     if repeated := sum(count > 1 for count in numbers.values()):
         raise DataError(f"{copy.folder}: too few images: {repeated:,} would be in two of the parts")
-    if not _size(test):
+    if not test[copy.test.split]:
         raise DataError(f"{copy.folder}: no images for testing in the split {copy.test.split}")
     return small, test
 
@@ -158,7 +158,7 @@ def _rows(places: Mapping[Any, list[tuple[str, int]]], names: Iterable[Any]) -> 
     for name in names:
         split, number = places[name].pop(0)
         numbers[split].append(number)
-    return {split: [range(number, number + 1) for number in sorted(here)] for split, here in numbers.items()}
+    return {split: sorted(here) for split, here in numbers.items()}
 
 
 def _list_of(opened: OpenCopy, small: Mapping[str, Rows], pinned: Ids | None) -> Ids:
@@ -166,7 +166,7 @@ def _list_of(opened: OpenCopy, small: Mapping[str, Rows], pinned: Ids | None) ->
     source = copy.layout if copy.version is None else f"{copy.layout} {copy.version}"
     if pinned is None:
         parts = (("train800", copy.train, small["train800"]), ("val200", copy.val, small["val200"]))
-        slices = {name: _described(part.split, rows[part.split][0], opened) for name, part, rows in parts}
+        slices = {name: _described(part.split, rows[part.split], opened) for name, part, rows in parts}
     else:
         slices = dict.fromkeys(VIEWS, "a list of ids")
     test = copy.test.rows(opened.size(copy.test.split))
@@ -190,8 +190,8 @@ def _write_list(place: Path, ids: Ids) -> None:
         )
 
 
-def _described(split: str, rows: range, opened: OpenCopy) -> str:
-    return split if len(rows) == opened.size(split) else f"{split}[{rows.start}:{rows.stop}]"
+def _described(split: str, rows: Sequence[int], opened: OpenCopy) -> str:
+    return split if len(rows) == opened.size(split) else f"{split}[{rows[0]}:{rows[-1] + 1}]"
 
 
 def _refuse_others(expected: Ids, found: Ids, place: Path) -> None:
@@ -202,19 +202,14 @@ def _refuse_others(expected: Ids, found: Ids, place: Path) -> None:
 
 
 def _joined(parts: Iterable[Rows]) -> Rows:
-    joined: dict[str, list[range]] = defaultdict(list)
-    for rows in parts:
-        for split, ranges in rows.items():
-            joined[split] += ranges
+    joined: dict[str, list[int]] = defaultdict(list)
+    for split, row in sorted(number for rows in parts for number in _numbers(rows)):
+        joined[split].append(row)
     return joined
 
 
 def _numbers(rows: Rows) -> Iterator[tuple[str, int]]:
-    return ((split, row) for split, ranges in rows.items() for one in ranges for row in one)
-
-
-def _size(rows: Rows) -> int:
-    return sum(len(one) for ranges in rows.values() for one in ranges)
+    return ((split, row) for split, of_split in rows.items() for row in of_split)
 
 
 def _counts(place: Path) -> dict[str, int]:

@@ -13,6 +13,7 @@ from vitscale.data.shards.provenance import (
     fingerprint_algorithm,
     provenance_path,
     read_provenance,
+    read_table,
     write_provenance,
     write_tables,
 )
