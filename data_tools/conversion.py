@@ -255,7 +255,6 @@ def _already(request: Request, output: Output) -> Outcome:
 
 
 def _refuse_incomplete(output: Output, splits: list[str]) -> None:
-    """Raise DataError if a shard of a finished dataset is missing or truncated."""
     for split in splits:
         place, sizes = output.place(split), storage.sizes_in(output.place(split))
         damaged = [entry.path for entry in Manifest.load(place).shards if sizes.get(entry.path) != entry.bytes]
@@ -289,7 +288,6 @@ def disk_errors(where: str) -> Iterator[None]:
 
 
 def _refuse_nested(src: str, out: str) -> None:
-    """Raise RecipeError if the output lies inside the source."""
     if storage.is_url(out) or storage.is_url(src):
         nested = out == src.rstrip("/") or out.startswith(src.rstrip("/") + "/")
     else:
@@ -387,7 +385,6 @@ def finish(
 
 
 def _refuse_all_removed(output: Output, by_split: dict[str, list[ShardReport]]) -> None:
-    """Raise DataError if a dataset has no image left."""
     for split, reports in by_split.items():
         if not any(report.entry for report in reports):
             removed, rejected = sum(report.removed for report in reports), sum(report.rejected for report in reports)

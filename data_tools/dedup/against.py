@@ -84,7 +84,6 @@ def name_indexes(
 
 
 def _refuse_other_model(index: FingerprintIndex, embedder: Embedder | None, what: str) -> None:
-    """Raise RecipeError for an index whose vectors were made by another model."""
     made_by = index.embedding
     if made_by is None:
         return

@@ -174,7 +174,6 @@ def _join(pieces: Path, shards: int, folder: Path, names: Sequence[str]) -> None
 
 
 def _order(row: dict[str, Any]) -> tuple[int, float, float, str]:
-    """Sort key of matches, nearest first."""
     distance = math.inf if row["distance"] is None else row["distance"]
     correlation = -1.0 if row["correlation"] is None else row["correlation"]
     return TIERS.index(row["tier"]), distance, -correlation, row["train_key"]

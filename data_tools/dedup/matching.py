@@ -120,7 +120,6 @@ class _Search:
                 )
 
     def _exact(self, query: Query) -> dict[int, Tier]:
-        """Test images with the same bytes or pixels."""
         found: dict[int, Tier] = {}
         if query.pixels is not None:
             found |= dict.fromkeys(self._pixels.rows(query.pixels), "pixels")

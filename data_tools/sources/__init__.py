@@ -147,7 +147,6 @@ def _kind_of_folder(folder: str) -> Kind:
 
 
 def _members(src: str, folder: str, kind: Kind) -> list[str]:
-    """The files of a kind in a folder. Raises RecipeError if there are none."""
     names = storage.names_in(folder)
     members = [name for name in names if _kind_of_file(name) == kind and not name.startswith(".")]
     if not members:

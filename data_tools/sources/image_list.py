@@ -95,7 +95,6 @@ def _with_secrets(source: ImageListSource, part: int) -> dict[bytes, bytes]:
 
 
 def _beside(where: str, path: str) -> str:
-    """A path resolved against the folder of the list `where`."""
     if is_url(where) and not path.startswith("/"):
         scheme, _, there = where.partition("://")
         return f"{scheme}://{posixpath.normpath(posixpath.join(posixpath.dirname(there), path))}"

@@ -243,7 +243,6 @@ def _synsets(where: str, meta: bytes) -> dict[str, str]:
 
 
 def _labels(cell: str, where: str) -> tuple[str, ...]:
-    """Labels from numbers or names, separated by |."""
     labels: list[str] = []
     for name in cell.split("|"):
         if not name.strip():

@@ -156,7 +156,6 @@ def _parsed(text: bytes, where: str) -> Any:
 
 
 def _labels_of(value: Any, where: str) -> tuple[str, ...]:
-    """Labels from a number, a name, or a list of these."""
     values = value if isinstance(value, list) else [value]
     labels: list[str] = []
     for each in values:

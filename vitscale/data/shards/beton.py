@@ -377,7 +377,6 @@ class ShardFile:
         return np.frombuffer(self._pread(_HEADER.itemsize, size, "field table"), _FIELD)
 
     def _read_metadata(self, head: Head, kind: np.dtype) -> np.ndarray:
-        """The metadata records of all samples, (samples,) of dtype `kind`."""
         self._require(
             head.metadata + head.samples * kind.itemsize <= head.alloc_table <= head.total,
             f"{head.samples:,} samples and an allocation table at byte {head.alloc_table:,} of {head.total:,}",
@@ -386,7 +385,6 @@ class ShardFile:
         return np.frombuffer(self._pread(head.metadata, head.samples * kind.itemsize, "metadata"), kind)
 
     def _read_allocations(self, head: Head, pieces: int) -> np.ndarray:
-        """The allocation table, (pieces,) of dtype `ALLOCATION`."""
         return np.frombuffer(
             self._pread(head.alloc_table, pieces * ALLOCATION.itemsize, "allocation table"), ALLOCATION
         )
