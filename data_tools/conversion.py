@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -297,7 +297,7 @@ def _refuse_nested(src: str, out: str) -> None:
 
 
 def reports_of(output: Output, tasks: Iterable[int]) -> dict[int, ShardReport]:
-    """Reports of the tasks that are done: their shard exists at full size and they are not marked for repetition."""
+    """Reports of the tasks that are done: their shard exists at full size."""
     marked = storage.sizes_in(output.state("done"))
     markers = [output.of_task(task, "json") for task in tasks]
     done = [marker for marker in markers if storage.base_name(marker) in marked]
@@ -306,8 +306,7 @@ def reports_of(output: Output, tasks: Iterable[int]) -> dict[int, ShardReport]:
     return {
         report.task: report
         for report in reports
-        if not report.is_to_be_repeated
-        and (report.entry is None or sizes[report.split].get(report.entry.path) == report.entry.bytes)
+        if report.entry is None or sizes[report.split].get(report.entry.path) == report.entry.bytes
     }
 
 
@@ -421,7 +420,7 @@ def _tables(
 def refuse_rejects(output: Output, plan: ConversionPlan, reports: dict[int, ShardReport], max_rate: float) -> None:
     """Raise DataError because more images than allowed cannot be stored.
 
-    Tasks with images that could not even be read are marked for repetition: a disk may have been unavailable.
+    Tasks with images that could not even be read are no longer marked as done: a disk may have been unavailable.
     """
     rejected = sum(report.rejected for report in reports.values())
     rejects = _tables(output, reports.values(), "rejects.parquet", REJECTS)
@@ -431,7 +430,7 @@ def refuse_rejects(output: Output, plan: ConversionPlan, reports: dict[int, Shar
         lines.append(f"  ... and {rejected - len(lines):,} more")
     for report in reports.values():
         if report.unread:
-            output.write(output.of_task(report.task, "json"), replace(report, is_to_be_repeated=True).to_json())
+            storage.remove(output.of_task(report.task, "json"))
     raise DataError(
         f"{rejected:,} of {counted(plan.images, 'image')} ({rejected / plan.images:.2%}) cannot be stored; "
         f"--max-reject-rate {max_rate:g} allows less. No manifest was written. Repeat the command with a higher rate: "

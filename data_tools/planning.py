@@ -36,14 +36,14 @@ from data_tools.engines.task import run_inline
 from data_tools.listing import ORDERED, ListingTask, Ordered, PartSummary, fingerprint, order_images
 from data_tools.output import CONVERSION_NAME, Output
 from data_tools.report import ProgressDisplay, say
-from data_tools.request import Conversion, SplitRule, choosers, refuse_changed
+from data_tools.request import Conversion, Request, SplitRule, choosers, refuse_changed
 from vitscale.data.shards.images import Reject, store_image
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.durable import durable_file, write_text
 from vitscale.ground.storage import read_bytes
 from vitscale.ground.wording import counted, quoted
 
-_VERSION = 2
+_VERSION = 3
 _REQUEST_FILE = "request.json"
 _REQUESTS_AT_ONCE = 32
 _PROBED = 1000
@@ -259,18 +259,7 @@ def _make(
         while sum(batch.num_rows for batch in first) < _PROBED and (batch := next(batches, None)) is not None:
             first.append(batch)
         batches = itertools.chain(first, batches)
-    return write_plan(
-        ordered,
-        batches,
-        conversion.output.work,
-        request.splits,
-        shard_samples=request.shard_samples,
-        limit=request.limit,
-        seed=request.shuffle_seed,
-        options={name: request.manifest_options(name) for name in request.split_names},
-        parts=parts,
-        allow_unlabelled=allow_unlabelled,
-    )
+    return write_plan(request, ordered, batches, conversion.output.work, parts, allow_unlabelled=allow_unlabelled)
 
 
 def _list(conversion: Conversion) -> list[list[str]]:
@@ -363,31 +352,26 @@ def _says(path: Path, text: str) -> bool:
 
 
 def write_plan(
+    request: Request,
     ordered: Ordered,
     batches: Iterator[pa.RecordBatch],
     folder: Path,
-    rules: tuple[SplitRule, ...],
-    *,
-    shard_samples: int,
-    limit: int | None,
-    seed: int,
-    options: dict[str, dict[str, Any]],
     parts: list[list[str]],
+    *,
     allow_unlabelled: bool,
 ) -> ConversionPlan:
-    """Deal the images to splits and shards, and write the plan into a folder.
+    """Deal the images to the request's splits and shards, and write the plan into a folder.
 
-    `batches` are the images in order, read once; `ordered` has their classes and counts. Without `rules` there is a
-    single dataset. At most `limit` images are taken, the first ones; all if None. `options` are the manifests', by
-    split name; `parts` is [name, fingerprint] of every part of the source. With `allow_unlabelled`, more than 1 % of
-    the images may lack a label although others have one.
+    `batches` are the images in order, read once; `ordered` has their classes and counts; `parts` is [name, fingerprint]
+    of every part of the source. With `allow_unlabelled`, more than 1 % of the images may lack a label although others
+    have one.
 
     Raises:
         DataError: a split has no images or fewer than its rule says, or too many images lack a label.
         OSError: the disk failed.
     """
-    splits = choosers(rules, seed)
-    rules = rules or (SplitRule("", "rest"),)
+    splits, limit, shard_samples = choosers(request.splits, request.shuffle_seed), request.limit, request.shard_samples
+    rules = request.splits or (SplitRule("", "rest"),)
     digest = hashlib.sha256(json.dumps(ordered.class_names).encode())
     taken = 0
     with ExitStack() as files:
@@ -435,13 +419,13 @@ def write_plan(
     plan = ConversionPlan(
         folder=folder,
         splits=tuple(
-            PlannedSplit(rule.name, sink.images, sink.shards, options[rule.name])
+            PlannedSplit(rule.name, sink.images, sink.shards, request.manifest_options(rule.name))
             for rule, sink in zip(rules, sinks, strict=True)
         ),
         class_names=ordered.class_names,
         several_labels=ordered.several_labels,
         shard_samples=shard_samples,
-        shuffle_seed=seed,
+        shuffle_seed=request.shuffle_seed,
         ignored=dict(+ordered.ignored),
         parts=parts,
         sha256=digest.hexdigest(),

@@ -54,7 +54,6 @@ class ShardReport:
     unsteady: int = 0  # those of the unread that another try may read
     removed: int = 0  # images left out as copies of test images
     decisions: int = 0  # rows in the table of removed images and near misses
-    is_to_be_repeated: bool = False  # whether the task must run again
     seconds: float = 0.0  # time taken
 
     def to_json(self) -> str:

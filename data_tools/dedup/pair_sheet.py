@@ -60,11 +60,12 @@ def _paste_pair(
         picture = _picture(jpeg)
         if picture is not None:
             sheet.paste(picture, (left + (SIDE - picture.width) // 2, y + (SIDE - picture.height) // 2))
-    facts = f"correlation {pair.correlation:.3f}, {pair.distance} bits"
-    facts += "" if pair.cosine is None else f", cosine {pair.cosine:.2f}"
-    facts += f", by {pair.tier}" if pair.removed else ""
+    match = pair.match
+    facts = f"correlation {match.correlation:.3f}, {match.distance} bits"
+    facts += "" if match.cosine is None else f", cosine {match.cosine:.2f}"
+    facts += f", by {match.tier}" if match.removed else ""
     y += SIDE + _LINE // 2 + 2
-    for text, colour in ((facts, _TEXT), (printable(pair.train_key), _FAINT), (printable(pair.test_key), _FAINT)):
+    for text, colour in ((facts, _TEXT), (printable(pair.train_key), _FAINT), (printable(match.key), _FAINT)):
         draw.text((x, y), shortened(text, _font(_TEXT_SIZE), _WIDTH), fill=colour, font=_font(_TEXT_SIZE), anchor="lm")
         y += _LINE
 

@@ -170,7 +170,7 @@ def _rounded(value: float) -> float:
 def _with_pictures(matcher: Matcher, pairs: list[Pair]) -> list[tuple[Pair, bytes]]:
     if not pairs:
         return []
-    pictures = matcher.index_of(pairs[0].test_set).pictures([pair.image for pair in pairs])
+    pictures = matcher.index_of(pairs[0].match.test_set).pictures([pair.match.image for pair in pairs])
     return list(zip(pairs, pictures, strict=True))
 
 

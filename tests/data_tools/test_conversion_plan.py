@@ -11,7 +11,7 @@ from messages import refusal
 from data_tools.engines.task import run_inline
 from data_tools.listing import ListingTask, Spool, order_images
 from data_tools.planning import ConversionPlan, write_plan
-from data_tools.request import parse_splits
+from data_tools.request import Request, parse_splits
 from data_tools.sources.source import Item
 from vitscale.ground.errors import DataError, RecipeError
 
@@ -48,19 +48,8 @@ def plan_of(
 ) -> ConversionPlan:
     images = ordered(folder, source, seed, known, **options)
     rules = parse_splits(list(splits))
-    names = [rule.name for rule in rules] or [""]
-    return write_plan(
-        images,
-        images.batches,
-        folder,
-        rules,
-        shard_samples=shard_samples,
-        limit=limit,
-        seed=seed,
-        options={name: {} for name in names},
-        parts=[],
-        allow_unlabelled=allow_unlabelled,
-    )
+    request = Request("", shuffle_seed=seed, shard_samples=shard_samples, splits=rules, limit=limit)
+    return write_plan(request, images, images.batches, folder, [], allow_unlabelled=allow_unlabelled)
 
 
 def rows_of(plan: ConversionPlan) -> list[list[dict]]:

@@ -176,7 +176,7 @@ def test_fields_that_people_name(tmp_path):
     assert listed(file, image="thumb", label="species") == [("x/000000000", ("cat",), b"t")]
     with pytest.raises(RecipeError, match=r"'y'.*image, label, species, thumb"):
         listed(file, label="y")
-    with pytest.raises(RecipeError, match=r"\blabel\b.*image, other\b.*none"):
+    with pytest.raises(RecipeError, match=r"\blabel\b.*image, other\b.*--unlabelled"):
         listed(write(tmp_path / "y", encode(image=[b"i"], other=[1])))
     with pytest.raises(RecipeError, match="--image-field"):
         listed(write(tmp_path / "z", encode(label=[1])))

@@ -98,8 +98,9 @@ def test_named_fields(tmp_path):
     named = {"image_field": "jpg"}
     assert listed(path, **named) == [("a/x/7.jpg", ("7",), b"image")]
     assert listed(path, image_field=".seg.PNG") == [("a/x/7.seg.png", ("7",), b"s")]
-    for field, label in (("fine", ("cat",)), ("label", ("9",)), ("cls.txt", ("other",)), ("cls", ("7",)), ("none", ())):
+    for field, label in (("fine", ("cat",)), ("label", ("9",)), ("cls.txt", ("other",)), ("cls", ("7",))):
         assert listed(path, label_field=field, **named) == [("a/x/7.jpg", label, b"image")]
+    assert listed(path, unlabelled=True, **named) == [("a/x/7.jpg", (), b"image")]
 
 
 @pytest.mark.parametrize(
