@@ -27,8 +27,8 @@ from data_tools.dedup.fingerprint import fingerprint
 from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.matches import Match, Pair
 from data_tools.dedup.matching import BITS, correlation, near_pairs, words
-from data_tools.dedup.pair_sheet import pair_sheet
 from data_tools.dedup.queries import small_picture
+from data_tools.dedup.report import pair_sheet
 from data_tools.dedup.variants import window_of
 from data_tools.machine import Machine
 from data_tools.request import Request

@@ -30,7 +30,7 @@ from PIL import Image
 from small_disk import small_disk
 
 from data_tools.dedup.matches import Match, Pair
-from data_tools.dedup.pair_sheet import pair_sheet
+from data_tools.dedup.report import pair_sheet
 from data_tools.engines.task import run_inline
 from data_tools.listing import ListingTask
 from data_tools.sources import SourceOptions, open_source

@@ -195,8 +195,8 @@ class RemoteFile:
 
     def size(self) -> int | None:
         """The file's size in bytes; None if the server does not say."""
-        size: int | None = self._patiently(lambda: _Call(self._fs, "info", self._path).result(self._cancelled))["size"]
-        return size
+        info: dict[str, Any] = self._patiently(lambda: _Call(self._fs, "info", self._path).result(self._cancelled))
+        return info["size"]
 
     def pieces(self, size: int) -> Iterator[bytes]:
         """The file's `size` bytes, in order, in pieces of up to 8 MiB, fetched over four connections if possible."""
@@ -230,10 +230,7 @@ class RemoteFile:
         return self._patiently(fetch)
 
     def _patiently(self, act: Callable[[], Result]) -> Result:
-        return patiently(self._url, act, self._pause)
-
-    def _pause(self, seconds: float) -> None:
-        pause(seconds, self._cancelled)
+        return patiently(self._url, act, lambda seconds: pause(seconds, self._cancelled))
 
 
 class _Call:

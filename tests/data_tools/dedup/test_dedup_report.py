@@ -18,8 +18,7 @@ from rich.console import Console
 from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.matches import Findings, Match, Pair
 from data_tools.dedup.matching import Matcher
-from data_tools.dedup.pair_sheet import pair_sheet
-from data_tools.dedup.report import described, tables, write_report
+from data_tools.dedup.report import described, pair_sheet, tables, write_report
 from data_tools.dedup.settings import Settings
 
 COLUMNS = 110
