@@ -14,7 +14,7 @@ Uniform borders are left out: two pale pictures in one kind of frame correlate b
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -59,13 +59,8 @@ class Matcher:
         self.names = tuple(one.name for one in self.test_sets)
         if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
             raise RecipeError(f"the test set {', '.join(twice)} is in several indexes, or twice in one: give it once")
-        self.settings = tuple(one.settings for one in self.test_sets)
-        self._searches = []
-        first = 0
-        for index in indexes:
-            count = len(index.test_sets)
-            self._searches.append(_Search(index, first, self.settings[first : first + count], embedder))
-            first += count
+        starts = accumulate((len(index.test_sets) for index in indexes), initial=0)
+        self._searches = [_Search(index, first, embedder) for index, first in zip(indexes, starts, strict=False)]
         self.findings = Findings(self.names)
 
     def index_of(self, test_set: int) -> FingerprintIndex:
@@ -86,10 +81,9 @@ class Matcher:
 class _Search:
     """One index, ready to be searched. Its test sets are numbered from `first_set`."""
 
-    def __init__(
-        self, index: FingerprintIndex, first_set: int, settings: Sequence[Settings], embedder: Embedder | None
-    ) -> None:
-        self.index, self.first_set, self._settings, self.sets = index, first_set, settings, len(settings)
+    def __init__(self, index: FingerprintIndex, first_set: int, embedder: Embedder | None) -> None:
+        self.index, self.first_set, self.sets = index, first_set, len(index.test_sets)
+        self._settings = [one.settings for one in index.test_sets]
         self._bytes = _Exact.of_digests(index.images["sha256"])
         self._pixels = _Exact.of_numbers(index.images["pixels"])
         self._embedder = None if index.embedding is None else embedder

@@ -61,7 +61,7 @@ def write_report(folder: Path, matcher: Matcher, findings: Findings) -> list[str
         file.write((json.dumps(described(matcher, findings), indent=1) + "\n").encode("ascii"))
     written = [REPORT_NAME]
     for number, stem in enumerate(_stems(findings.names)):
-        if not matcher.settings[number].near:
+        if not matcher.test_sets[number].settings.near:
             continue
         sides = [_with_pictures(matcher, findings.pairs(number, removed)) for removed in (True, False)]
         written.append(f"{stem}.pairs.png")
@@ -125,7 +125,7 @@ def tables(matcher: Matcher, findings: Findings) -> list[Table]:
 
 
 def _of_test_set(matcher: Matcher, findings: Findings, number: int) -> dict[str, Any]:
-    test_set, settings, index = matcher.test_sets[number], matcher.settings[number], matcher.index_of(number)
+    test_set, index = matcher.test_sets[number], matcher.index_of(number)
     removed = {tier: findings.tiers[number][tier] for tier in TIERS}
     contaminated = len(findings.contaminated[number])
     expected = _expected(matcher, findings, number)
@@ -136,7 +136,7 @@ def _of_test_set(matcher: Matcher, findings: Findings, number: int) -> dict[str,
         "index": index.sha256,
         "preset": test_set.preset,
         "level": test_set.level,
-        "settings": asdict(settings),
+        "settings": asdict(test_set.settings),
         "images": test_set.images,
         "unreadable": test_set.unreadable,
         "contaminated": {"images": contaminated, "percent": _rounded(100 * contaminated / max(1, test_set.images))},
@@ -150,7 +150,7 @@ def _of_test_set(matcher: Matcher, findings: Findings, number: int) -> dict[str,
 def _expected(matcher: Matcher, findings: Findings, number: int) -> Expected:
     """The estimates as fitted, limited to the number of pairs that were removed."""
     counts = findings.distances[number], findings.correlations[number]
-    expected = expected_false(*counts, matcher.settings[number])
+    expected = expected_false(*counts, matcher.test_sets[number].settings)
     removed = findings.tiers[number]
     return Expected(_limited(expected.hash, removed["hash"]), _limited(expected.correlation, removed["correlation"]))
 
