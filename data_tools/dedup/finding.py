@@ -28,7 +28,7 @@ from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.matches import TIERS, Findings
 from data_tools.dedup.matching import Matcher
-from data_tools.dedup.queries import shard_queries
+from data_tools.dedup.queries import ShardQueries
 from data_tools.dedup.report import write_report
 from data_tools.engines.task import Progress, Run, Task, Tick
 from data_tools.machine import Machine
@@ -133,7 +133,7 @@ class _Task(Task):
         """
         manifest = known_manifest(self.manifest, self.manifest_sha256)
         comparison = Comparison(open_matcher(self.indexes))
-        with shard_queries(manifest, self.shard) as queries:
+        with ShardQueries(manifest, self.shard) as queries:
             for batch in queries.batches():
                 comparison.compare(batch)
                 for _ in batch:
