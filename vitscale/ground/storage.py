@@ -195,8 +195,8 @@ class RemoteFile:
 
     def size(self) -> int | None:
         """The file's size in bytes; None if the server does not say."""
-        info: dict[str, Any] = self._patiently(lambda: _Call(self._fs, "info", self._path).result(self._cancelled))
-        return info["size"]
+        size: int | None = self._patiently(lambda: _Call(self._fs, "info", self._path).result(self._cancelled))["size"]
+        return size
 
     def pieces(self, size: int) -> Iterator[bytes]:
         """The file's `size` bytes, in order, in pieces of up to 8 MiB, fetched over four connections if possible."""
