@@ -23,7 +23,7 @@ from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.digests import FileDigests, file_digests
 from vitscale.ground.images import decode as decode_image
 from vitscale.ground.storage import base_name, names_in, size_of
-from vitscale.ground.wording import counted
+from vitscale.ground.wording import counted, listed
 
 _LISTED_SAMPLES = 20  # for each shard and kind of damage
 _LISTED_NAMES = 5
@@ -272,13 +272,11 @@ def _check_rejects(manifest: Manifest, verdict: Verdict) -> None:
 
 
 def _note_unlisted(manifest: Manifest, verdict: Verdict) -> None:
-    listed = {base_name(shard.path) for shard in manifest.shards}
+    known = {base_name(shard.path) for shard in manifest.shards}
     names = names_in(manifest.location(""))
-    unlisted = [name for name in names if name.endswith(".beton") and name not in listed]
+    unlisted = [name for name in names if name.endswith(".beton") and name not in known]
     if unlisted:
-        more = len(unlisted) - _LISTED_NAMES
-        shown = ", ".join(unlisted[:_LISTED_NAMES]) + (f" and {more:,} more" if more > 0 else "")
-        verdict.notes.append(f"in the folder, but not in the manifest: {shown}")
+        verdict.notes.append(f"in the folder, but not in the manifest: {listed(unlisted, _LISTED_NAMES)}")
 
 
 class StockReader:
