@@ -21,15 +21,14 @@ from photos import photos_parser
 
 from data_tools.conversion import convert
 from data_tools.dedup.against import name_indexes
-from data_tools.dedup.alignment import correlation
 from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.fingerprint import fingerprint
-from data_tools.dedup.hamming import BITS, near_pairs, words
 from data_tools.dedup.index import FingerprintIndex
-from data_tools.dedup.matches import Pair
-from data_tools.dedup.pair_sheet import pair_sheet
+from data_tools.dedup.matches import Match, Pair
+from data_tools.dedup.matching import BITS, correlation, near_pairs, words
 from data_tools.dedup.queries import small_picture
+from data_tools.dedup.report import pair_sheet
 from data_tools.dedup.variants import window_of
 from data_tools.machine import Machine
 from data_tools.request import Request
@@ -130,9 +129,9 @@ def draw(path: Path, title: str, judged: Judged, pairs: list[tuple[str, str]], t
         removed = (train_key, test_key) in judged.removed_pairs
         train_file = train_files[f"train/{train_key}"]
         facts = judged.removed_pairs[train_key, test_key] if removed else judged.nearest(train_file, test_key)
-        pair = Pair(0, 0, train_key, test_key, *facts, cosine=None, removed=removed, picture=picture(train_file))
+        pair = Pair(Match(0, test_key, 0, *facts, removed=removed), train_key, picture(train_file))
         drawn.append((pair, picture(test_files[test_key])))
-    pair_sheet(title, *((drawn, []) if drawn and drawn[0][0].removed else ([], drawn))).save(path)
+    pair_sheet(title, *((drawn, []) if drawn and drawn[0][0].match.removed else ([], drawn))).save(path)
 
 
 def main() -> None:

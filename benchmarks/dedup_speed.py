@@ -28,9 +28,8 @@ from photos import parsed, photos_parser
 from data_tools.dedup.against import name_indexes
 from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.fingerprint import fingerprint
-from data_tools.dedup.hamming import near_pairs, words
 from data_tools.dedup.index import FingerprintIndex
-from data_tools.dedup.matching import Matcher
+from data_tools.dedup.matching import Matcher, near_pairs, words
 from data_tools.dedup.queries import Candidate
 from data_tools.dedup.variants import DEFAULT_LEVEL, variants_of
 from data_tools.sources.folder import FolderSource

@@ -24,8 +24,8 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from data_tools import shuffle
-from data_tools.dedup.pdq import pdq_hashes
+from data_tools import listing
+from data_tools.dedup.fingerprint import pdq_hashes
 from data_tools.tasks import Progress, Task
 from data_tools.worker_processes import run_in_processes
 
@@ -76,7 +76,7 @@ def sort_ours(folder: Path, count: int) -> int:
                 writer.write_batch(dealt.slice(start, end - start))
     label_of = np.arange(CLASSES, dtype=np.int32)
     source: Any = _OnePart()
-    return _written(folder, shuffle._sorted(paths, label_of, source, True, Counter()))
+    return _written(folder, listing._sorted(paths, label_of, source, True, Counter()))
 
 
 def sort_duckdb(folder: Path, count: int) -> int:

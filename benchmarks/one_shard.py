@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from data_tools.conversion_plan import PLAN
 from data_tools.dedup.against import NamedIndex
 from data_tools.output import Output
+from data_tools.planning import PLAN
 from data_tools.shard_task import ShardReport, ShardTask
 from data_tools.sources.folder import FolderSource
 from vitscale.data.shards.images import ImageOptions

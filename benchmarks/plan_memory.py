@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from data_tools.conversion_plan import write_plan
-from data_tools.listing import ListingTask
-from data_tools.shuffle import order_images
+from data_tools.listing import ListingTask, order_images
+from data_tools.planning import write_plan
+from data_tools.request import Request
 from data_tools.sources.image_list import open_image_list
 from data_tools.sources.source import SourceOptions
 from data_tools.tasks import run_inline
@@ -42,15 +42,7 @@ def measure(path: str, folder: str, results: Any) -> None:
         pass
     listed = time.perf_counter()
     ordered = order_images(source, work / "listing", 0, None)
-    plan = write_plan(
-        *(ordered, ordered.batches, work, ()),
-        shard_samples=8192,
-        limit=None,
-        seed=0,
-        options={"": {}},
-        parts=[],
-        allow_unlabelled=False,
-    )
+    plan = write_plan(Request(path), ordered, ordered.batches, work, [], allow_unlabelled=False)
     done = time.perf_counter()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     results.put((listed - started, done - listed, peak, plan.images))

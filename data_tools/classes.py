@@ -5,15 +5,17 @@ the next directory is the class. The rest of the path is the image's key, so a t
 with `cat/1.jpg` give equal datasets.
 """
 
+import heapq
+import posixpath
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from vitscale.data.shards import Manifest
 from vitscale.ground.errors import DataError, RecipeError
@@ -143,9 +145,6 @@ def read_classes(path: Path) -> tuple[str, ...]:
     return names
 
 
-# --------------------------------------------------------------------------------------------- classes named by folders
-
-
 def refuse_splits(class_names: Iterable[str], src: str) -> None:
     """Raise DataError if the classes found are names of splits: a test set would end up in a training set."""
     names = sorted(class_names)
@@ -159,77 +158,46 @@ def refuse_splits(class_names: Iterable[str], src: str) -> None:
         )
 
 
-class PathStatistics:
-    """A small summary of any number of paths, enough to apply the rule."""
+class Paths:
+    """The paths of all images: how deep they are, and the directories that all share.
 
-    def __init__(self) -> None:
-        self.first: list[str] | None = None  # the smallest path, split at `/`
-        self.last: list[str] | None = None  # the largest one; the common prefix of the two is that of all paths
-        self.counts: Counter[int] = Counter()  # number of paths, by number of parts
-        self.examples: dict[int, list[str]] = {}  # the few smallest paths, by number of parts
+    `batches` gives them anew at each call, at least one path in all.
+    """
 
-    def add(self, path: str) -> None:
-        """Add a path."""
-        parts = path.split("/")
-        depth = len(parts)
-        if self.first is None or parts < self.first:
-            self.first = parts
-        if self.last is None or parts > self.last:
-            self.last = parts
-        self.counts[depth] += 1
-        examples = self.examples.setdefault(depth, [])
-        if len(examples) < _EXAMPLES or path < examples[-1]:
-            self.examples[depth] = sorted([*examples, path])[:_EXAMPLES]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "first": self.first,
-            "last": self.last,
-            "depths": [[depth, self.counts[depth], self.examples[depth]] for depth in sorted(self.counts)],
-        }
-
-    @classmethod
-    def merged(cls, parts: Iterable[dict[str, Any]]) -> "PathStatistics":
-        """Statistics of all paths, from what `to_json` gave for each part."""
-        whole = cls()
-        for part in parts:
-            for end in (part["first"], part["last"]):
-                if end is not None:
-                    whole.first = end if whole.first is None else min(whole.first, end)
-                    whole.last = end if whole.last is None else max(whole.last, end)
-            for depth, count, examples in part["depths"]:
-                whole.counts[depth] += count
-                whole.examples[depth] = sorted([*whole.examples.get(depth, []), *examples])[:_EXAMPLES]
-        return whole
-
-    def common_depth(self) -> int:
-        """Number of leading directories that all paths share."""
-        assert self.first is not None and self.last is not None
-        pairs = zip(self.first[:-1], self.last[:-1], strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    def __init__(self, batches: Callable[[], Iterable[pa.StringArray]]) -> None:
+        self._batches = batches
+        self._counts: Counter[int] = Counter()  # number of paths, by number of parts
+        ends: list[str] = []
+        for paths in batches():
+            self._counts.update((pc.count_substring(paths, "/").to_numpy() + 1).tolist())
+            ends += pc.min_max(paths).as_py().values()
+        # What the first and the last of sorted paths share, all between them do.
+        shared = posixpath.commonpath([posixpath.dirname(end) for end in (min(ends), max(ends))])
+        self._shared = shared.split("/") if shared else []
+        self.common_depth = len(self._shared)
 
     def class_depth(self, known_classes: frozenset[str]) -> int:
         """Number of leading directories before the class. Raises DataError if images lie outside of class folders."""
-        assert self.first is not None
-        total = sum(self.counts.values())
-        if 1 in self.counts:
+        total = self._counts.total()
+        if 1 in self._counts:
             raise DataError(
-                f"{self.counts[1]:,} of {total:,} images lie outside of class folders: {self._shown(1)}. Expected "
+                f"{self._counts[1]:,} of {total:,} images lie outside of class folders: {self._shown(1)}. Expected "
                 "CLASS/FILE: put every image into a folder named like its class, or give a list of labels with "
                 "--labels, or say --unlabelled"
             )
-        common = self.common_depth()
-        depth = min(common, min(self.counts) - 2)
+        depth = min(self.common_depth, min(self._counts) - 2)
         # `train/cat/1.jpg` and a stray `train/2.jpg`: read literally, the rule would put everything into class `train`.
-        if common > depth and self.first[depth] not in known_classes:
-            beside = self.counts[depth + 2]
+        if self.common_depth > depth and self._shared[depth] not in known_classes:
+            beside = self._counts[depth + 2]
             if beside < total:
+                folder = "/".join(self._shared[: depth + 1])
                 raise DataError(
-                    f"{beside:,} of {total:,} images lie beside the folders in '{'/'.join(self.first[: depth + 1])}', "
-                    f"not in them: {self._shown(depth + 2)}. Move them into class folders; or, if all images are of "
-                    f"the one class '{self.first[depth]}', say so with --classes"
+                    f"{beside:,} of {total:,} images lie beside the folders in '{folder}', not in them: "
+                    f"{self._shown(depth + 2)}. Move them into class folders; or, if all images are of the one class "
+                    f"'{self._shared[depth]}', say so with --classes"
                 )
         return depth
 
     def _shown(self, depth: int) -> str:
-        return quoted(self.examples[depth], _EXAMPLES, self.counts[depth])
+        paths = (path for paths in self._batches() for path in paths.to_pylist() if path.count("/") + 1 == depth)
+        return quoted(heapq.nsmallest(_EXAMPLES, paths), _EXAMPLES, self._counts[depth])

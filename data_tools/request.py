@@ -1,18 +1,30 @@
-"""The request of a conversion: every option that decides what is written, and no other; and what it resolves to."""
+"""The request of a conversion: every option that decides what is written, and no other; and what it resolves to.
 
+Split rules say which images go into which dataset, in order: an image goes to the first split that takes it.
+
+    --split val=10000        10,000 images, the first in shuffled order
+    --split val=2%           about 2 % of the images; the same ones if other images are added
+    --split test=@keys.txt   the images whose keys a file lists, one per line
+    --split train=a*/b?/*    the images whose keys match a pattern
+    --split train=rest       all other images
+"""
+
+import fnmatch
 import hashlib
+import itertools
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from data_tools.conversion_plan import SplitRule
+from data_tools.classes import read_lines
 from data_tools.dedup.against import NamedIndex, open_matcher
 from data_tools.dedup.matching import Matcher
-from data_tools.listing import Spool, fingerprint
+from data_tools.listing import Spool, fingerprint, order_hash
 from data_tools.machine import Machine
 from data_tools.output import Output
 from data_tools.sources import Kind, Source, SourceOptions, open_source
@@ -23,10 +35,101 @@ from vitscale.ground.errors import RecipeError
 from vitscale.ground.safe_text import without_secrets
 from vitscale.ground.table import Console
 
-_BYTES = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?", re.IGNORECASE)
-_POWERS = "kmgt"
 _COUNT = re.compile(r"([0-9][0-9_]{0,20}(?:\.[0-9]{1,9})?)([kmb]?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+_NAME = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
+_OTHER_SEED = 1 << 63
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)%")
+
+Takes = Callable[[str], object]  # true if the next image in order, given by its key, belongs to a split
+
+
+class Chooser(NamedTuple):
+    """A rule in use; asked in order about every image that no earlier rule took."""
+
+    takes: Takes
+    expected: int | None = None  # number of images that it must have taken in the end, if the rule gives one
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """One `--split NAME=WHAT`."""
+
+    name: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.what}"
+
+    def described(self) -> str:
+        """The rule as it decides the content: for a list, its keys and not its path. Raises RecipeError."""
+        if not self.what.startswith("@"):
+            return self.what
+        keys = _listed(self)
+        digest = hashlib.sha256("\0".join(sorted(keys)).encode()).hexdigest()
+        return f"list of {len(keys)} keys, sha256 {digest}"
+
+
+def parse_splits(texts: list[str]) -> tuple[SplitRule, ...]:
+    """Parses rules from the command line. Raises RecipeError."""
+    rules = []
+    for text in texts:
+        name, equals, what = text.partition("=")
+        if not equals or not what or not _NAME.fullmatch(name):
+            raise RecipeError(
+                f"--split {text}: expected NAME=WHAT, such as val=2%, val=10000, test=@keys.txt, 'train=a*/b?/*' or "
+                "train=rest"
+            )
+        rules.append(SplitRule(name, what))
+    names = [rule.name for rule in rules]
+    if len(set(names)) < len(names):
+        raise RecipeError(f"--split: a name is repeated in {', '.join(names)}")
+    whole = next((rule for rule in rules[:-1] if rule.what == "rest"), None)
+    if whole is not None:
+        raise RecipeError(f"--split {whole}: takes all that is left, so it must be the last")
+    choosers(tuple(rules), 0)  # finds a missing file now rather than after hours of listing
+    return tuple(rules)
+
+
+def choosers(rules: tuple[SplitRule, ...], seed: int) -> list[Chooser]:
+    """Choosers for the rules; `seed` is the shuffle's. Raises RecipeError."""
+    made: list[Chooser] = []
+    start = 0.0  # where the next share starts
+    for rule in rules:
+        share = _SHARE.fullmatch(rule.what)
+        if share is not None:
+            end = start + float(share[1]) / 100
+            if start >= end or end > 1 + 1e-9:
+                raise RecipeError(f"--split {rule}: expected more than 0%, and at most 100% over all splits")
+            made.append(Chooser(_share(start, end, seed)))
+            start = end
+        elif rule.what.isdecimal():
+            if int(rule.what) == 0:
+                raise RecipeError(f"--split {rule}: expected at least one image")
+            made.append(Chooser(_first(int(rule.what)), int(rule.what)))
+        elif rule.what.startswith("@"):
+            keys = _listed(rule)
+            made.append(Chooser(keys.__contains__, len(keys)))
+        elif rule.what == "rest":
+            made.append(Chooser(lambda key: True))
+        else:
+            made.append(Chooser(re.compile(fnmatch.translate(rule.what)).fullmatch))
+    return made
+
+
+def _share(start: float, end: float, seed: int) -> Takes:
+    first, last = round(start * 2**64), round(end * 2**64)
+    # Not the shuffle's hash: a share must be spread evenly over the shuffled order.
+    return lambda key: first <= order_hash(key, seed ^ _OTHER_SEED) < last
+
+
+def _first(count: int) -> Takes:
+    numbers = itertools.count()
+    return lambda key: next(numbers) < count
+
+
+def _listed(rule: SplitRule) -> frozenset[str]:
+    return frozenset(read_lines(rule.what[1:], f"--split {rule}", "a file with one key per line"))
 
 
 @dataclass(frozen=True)
@@ -39,7 +142,6 @@ class Request:
     classes: tuple[str, ...] | None = None  # all classes in order; None for the classes found
     shuffle_seed: int = 0  # seed of the global shuffle, in [0, 2**63)
     shard_samples: int = DEFAULT_CAPACITY  # number of images per shard
-    shard_bytes: int | None = None  # approximate bytes per shard, which overrides `shard_samples`; None to use that
     images: ImageOptions = field(default_factory=ImageOptions)  # how images are stored
     splits: tuple[SplitRule, ...] = ()  # split rules; empty for a single dataset
     limit: int | None = None  # number of images to take, the first in shuffled order; None for all
@@ -83,9 +185,9 @@ class Request:
         options |= asdict(self.source) | {"state_of_labels": labels and fingerprint(labels)}
         return options | {"labels": labels and without_secrets(labels)}
 
-    def manifest_options(self, split: str, shard_samples: int) -> dict[str, Any]:
+    def manifest_options(self, split: str) -> dict[str, Any]:
         """The options that change the dataset's content, for its manifest."""
-        options: dict[str, Any] = {"image_suffixes": list(IMAGE_SUFFIXES), "shard_samples": shard_samples}
+        options: dict[str, Any] = {"image_suffixes": list(IMAGE_SUFFIXES), "shard_samples": self.shard_samples}
         options |= self.images.described()
         if self.limit is not None:
             options["limit"] = self.limit
@@ -149,9 +251,6 @@ def _short(value: Any) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
-# ------------------------------------------------------------------------- counts and sizes as people write them
-
-
 def parse_count(text: str) -> int:
     """`9M` -> 9,000,000; also `30k`, `1.5M`, `1B`, `1_000`. Raises RecipeError unless it is a whole number above 0."""
     match = _COUNT.fullmatch(text.strip())
@@ -159,12 +258,3 @@ def parse_count(text: str) -> int:
     if number < 1 or number != int(number):
         raise RecipeError(f"{text!r} is not a number of images: expected a whole number from 1, such as 9M, 30k, 1_000")
     return int(number)
-
-
-def parse_bytes(text: str) -> int:
-    """A size in bytes: `512MB` (10**6 each), `512MiB` (2**20), `1G`, `100000`. Raises RecipeError."""
-    match = _BYTES.fullmatch(text.strip())
-    if match is None or float(match[1].replace("_", "")) == 0:
-        raise RecipeError(f"{text!r} is not a size; expected something like 512MB, 256MiB or 1.5GB")
-    power = _POWERS.index(match[2].lower()) + 1 if match[2] else 0
-    return max(1, round(float(match[1].replace("_", "")) * (1024 if match[3] else 1000) ** power))

@@ -54,7 +54,6 @@ class ShardReport:
     unsteady: int = 0  # those of the unread that another try may read
     removed: int = 0  # images left out as copies of test images
     decisions: int = 0  # rows in the table of removed images and near misses
-    is_to_be_repeated: bool = False  # whether the task must run again
     seconds: float = 0.0  # time taken
 
     def to_json(self) -> str:
@@ -75,7 +74,7 @@ class ShardTask(Task):
     index: int  # the task's number in the plan
     split: str  # name of the dataset that the shard belongs to; empty if there are no splits
     shard: int  # the shard's number within the split; names its files
-    rows: pa.RecordBatch  # the images, of schema `conversion_plan.PLAN`
+    rows: pa.RecordBatch  # the images, of schema `planning.PLAN`
     reader: Source | Spool  # reads their bytes
     output: Output  # where the shard is written
     options: ImageOptions  # how images are stored

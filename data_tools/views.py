@@ -79,9 +79,6 @@ def write_subset(dataset: str, out: str, count: int) -> Manifest:
     return write_view(whole, out, first())
 
 
-# ---- Parts -----------------------------------------------------------------------------------------------------------
-
-
 class Part(NamedTuple):
     """A requested part: the name of its folder, and its share (in any unit: only the ratio counts)."""
 
@@ -164,9 +161,6 @@ def _divided(whole: Manifest, counts: Sequence[int], seed: int) -> list[tuple[np
     return list(zip(slots, np.split(part_of, borders), strict=True))
 
 
-# ---- Leaving out -----------------------------------------------------------------------------------------------------
-
-
 def write_without(manifest: Manifest, uids: np.ndarray, out: str, beside: Mapping[str, bytes]) -> Manifest:
     """Write a view of a dataset without some of its samples; its manifest gives their number and their list's digest.
 
@@ -218,9 +212,6 @@ def _uids_of_slots(manifest: Manifest, index: int) -> np.ndarray:
         return table["uid"].to_numpy()
     with open_shard(manifest, index, with_keys=False) as shard:
         return shard.file.uid
-
-
-# ---- The files -------------------------------------------------------------------------------------------------------
 
 
 class _View:

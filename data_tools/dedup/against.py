@@ -16,7 +16,6 @@ from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.matches import Findings, Match
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.queries import Candidate, Query
-from data_tools.dedup.settings import Settings
 from data_tools.dedup.variants import variant_name
 from vitscale.data.shards.provenance import DECISIONS
 from vitscale.ground import storage
@@ -85,7 +84,6 @@ def name_indexes(
 
 
 def _refuse_other_model(index: FingerprintIndex, embedder: Embedder | None, what: str) -> None:
-    """Raise RecipeError for an index whose vectors were made by another model."""
     made_by = index.embedding
     if made_by is None:
         return
@@ -100,10 +98,8 @@ def _refuse_other_model(index: FingerprintIndex, embedder: Embedder | None, what
 
 
 @lru_cache(maxsize=1)
-def open_matcher(indexes: tuple[NamedIndex, ...], settings: tuple[tuple[str, Settings], ...] = ()) -> Matcher:
+def open_matcher(indexes: tuple[NamedIndex, ...]) -> Matcher:
     """The matcher for the test sets of these indexes; one per process.
-
-    `settings`, by test set name, replace the index's.
 
     Raises DataError: an index that is missing, or that has changed since it was named.
     """
@@ -116,7 +112,7 @@ def open_matcher(indexes: tuple[NamedIndex, ...], settings: tuple[tuple[str, Set
                 f"{', '.join(named.test_sets)}, or remove the output and start anew"
             )
         opened.append(index)
-    return Matcher(opened, dict(settings), next((one.embedder for one in indexes if one.embedder is not None), None))
+    return Matcher(opened, next((one.embedder for one in indexes if one.embedder is not None), None))
 
 
 class Comparison:

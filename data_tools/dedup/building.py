@@ -17,11 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_tools.dedup.embedding import Embedder, unit_vector, whitened, whitening_of
-from data_tools.dedup.fingerprint import lumas_of, pixels_digest
-from data_tools.dedup.hamming import words
+from data_tools.dedup.fingerprint import HASH_BYTES, SIDE, lumas_of, pdq_hashes, pixels_digest, square_luma
 from data_tools.dedup.index import IMAGES, IMAGES_NAME, Embedding, TestSet, array_types, describe_index
-from data_tools.dedup.luma import SIDE, square_luma
-from data_tools.dedup.pdq import HASH_BYTES, pdq_hashes
+from data_tools.dedup.matching import words
 from data_tools.dedup.queries import small_picture
 from data_tools.dedup.settings import PRESETS, SMALL_SIDE, Preset, Settings
 from data_tools.dedup.variants import CROPS, DEFAULT_LEVEL, LEVELS, crops_of
@@ -172,9 +170,6 @@ def _preset_of(source: Source) -> Preset:
         if not isinstance(stored, Reject):
             sides.append(min(stored.height, stored.width))
     return "small" if sides and np.median(sides) < SMALL_SIDE else "photo"
-
-
-# ------------------------------------------------------------------------------------------------------------- pieces
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,14 @@ import pyarrow.compute as pc
 
 from data_tools import views
 from data_tools.dedup.against import Comparison, NamedIndex, name_indexes, open_matcher
+from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.embedding import Embedder
-from data_tools.dedup.index import TestSet
 from data_tools.dedup.matches import TIERS, Findings
 from data_tools.dedup.matching import Matcher
-from data_tools.dedup.queries import shard_queries
+from data_tools.dedup.queries import ShardQueries
 from data_tools.dedup.report import write_report
-from data_tools.dedup.settings import Settings
+from data_tools.machine import Machine
+from data_tools.sources import SourceOptions, open_source
 from data_tools.tasks import Progress, Run, Task, Tick
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.opening import known_manifest, local_copy
@@ -66,7 +67,6 @@ def find(
     out: str,
     run: Run,
     *,
-    overrides: dict[str, Any] | None = None,
     embedder: Embedder | None = None,
     tick: Tick = lambda done, rejected: None,
 ) -> Finding:
@@ -77,25 +77,23 @@ def find(
         indexes: the indexes' folders.
         out: a folder that does not exist, or is empty.
         run: runs the tasks, one per shard.
-        overrides: fields of `Settings` that replace the indexes', for every test set.
         embedder: the model of the indexes that have vectors.
         tick: called several times a second with the number of samples done.
 
     Raises:
-        RecipeError: an `out` that is not empty; settings out of range; two test sets with the same name; another model
+        RecipeError: an `out` that is not empty; two test sets with the same name; another model
             than the indexes'.
         DataError: a dataset or an index that is missing or damaged; a disk that refuses.
         StorageError: a URL that does not answer.
     """
     manifest = Manifest.load(dataset)
     named = name_indexes(indexes, "INDEX", embedder)
-    settings = _overridden(open_matcher(named).test_sets, overrides) if overrides else ()
-    matcher = open_matcher(named, settings)
+    matcher = open_matcher(named)
     with new_folder(out, "--out") as folder:
         pieces = folder / "pieces"
         pieces.mkdir()
         tasks = (
-            _Task(manifest.where, manifest.sha256, named, settings, index, entry.path, pieces)
+            _Task(manifest.where, manifest.sha256, named, index, entry.path, pieces)
             for index, entry in enumerate(manifest.shards)
         )
         findings, made_anew = Findings(matcher.names), 0
@@ -110,25 +108,6 @@ def find(
     return Finding(matcher, findings, made_anew, files)
 
 
-def _overridden(test_sets: Sequence[TestSet], overrides: dict[str, Any]) -> tuple[tuple[str, Settings], ...]:
-    """The test sets' settings with the overrides applied, by name. Raises RecipeError."""
-    if not any(one.settings.near for one in test_sets):
-        raise RecipeError(
-            f"{', '.join(f'--{name}' for name in overrides)}: these test sets are compared by bytes and pixels alone; "
-            "make an index with another --preset"
-        )
-    replaced = []
-    for one in test_sets:
-        try:
-            replaced.append((one.name, Settings(**asdict(one.settings) | overrides)))
-        except RecipeError as error:
-            raise RecipeError(f"test set {one.name}: {error}") from error
-    return tuple(replaced)
-
-
-# ---------------------------------------------------------------------------------------------------------- one shard
-
-
 @dataclass(frozen=True)
 class _Task(Task):
     """One shard to compare. Paths only, because the contents are large. Its decisions, if any, become a file."""
@@ -136,7 +115,6 @@ class _Task(Task):
     manifest: str
     manifest_sha256: str
     indexes: tuple[NamedIndex, ...]
-    settings: tuple[tuple[str, Settings], ...]
     shard: int
     path: str
     folder: Path  # of the decisions
@@ -154,8 +132,8 @@ class _Task(Task):
         Raises DataError: a shard, a table or an index that is damaged; StorageError.
         """
         manifest = known_manifest(self.manifest, self.manifest_sha256)
-        comparison = Comparison(open_matcher(self.indexes, self.settings))
-        with shard_queries(manifest, self.shard) as queries:
+        comparison = Comparison(open_matcher(self.indexes))
+        with ShardQueries(manifest, self.shard) as queries:
             for batch in queries.batches():
                 comparison.compare(batch)
                 for _ in batch:
@@ -167,9 +145,6 @@ class _Task(Task):
             with os_errors(f"{path}: cannot be written"):
                 write_tables(path, [decided], DECISIONS)
         return comparison.findings, are_fresh
-
-
-# ------------------------------------------------------------------------------------------------------- all together
 
 
 def _piece(folder: Path, shard: int) -> Path:
@@ -199,7 +174,6 @@ def _join(pieces: Path, shards: int, folder: Path, names: Sequence[str]) -> None
 
 
 def _order(row: dict[str, Any]) -> tuple[int, float, float, str]:
-    """Sort key of matches, nearest first."""
     distance = math.inf if row["distance"] is None else row["distance"]
     correlation = -1.0 if row["correlation"] is None else row["correlation"]
     return TIERS.index(row["tier"]), distance, -correlation, row["train_key"]
@@ -221,9 +195,6 @@ def _describe(
         "files": {name: {"bytes": of.bytes, "sha256": of.sha256} for name, of in digests.items()},
     }
     (folder / FOUND_NAME).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-
-
-# ----------------------------------------------------------------------------------------------------------- applying
 
 
 @dataclass(frozen=True)
@@ -328,3 +299,18 @@ def _described(folder: Path) -> dict[str, Any]:
     if found != expected:
         raise DataError(f"{decisions}: damaged: sha256 {found}; {FOUND_NAME} says {expected}. {_AGAIN}")
     return described
+
+
+def copies_of(images: Sequence[Path], dataset: str) -> list[tuple[str, int, str]]:
+    """The copies of images in a dataset, at a path or URL: the image's file, the copy's uid, the rule that found it.
+
+    Raises as `build_index` and `find` do.
+    """
+    with tempfile.TemporaryDirectory(prefix="vitscale-") as temporary:
+        listed, index, found = (Path(temporary, name) for name in ("images.jsonl", "index", "found"))
+        listed.write_text("".join(json.dumps({"path": str(image.absolute())}) + "\n" for image in images))
+        source = open_source(str(listed), "list", SourceOptions(unlabelled=True))
+        build_index([TestSource("asked", str(listed), source)], index, workers=1)
+        find(dataset, [str(index)], str(found), Machine(None).runner(dataset))
+        rows = read_table(found / DECISIONS_NAME, DECISIONS).to_pylist()
+    return [(row["test_key"], row["train_uid"], row["tier"]) for row in rows if row["removed"]]

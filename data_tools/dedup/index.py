@@ -26,8 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import Field, ValidationError, model_validator
 
-from data_tools.dedup.fingerprint import ALGORITHM
-from data_tools.dedup.luma import SIDE, Box
+from data_tools.dedup.fingerprint import ALGORITHM, SIDE, Box
 from data_tools.dedup.settings import Preset, Settings
 from data_tools.dedup.variants import LEVELS
 from vitscale.data.shards.manifest import Sha256, Strict

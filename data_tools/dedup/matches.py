@@ -43,27 +43,21 @@ class Match:
 
 @dataclass(frozen=True)
 class Pair:
-    """An image and a test image whose pictures were compared; `picture` is a small JPEG of the image, else as `Match`.
+    """A match whose pictures were compared, the key of its query, and a small JPEG of that.
 
     People should check those nearest to the threshold, on both sides of it, before they trust it.
     """
 
-    test_set: int
-    image: int
+    match: Match
     train_key: str
-    test_key: str
-    tier: str
-    distance: int
-    correlation: float
-    cosine: float | None
-    removed: bool
     picture: bytes
 
     @property
     def order(self) -> tuple[float, int, str, str]:
         """Sort key, most doubtful first: of removed pairs the least alike, of the others the most alike."""
-        sign = 1 if self.removed else -1
-        return sign * self.correlation, -sign * self.distance, self.train_key, self.test_key
+        match, sign = self.match, 1 if self.match.removed else -1
+        assert match.correlation is not None and match.distance is not None
+        return sign * match.correlation, -sign * match.distance, self.train_key, match.key
 
 
 class Findings:
@@ -122,7 +116,7 @@ class Findings:
                 self._add_pair(pair)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; zeros are left out."""
+        """Plain values."""
         return {
             "tally": {
                 "names": list(self.names),
@@ -130,8 +124,8 @@ class Findings:
                 "removed": self.removed,
                 "tiers": [dict(tiers) for tiers in self.tiers],
                 "contaminated": [sorted(rows) for rows in self.contaminated],
-                "distances": [_sparse(row) for row in self.distances],
-                "correlations": [_sparse(row) for row in self.correlations],
+                "distances": self.distances.tolist(),
+                "correlations": self.correlations.tolist(),
             },
             "closest": [
                 asdict(pair) | {"picture": base64.b64encode(pair.picture).decode()}
@@ -148,30 +142,22 @@ class Findings:
         findings.images, findings.removed = counts["images"], counts["removed"]
         findings.tiers = [Counter(tiers) for tiers in counts["tiers"]]
         findings.contaminated = [set(rows) for rows in counts["contaminated"]]
-        for name in ("distances", "correlations"):
-            for row, sparse in zip(getattr(findings, name), counts[name], strict=True):
-                for position, count in sparse.items():
-                    row[int(position)] = count
+        findings.distances, findings.correlations = np.array(counts["distances"]), np.array(counts["correlations"])
         for pair in content["closest"]:
-            findings._add_pair(Pair(**pair | {"picture": base64.b64decode(pair["picture"])}))
+            findings._add_pair(Pair(Match(**pair["match"]), pair["train_key"], base64.b64decode(pair["picture"])))
         return findings
 
     def _add_match(self, query: Query, match: Match) -> None:
         """Keep a match if its pictures were compared and it is close enough; only then the query's picture is made."""
         if match.distance is None or match.correlation is None:
             return
-        facts = (match.tier, match.distance, match.correlation, match.cosine, match.removed)
-        pair = Pair(match.test_set, match.image, query.key, match.key, *facts, picture=b"")
-        side = self._closest.get((pair.test_set, pair.removed), [])
+        pair = Pair(match, query.key, b"")
+        side = self._closest.get((match.test_set, match.removed), [])
         if len(side) < KEPT or pair.order < side[-1].order:
             self._add_pair(replace(pair, picture=query.picture()))
 
     def _add_pair(self, pair: Pair) -> None:
-        side = self._closest.setdefault((pair.test_set, pair.removed), [])
+        side = self._closest.setdefault((pair.match.test_set, pair.match.removed), [])
         side.append(pair)
         side.sort(key=lambda one: one.order)
         del side[KEPT:]
-
-
-def _sparse(row: np.ndarray) -> dict[str, int]:
-    return {str(position): int(row[position]) for position in np.flatnonzero(row)}

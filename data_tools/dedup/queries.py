@@ -5,7 +5,7 @@ algorithm, has no comparable ones: then all images are decoded and fingerprinted
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -15,8 +15,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from data_tools.dedup.fingerprint import ALGORITHM, Fingerprint, fingerprint
-from data_tools.dedup.luma import Window
+from data_tools.dedup.fingerprint import ALGORITHM, Fingerprint, Window, fingerprint
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.images import StoredImage
 from vitscale.data.shards.opening import OpenShard, open_shard, table_beside
@@ -99,11 +98,15 @@ def _decoded(jpeg: bytes, height: int, width: int) -> np.ndarray:
     return decode(jpeg, height, width)[1]
 
 
-class ShardQueries:
-    """The selected samples of a shard. `are_fresh`: whether their fingerprints have to be computed now."""
+class ShardQueries(ExitStack):
+    """The selected samples of a shard; a context manager. `are_fresh`: whether their fingerprints are computed now.
 
-    def __init__(self, manifest: Manifest, index: int, stack: ExitStack) -> None:
-        self._manifest, self._index, self._stack = manifest, index, stack
+    Raises DataError if the shard or its table is missing or damaged, StorageError if a URL does not answer.
+    """
+
+    def __init__(self, manifest: Manifest, index: int) -> None:
+        super().__init__()
+        self._manifest, self._index = manifest, index
         self._table: pa.Table | None = table_beside(manifest, index, ["uid", "key", "sha256", *FINGERPRINT_COLUMNS])
         self.are_fresh = self._table is None or fingerprint_algorithm(self._table) != ALGORITHM
         self._shard: OpenShard | None = None
@@ -132,22 +135,10 @@ class ShardQueries:
     def _open(self) -> OpenShard:
         """The shard itself, opened only when it is needed: at a URL it is a large file."""
         if self._shard is None:
-            self._shard = self._stack.enter_context(open_shard(self._manifest, self._index, with_keys=False))
+            self._shard = self.enter_context(open_shard(self._manifest, self._index, with_keys=False))
             file = self._shard.file
             if self._table is not None and not np.array_equal(self._table["uid"].to_numpy(), file.uid):
                 raise DataError(
                     f"{file.path}: its table of provenance has other uids; `vitscale shards verify` tells more"
                 )
         return self._shard
-
-
-@contextmanager
-def shard_queries(manifest: Manifest, index: int) -> Iterator[ShardQueries]:
-    """The selected samples of a shard of a dataset.
-
-    Raises:
-        DataError: the shard or its table is missing or damaged.
-        StorageError: a URL that does not answer.
-    """
-    with ExitStack() as stack:
-        yield ShardQueries(manifest, index, stack)

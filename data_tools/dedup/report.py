@@ -1,5 +1,9 @@
-"""The de-duplication report: what was removed, by which tier, and how much of it probably in error."""
+"""The de-duplication report: what was removed, by which tier, and how much of it probably in error.
 
+Contact sheets show the pairs nearest to the threshold: were the right ones removed, and the right ones kept?
+"""
+
+import io
 import json
 import re
 from collections.abc import Sequence
@@ -7,15 +11,18 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from PIL import Image, ImageDraw, ImageFont
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from data_tools.dedup.matches import TIERS, Findings, Pair, Tier
 from data_tools.dedup.matching import Matcher
-from data_tools.dedup.pair_sheet import pair_sheet
+from data_tools.dedup.queries import PICTURE_SIDE as SIDE
 from data_tools.dedup.tail import Estimate, Expected, amount, expected_false
+from vitscale.data.shards.contact_sheet import fitted, shortened
 from vitscale.ground.files.durable import durable_file
+from vitscale.ground.files.unpacked import most_pixels
 from vitscale.ground.safe_text import printable
 from vitscale.ground.wording import counted
 
@@ -29,6 +36,16 @@ _HEADINGS: dict[Tier, str] = {
     "correlation": "by cor-\nrelation",
     "embedding": "by em-\nbedding",
 }
+_COLUMNS = 4  # pairs side by side
+_GAP, _BETWEEN = 18, 4
+_TITLE_SIZE, _HEAD_SIZE, _TEXT_SIZE = 20, 15, 12
+_LINE = 16
+_WIDTH = 2 * SIDE + _BETWEEN  # of one pair
+_STEP_X, _STEP_Y = _WIDTH + _GAP, SIDE + 3 * _LINE + _GAP
+_HEAD = 44  # pixels of a block's heading
+_TOP = 40
+_BACKGROUND, _MARGIN, _TEXT, _FAINT = "white", "#ececec", "black", "#666666"
+_REMOVED, _KEPT = "#b02a25", "#22703a"
 
 
 def write_report(folder: Path, matcher: Matcher, findings: Findings) -> list[str]:
@@ -44,7 +61,7 @@ def write_report(folder: Path, matcher: Matcher, findings: Findings) -> list[str
         file.write((json.dumps(described(matcher, findings), indent=1) + "\n").encode("ascii"))
     written = [REPORT_NAME]
     for number, stem in enumerate(_stems(findings.names)):
-        if not matcher.settings[number].near:
+        if not matcher.test_sets[number].settings.near:
             continue
         sides = [_with_pictures(matcher, findings.pairs(number, removed)) for removed in (True, False)]
         written.append(f"{stem}.pairs.png")
@@ -108,7 +125,7 @@ def tables(matcher: Matcher, findings: Findings) -> list[Table]:
 
 
 def _of_test_set(matcher: Matcher, findings: Findings, number: int) -> dict[str, Any]:
-    test_set, settings, index = matcher.test_sets[number], matcher.settings[number], matcher.index_of(number)
+    test_set, index = matcher.test_sets[number], matcher.index_of(number)
     removed = {tier: findings.tiers[number][tier] for tier in TIERS}
     contaminated = len(findings.contaminated[number])
     expected = _expected(matcher, findings, number)
@@ -119,7 +136,7 @@ def _of_test_set(matcher: Matcher, findings: Findings, number: int) -> dict[str,
         "index": index.sha256,
         "preset": test_set.preset,
         "level": test_set.level,
-        "settings": asdict(settings),
+        "settings": asdict(test_set.settings),
         "images": test_set.images,
         "unreadable": test_set.unreadable,
         "contaminated": {"images": contaminated, "percent": _rounded(100 * contaminated / max(1, test_set.images))},
@@ -133,7 +150,7 @@ def _of_test_set(matcher: Matcher, findings: Findings, number: int) -> dict[str,
 def _expected(matcher: Matcher, findings: Findings, number: int) -> Expected:
     """The estimates as fitted, limited to the number of pairs that were removed."""
     counts = findings.distances[number], findings.correlations[number]
-    expected = expected_false(*counts, matcher.settings[number])
+    expected = expected_false(*counts, matcher.test_sets[number].settings)
     removed = findings.tiers[number]
     return Expected(_limited(expected.hash, removed["hash"]), _limited(expected.correlation, removed["correlation"]))
 
@@ -170,7 +187,7 @@ def _rounded(value: float) -> float:
 def _with_pictures(matcher: Matcher, pairs: list[Pair]) -> list[tuple[Pair, bytes]]:
     if not pairs:
         return []
-    pictures = matcher.index_of(pairs[0].test_set).pictures([pair.image for pair in pairs])
+    pictures = matcher.index_of(pairs[0].match.test_set).pictures([pair.match.image for pair in pairs])
     return list(zip(pairs, pictures, strict=True))
 
 
@@ -214,3 +231,64 @@ def _caption(report: dict[str, Any], with_model: bool) -> str:
     if with_model:
         lines.append("Nor is what the embedding decided.")
     return "\n".join(lines)
+
+
+def pair_sheet(name: str, removed: Sequence[tuple[Pair, bytes]], kept: Sequence[tuple[Pair, bytes]]) -> Image.Image:
+    """A test set's pairs in two blocks: removed ones, the least alike first, and kept ones, the most alike first.
+
+    `name`, the test set's, is plain text. Each pair comes with the small JPEG of its test image.
+    """
+    blocks = (
+        ("removed, the least alike first", "nothing was removed by its hash or its picture", _REMOVED, removed),
+        ("kept, the most alike first", "nothing that was kept comes near", _KEPT, kept),
+    )
+    rows = sum(-(-len(pairs) // _COLUMNS) for _, _, _, pairs in blocks)
+    size = _COLUMNS * _STEP_X + _GAP, _TOP + len(blocks) * _HEAD + rows * _STEP_Y + _GAP
+    sheet = Image.new("RGB", size, _BACKGROUND)
+    draw = ImageDraw.Draw(sheet)
+    title = shortened(f"{name}: left an image, right the test image", _font(_TITLE_SIZE), sheet.width - 2 * _GAP)
+    draw.text((_GAP, _TOP / 2 + 4), title, fill=_TEXT, font=_font(_TITLE_SIZE), anchor="lm")
+    y = _TOP
+    for heading, nothing, colour, pairs in blocks:
+        text = heading if pairs else nothing
+        draw.line((_GAP, y + 10, sheet.width - _GAP, y + 10), fill=colour, width=2)
+        draw.text((_GAP, y + 26), text, fill=colour, font=_font(_HEAD_SIZE), anchor="lm")
+        y += _HEAD
+        for i, (pair, test_picture) in enumerate(pairs):
+            at = _GAP + i % _COLUMNS * _STEP_X, y + i // _COLUMNS * _STEP_Y
+            _paste_pair(sheet, draw, at, pair, test_picture)
+        y += -(-len(pairs) // _COLUMNS) * _STEP_Y
+    return sheet
+
+
+def _paste_pair(
+    sheet: Image.Image, draw: ImageDraw.ImageDraw, at: tuple[int, int], pair: Pair, test_picture: bytes
+) -> None:
+    x, y = at
+    for left, jpeg in ((x, pair.picture), (x + SIDE + _BETWEEN, test_picture)):
+        draw.rectangle((left, y, left + SIDE - 1, y + SIDE - 1), fill=_MARGIN)
+        picture = _picture(jpeg)
+        if picture is not None:
+            sheet.paste(picture, (left + (SIDE - picture.width) // 2, y + (SIDE - picture.height) // 2))
+    match = pair.match
+    facts = f"correlation {match.correlation:.3f}, {match.distance} bits"
+    facts += "" if match.cosine is None else f", cosine {match.cosine:.2f}"
+    facts += f", by {match.tier}" if match.removed else ""
+    y += SIDE + _LINE // 2 + 2
+    for text, colour in ((facts, _TEXT), (printable(pair.train_key), _FAINT), (printable(match.key), _FAINT)):
+        draw.text((x, y), shortened(text, _font(_TEXT_SIZE), _WIDTH), fill=colour, font=_font(_TEXT_SIZE), anchor="lm")
+        y += _LINE
+
+
+def _picture(jpeg: bytes) -> Image.Image | None:
+    """The picture, scaled to fit; None if it cannot be decoded."""
+    try:
+        with Image.open(io.BytesIO(jpeg)) as image:
+            picture = image.convert("RGB") if image.width * image.height <= most_pixels(len(jpeg)) else None
+    except Exception:  # Pillow raises nearly anything on damaged files; the pair's facts stay
+        picture = None
+    return None if picture is None else fitted(picture, SIDE)
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)

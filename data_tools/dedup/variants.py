@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_tools.dedup.luma import Box, Window
+from data_tools.dedup.fingerprint import Box, Window
 
 DEFAULT_LEVEL = 2
 TRIMMED = "trimmed"

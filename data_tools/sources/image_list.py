@@ -22,7 +22,6 @@ from typing import ClassVar, NamedTuple
 from data_tools.sources.parts import clean_path, open_unzipped, reading
 from data_tools.sources.source import (
     IMAGE_NAMES,
-    NO_LABELS,
     Item,
     SourceOptions,
     choose_image,
@@ -96,7 +95,6 @@ def _with_secrets(source: ImageListSource, part: int) -> dict[bytes, bytes]:
 
 
 def _beside(where: str, path: str) -> str:
-    """A path resolved against the folder of the list `where`."""
     if is_url(where) and not path.startswith("/"):
         scheme, _, there = where.partition("://")
         return f"{scheme}://{posixpath.normpath(posixpath.join(posixpath.dirname(there), path))}"
@@ -130,9 +128,6 @@ def _key(path: str, where: str, line: int) -> str:
     if not key:
         raise DataError(f"{where}, line {line}: no path of an image")
     return key
-
-
-# ---------------------------------------------------------------------------------------------------------- CSV and TSV
 
 
 class _Layout(NamedTuple):
@@ -182,12 +177,12 @@ def _layout(first: list[str], where: str, options: SourceOptions) -> _Layout:
     names = [field.strip() for field in first]
     images = [name for name in names if name.lower() in IMAGE_NAMES]
     if not images and options.image_field is None and (is_url(first[0]) or first[0].lower().endswith(IMAGE_SUFFIXES)):
-        label = 1 if options.label_field != NO_LABELS else None
+        label = None if options.unlabelled else 1
         if len(first) == 2 or (len(first) == 1 and label is None):
             return _Layout(len(first), 0, label, has_header=False)
         raise RecipeError(
             f"{where}: {counted(len(first), 'column')} and no header. Expected two, image and label; otherwise a "
-            f"first row that names the columns (--label-field {NO_LABELS} for a list without labels)"
+            "first row that names the columns (--unlabelled for a list without labels)"
         )
     if len(set(names)) < len(names):
         raise RecipeError(f"{where}: a column twice in the header {', '.join(names)}")
@@ -205,9 +200,6 @@ def _split_labels(text: str) -> tuple[str, ...]:
             return tuple(label for label in dict.fromkeys(map(str, listed)) if label not in ("", "-1", "None"))
     labels = dict.fromkeys(label.strip() for label in text.split("|"))
     return tuple(label for label in labels if label not in ("", "-1"))
-
-
-# ----------------------------------------------------------------------------------------------------------- JSON lines
 
 
 def _json_rows(lines: Iterator[str], where: str, options: SourceOptions) -> Iterator[Item]:

@@ -12,13 +12,9 @@ import csv
 import io
 import math
 import re
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
-
-import numpy as np
-import xxhash
 
 from data_tools.sources.archive import is_tar, open_archive
 from data_tools.sources.image_list import CSV_DELIMITERS
@@ -43,7 +39,7 @@ Row = tuple[str | None, tuple[str, ...]]
 
 
 class LabelList:
-    """The labels of images, by path; about 20 bytes per image.
+    """The labels of images, by path.
 
     Args:
         where: what messages call the list: `--labels` and its path.
@@ -52,31 +48,20 @@ class LabelList:
 
     def __init__(self, where: str, rows: Iterable[Row]):
         self.where = where
-        known: dict[tuple[str, ...], int] = {}
-        labels, hashes = array("i"), array("Q")
-        for name, row_labels in rows:
-            labels.append(known.setdefault(row_labels, len(known)))
-            if name is not None:
-                hashes.append(_hash(name))
-        if not labels:
-            raise DataError(f"{where}: no labels in it")
-        self._known = list(known)
-        self._labels = np.array(labels, np.int32)
-        self._numbered = not hashes
-        counts = [len(each) == 1 and each[0].isdecimal() and int(each[0]) > 0 for each in known]
-        self._only_counts = all(counts)
-        self._taken_by = np.zeros(len(labels), np.uint64)
-        self._hashes = np.array(hashes, np.uint64)
-        order = np.argsort(self._hashes, kind="stable")
-        if hashes:
-            self._hashes, self._labels = self._hashes[order], self._labels[order]
-            twice = np.flatnonzero(self._hashes[1:] == self._hashes[:-1])
-            if len(twice):
-                first, second = (int(order[twice[0] + i]) + 1 for i in (0, 1))
+        self._labels: list[tuple[str, ...]] = []  # by row
+        self._rows: dict[str, int] = {}  # by name; empty if images are numbered
+        self._taken_by: dict[int, str] = {}  # row -> the image's path
+        known: dict[tuple[str, ...], tuple[str, ...]] = {}
+        for number, (name, labels) in enumerate(rows):
+            self._labels.append(known.setdefault(labels, labels))
+            if name is not None and (first := self._rows.setdefault(_clean(name), number)) != number:
                 raise DataError(
-                    f"{where}: rows {first:,} and {second:,} (without the header) are of one image. Expected "
+                    f"{where}: rows {first + 1:,} and {number + 1:,} (without the header) are of one image. Expected "
                     "one row per image, several labels with | between them"
                 )
+        if not known:
+            raise DataError(f"{where}: no labels in it")
+        self._only_counts = all(len(each) == 1 and each[0].isdecimal() and int(each[0]) > 0 for each in known)
 
     def labels_of(self, path: str) -> tuple[str, ...] | None:
         """The labels of the image at a path; None if the list does not name it.
@@ -85,25 +70,22 @@ class LabelList:
         image that matches the same entry and, in a list by line number, for one whose name has no number or a number
         beyond the lines.
         """
-        at = self._by_number(path) if self._numbered else self._by_name(path)
+        at = self._by_name(path) if self._rows else self._by_number(path)
         if at is None:
             return None
-        hash_of_path = _hash(path)
-        if self._taken_by[at] not in (0, hash_of_path):
+        if self._taken_by.setdefault(at, path) != path:
             raise DataError(
                 f"{self.where}: {path!r} is the second image that one entry fits; expected one each. Name "
                 "images by their paths, not by file names alone"
             )
-        self._taken_by[at] = hash_of_path
-        return self._known[self._labels[at]]
+        return self._labels[at]
 
     def _by_name(self, path: str) -> int | None:
         parts = path.split("/")
         for start in range(len(parts)):
             tail = "/".join(parts[start:])
             for name in (tail, tail.rpartition(".")[0]):
-                at = int(np.searchsorted(self._hashes, np.uint64(_hash(name))))
-                if at < len(self._hashes) and self._hashes[at] == _hash(name):
+                if (at := self._rows.get(_clean(name))) is not None:
                     return at
         return None
 
@@ -243,7 +225,6 @@ def _synsets(where: str, meta: bytes) -> dict[str, str]:
 
 
 def _labels(cell: str, where: str) -> tuple[str, ...]:
-    """Labels from numbers or names, separated by |."""
     labels: list[str] = []
     for name in cell.split("|"):
         if not name.strip():
@@ -253,6 +234,5 @@ def _labels(cell: str, where: str) -> tuple[str, ...]:
     return tuple(labels)
 
 
-def _hash(name: str) -> int:
-    parts = [part for part in name.split("/") if part not in ("", ".", "..")]
-    return xxhash.xxh3_64_intdigest("/".join(parts).encode()) or 1
+def _clean(name: str) -> str:
+    return "/".join(part for part in name.split("/") if part not in ("", ".", ".."))

@@ -123,9 +123,6 @@ def _image(value: Any, is_struct: bool, spot: str) -> tuple[bytes, str]:
     return data, f"/{name}" if name not in ("", ".", "..") else ""
 
 
-# ----------------------------------------------------------------------------------------------------- what columns are
-
-
 def _layout(schema: pa.Schema, options: SourceOptions, where: str) -> _Layout:
     columns = schema.names
     if len(set(columns)) < len(columns):

@@ -137,9 +137,6 @@ def labels_of(value: Any, where: str, class_names: tuple[str, ...] | None = None
     raise DataError(f"{where}: label {str(value)[:100]}; expected text, a whole number, a list of them, or null")
 
 
-# -------------------------------------------------------------- image and label among the fields of records, by default
-
-NO_LABELS = "none"  # --label-field none
 IMAGE_NAMES = frozenset(
     {"path", "file", "filepath", "file_path", "file_name", "filename", "image", "image_path", "url", "uri"}
 )
@@ -153,10 +150,9 @@ def choose_image(columns: Sequence[str], candidates: Sequence[str], options: Sou
 
 def choose_label(columns: Sequence[str], candidates: Sequence[str], options: SourceOptions, where: str) -> str | None:
     """The column of labels: the user's choice, else the only candidate; None for no labels. Raises RecipeError."""
-    if options.label_field == NO_LABELS and NO_LABELS not in columns:
+    if options.unlabelled:
         return None
-    flags = f"--label-field NAME, or --label-field {NO_LABELS} for images without labels"
-    return _choose(columns, candidates, options.label_field, "labels", flags, where)
+    return _choose(columns, candidates, options.label_field, "labels", "--label-field NAME, or --unlabelled", where)
 
 
 def label_columns(columns: Iterable[str]) -> list[str]:

@@ -14,7 +14,6 @@ from data_tools.sources.archive import Archive, ArchiveSource, is_tar, must_stre
 from data_tools.sources.label_list import labelled, read_label_list
 from data_tools.sources.source import (
     NO_IMAGE,
-    NO_LABELS,
     Item,
     Source,
     SourceOptions,
@@ -62,8 +61,7 @@ def open_tars(src: str, files: Sequence[str], options: SourceOptions) -> Source:
         refuse_fields(options, "archives of one class each, named like it,")
         return SynsetTarSource(parts, streams)
     if kind is WebDatasetSource or options.image_field is not None or options.label_field is not None:
-        label_field = NO_LABELS if options.unlabelled else options.label_field
-        return WebDatasetSource(parts, streams, options.image_field, label_field)
+        return WebDatasetSource(parts, streams, options.image_field, options.label_field, options.unlabelled)
     return TarSource(parts, streams)
 
 

@@ -24,7 +24,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from data_tools.sources.parts import is_gzip, open_part, part_names, reading, unpacked
-from data_tools.sources.source import NO_LABELS, RANGE, Item, SourceOptions, numbered_label, read_range
+from data_tools.sources.source import RANGE, Item, SourceOptions, numbered_label, read_range
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.images import crc32c
 from vitscale.ground.storage import is_url
@@ -213,9 +213,6 @@ def _varint(data: bytes, start: int, end: int, where: str) -> tuple[int, int]:
     raise DataError(f"{where}: not a tf.train.Example (a number at byte {start} of the record without end)")
 
 
-# --------------------------------------------------------------------------------------------------------- the source
-
-
 @dataclass(frozen=True)
 class LabelRule:
     """Computes a label that an example does not state from its other features.
@@ -303,7 +300,6 @@ def _is_compressed(file: io.BufferedReader) -> bool:
 
 
 def _choose(found: Sequence[str], options: SourceOptions, where: str) -> tuple[str, str | None]:
-    """The names of the image and label features."""
 
     def named(wanted: str | None, common: tuple[str, ...], what: str, flags: str) -> str:
         name = next((name for name in (common if wanted is None else (wanted,)) if name in found), None)
@@ -314,10 +310,9 @@ def _choose(found: Sequence[str], options: SourceOptions, where: str) -> tuple[s
         return name
 
     image = named(options.image_field, _IMAGES, "image", "--image-field NAME")
-    if options.label_field == NO_LABELS and NO_LABELS not in found:
+    if options.unlabelled:
         return image, None
-    flags = f"--label-field NAME, or --label-field {NO_LABELS}"
-    return image, named(options.label_field, _LABELS, "label", flags)
+    return image, named(options.label_field, _LABELS, "label", "--label-field NAME, or --unlabelled")
 
 
 def _image(data: bytes, features: dict[str, Feature], name: str, spot: str) -> Span:

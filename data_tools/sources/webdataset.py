@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from data_tools.sources.archive import ArchiveSource, is_tar, open_archive, stem_of
-from data_tools.sources.source import HIDDEN, NO_LABELS, Item, numbered_label, visible_path
+from data_tools.sources.source import HIDDEN, Item, numbered_label, visible_path
 from vitscale.data.shards.images import IMAGE_SUFFIXES
 from vitscale.ground.errors import DataError
 
@@ -48,6 +48,7 @@ class WebDatasetSource(ArchiveSource):
 
     image_field: str | None = None
     label_field: str | None = None
+    unlabelled: bool = False
 
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
         """The images of one shard. Raises DataError for damage, and for images with no label or an ambiguous one."""
@@ -113,7 +114,7 @@ class WebDatasetSource(ArchiveSource):
 
     def _labels(self, sample: _Sample) -> tuple[str, ...]:
         where = sample.where
-        if self.label_field == NO_LABELS:
+        if self.unlabelled:
             return ()
         text = sample.texts.get(self._label_extension)
         if text is not None and self._label_extension != "json":
@@ -123,7 +124,7 @@ class WebDatasetSource(ArchiveSource):
             wanted = ".cls or .json" if self.label_field is None else f".{self._label_extension} or .json"
             raise DataError(
                 f"{where}: an image without a label; seen: {_listed(sample.extensions)}. Expected {wanted} directly "
-                f"before or behind it; or give a list with --labels; or say --label-field {NO_LABELS}"
+                f"before or behind it; or give a list with --labels; or say --unlabelled"
             )
         try:
             record = json.loads(described)
@@ -136,8 +137,7 @@ class WebDatasetSource(ArchiveSource):
             seen = f"fields {_listed(fields)}" if isinstance(record, dict) else f"no fields, but {described[:40]!r}"
             raise DataError(
                 f"{where}: no label in its .json; expected {' or '.join(names)}, seen: {seen}. Say with --label-field "
-                f"which field is the label, -1 or [] standing for none, or --label-field {NO_LABELS} for no labels at "
-                "all; or give a list with --labels"
+                "which field is the label, -1 or [] standing for none; or --unlabelled; or give a list with --labels"
             )
         return () if fields[name] is None else _labels_of(fields[name], f"{where}, field {name!r}")
 
@@ -156,7 +156,6 @@ def _parsed(text: bytes, where: str) -> Any:
 
 
 def _labels_of(value: Any, where: str) -> tuple[str, ...]:
-    """Labels from a number, a name, or a list of these."""
     values = value if isinstance(value, list) else [value]
     labels: list[str] = []
     for each in values:

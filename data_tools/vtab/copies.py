@@ -61,21 +61,23 @@ def find_copy(task: str, folders: Sequence[Path]) -> Search:
     """The first copy of a task's dataset in the folders, in the order of layouts above."""
     looked: list[Path] = []
     problems: list[str] = []
-    for finder, places in _FINDERS.items():
-        for folder in folders:
-            for place in places(task, folder):
-                looked.append(place)
-                try:
-                    copy = finder(task, place) if place.is_dir() else None
-                except (DataError, OSError) as error:
-                    problems.append(str(error))
-                    continue
-                if copy is not None:
-                    return Search(copy, tuple(looked), tuple(problems))
+    origin = ORIGINS[task]
+    finders: tuple[tuple[Callable[[str, Path], Copy | None], Sequence[str]], ...] = (
+        (_tfds, (origin.tfds,)),
+        (_tars, (f"wds_vtab-{origin.tars or task}",)),
+        (_class_folders, folder_names(task)),
+    )
+    for finder, names in finders:
+        for place in (place for folder in folders for place in _places(folder, names)):
+            looked.append(place)
+            try:
+                copy = finder(task, place) if place.is_dir() else None
+            except (DataError, OSError) as error:
+                problems.append(str(error))
+                continue
+            if copy is not None:
+                return Search(copy, tuple(looked), tuple(problems))
     return Search(None, tuple(dict.fromkeys(looked)), tuple(problems))
-
-
-# ---------------------------------------------------------------------------------------------------------------- TFDS
 
 
 def _tfds(task: str, place: Path) -> Copy | None:
@@ -108,14 +110,6 @@ def _tfds(task: str, place: Path) -> Copy | None:
         folder.name,
         None if expected else f"version {folder.name}: the order of its images is not that of {origin.version}",
     )
-
-
-def _tfds_places(task: str, folder: Path) -> list[Path]:
-    name = ORIGINS[task].tfds
-    return [folder / name] + ([folder] if folder.absolute().as_posix().endswith(f"/{name}") else [])
-
-
-# ------------------------------------------------------------------------------------------------------- other layouts
 
 
 def _tars(task: str, place: Path) -> Copy | None:
@@ -152,20 +146,6 @@ def _split_folders(place: Path) -> dict[str, str]:
     return {name: _TFDS_NAMES[split] for name, split in named if split is not None}
 
 
-def _own_places(task: str, folder: Path) -> list[Path]:
-    return _places(folder, folder_names(task))
-
-
-def _tar_places(task: str, folder: Path) -> list[Path]:
-    return _places(folder, (f"wds_vtab-{ORIGINS[task].tars or task}",))
-
-
 def _places(folder: Path, names: Sequence[str]) -> list[Path]:
-    return [folder / name for name in names] + ([folder] if folder.name in names else [])
-
-
-_FINDERS: dict[Callable[[str, Path], Copy | None], Callable[[str, Path], list[Path]]] = {
-    _tfds: _tfds_places,
-    _tars: _tar_places,
-    _class_folders: _own_places,
-}
+    own = folder.absolute().as_posix()
+    return [folder / name for name in names] + ([folder] if own.endswith(tuple(f"/{name}" for name in names)) else [])

@@ -4,30 +4,41 @@ OUT/TASK/ids.json            which images the small parts have
 OUT/TASK/train800val200/     the 1,000 images, for the final run
 OUT/TASK/train800/, val200/  manifests over them, for choosing
 OUT/TASK/test/               the whole test part
+
+    ids.json    {"version": 1, "task": ..., "source": ..., "slices": ..., "train800": [{"key", "label", "sha256"}], ...}
+
+A list of ids pins images by the SHA-256 of their pixels. The order of TFDS depends on its version, other copies have
+orders of their own, and images may have been re-encoded. The pixels stay the same: uint8 RGB, row by row, EXIF
+orientation applied, JPEGs decoded as libjpeg does with its accurate integer transform, gray repeated three times.
 """
 
+import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field, ValidationError
 
 from data_tools.conversion import convert, disk_errors
 from data_tools.machine import Machine
 from data_tools.request import Request
 from data_tools.views import write_view
 from data_tools.vtab.copies import Search, find_copy
-from data_tools.vtab.ids import IDS_NAME, Ids, contents, entries_of, pixels_sha256
-from data_tools.vtab.source import FoundImage, OpenCopy, open_copy
+from data_tools.vtab.source import FoundImage, OpenCopy, PartSource, open_copy
 from data_tools.vtab.tasks import Takes
 from vitscale.data.shards import MANIFEST_NAME, Manifest
-from vitscale.data.shards.images import ImageOptions
+from vitscale.data.shards.images import ImageOptions, Reject, store_image
+from vitscale.data.shards.manifest import Sha256, Strict
 from vitscale.data.shards.opening import open_shard
 from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.files.durable import write_text
 from vitscale.ground.table import Console
+from vitscale.ground.wording import describe_mistake
 
+IDS_NAME = "ids.json"
 SMALL, TEST = "train800val200", "test"
 VIEWS = ("train800", "val200")
 DATASETS = (SMALL, *VIEWS, TEST)
@@ -35,8 +46,94 @@ DATASETS = (SMALL, *VIEWS, TEST)
 _QUALITY = 100  # most tasks have PNGs, which shards hold as JPEGs: lose as little as possible
 _TAKES = Takes()
 
-Rows = Mapping[str, Sequence[range]]
-"""Numbers of images, by split."""
+Rows = Mapping[str, Sequence[int]]
+"""Numbers of images, ascending, by split."""
+
+
+class PinnedImage(Strict):
+    """One image: its key in the copy that it was taken from, its class number, the SHA-256 of its pixels."""
+
+    key: str
+    label: Annotated[int, Field(ge=0)]
+    sha256: Sha256
+
+    @property
+    def content(self) -> tuple[str, int]:
+        """Identifies the image in any copy; with the label, because dSprites has equal pictures with different ones."""
+        return self.sha256, self.label
+
+
+class Ids(Strict):
+    """The images of a task's two small parts, and a description of their origin."""
+
+    version: Literal[1] = 1
+    task: str
+    source: str
+    slices: dict[str, str]
+    train800: tuple[PinnedImage, ...]
+    val200: tuple[PinnedImage, ...]
+
+    @property
+    def parts(self) -> dict[str, tuple[PinnedImage, ...]]:
+        """The entries of each part, by its name."""
+        return {"train800": self.train800, "val200": self.val200}
+
+    @property
+    def sha256(self) -> str:
+        """Digest of pixels and labels of both parts: equal for equal images from any copy."""
+        lines = [
+            f"{name} {sha} {label}"
+            for name, part in self.parts.items()
+            for sha, label in sorted(contents(part).elements())
+        ]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def differences(self, other: "Ids") -> int:
+        """How many images of this list are not in the same part of the other."""
+        return sum((contents(part) - contents(other.parts[name])).total() for name, part in self.parts.items())
+
+    def write(self, folder: Path) -> None:
+        """Write IDS_NAME into a folder. Raises OSError."""
+        write_text(folder / IDS_NAME, self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> "Ids":
+        """The list in a file. Raises RecipeError if it cannot be read, DataError if it is damaged."""
+        try:
+            ids = cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise RecipeError(f"{path}: cannot be read ({error.strerror or error})") from error
+        except ValidationError as error:
+            reason = describe_mistake(error.errors(include_url=False)[0])
+            raise DataError(f"{path}: not a list of ids: {reason}") from error
+        keys = Counter(entry.key for part in ids.parts.values() for entry in part)
+        if repeated := [key for key, count in keys.items() if count > 1]:
+            raise DataError(f"{path}: names {len(repeated)} images twice, such as {repeated[0]!r}")
+        return ids
+
+
+def entries_of(source: PartSource) -> Iterator[PinnedImage]:
+    """The images of a part as entries, each decoded. Raises DataError for one that cannot be."""
+    for part, name in enumerate(source.parts):
+        for item in source.items(part, Counter()):
+            try:
+                digest = pixels_sha256(source.read(part, item.content))
+            except (OSError, DataError) as error:
+                raise DataError(f"{name}: {item.key!r}: {error}") from error
+            yield PinnedImage(key=item.key, label=source.label_of(item), sha256=digest)
+
+
+def pixels_sha256(image: bytes) -> str:
+    """SHA-256 of an image file's pixels. Raises DataError if it cannot be decoded."""
+    stored = store_image(image)
+    if isinstance(stored, Reject):
+        raise DataError(stored.reason)
+    return hashlib.sha256(stored.pixels.tobytes()).hexdigest()
+
+
+def contents(entries: Iterable[PinnedImage]) -> Counter[tuple[str, int]]:
+    """How often each image, by `PinnedImage.content`, is among these."""
+    return Counter(entry.content for entry in entries)
 
 
 @dataclass(frozen=True)
@@ -99,32 +196,29 @@ def is_prepared(place: Path) -> bool:
     return all((place / name).is_file() for name in (IDS_NAME, *(f"{one}/{MANIFEST_NAME}" for one in DATASETS)))
 
 
-# -------------------------------------------------------------------------------------------------------- which images
-
-
 def chosen_rows(opened: OpenCopy, takes: Takes, pinned: Ids | None) -> tuple[dict[str, Rows], Rows]:
     """The images of the two small parts, by name, and those of the test part.
 
     Raises DataError if there are too few images, if one would be in two parts, or if `pinned` names others.
     """
     copy = opened.copy
-    test = {copy.test.split: [copy.test.rows(opened.size(copy.test.split))]}
+    test: Rows = {copy.test.split: copy.test.rows(opened.size(copy.test.split))}
+    small: dict[str, Rows] = {}
     if pinned is not None:
         small = _located(opened, pinned, test)
     else:
-        small = {}
         for name, part, skipped, count in (
             ("train800", copy.train, 0, takes.train),
             ("val200", copy.val, takes.train if copy.val_follows_train else 0, takes.val),
         ):
             size = opened.size(part.split)
-            small[name] = {part.split: [part.rows(size)[skipped : skipped + count]]}
-            if _size(small[name]) != count:
+            small[name] = {part.split: part.rows(size)[skipped : skipped + count]}
+            if len(small[name][part.split]) != count:
                 raise DataError(f"{copy.folder}: {part.split} has {size:,} images; too few for the {count} of {name}")
     numbers = Counter((split, row) for rows in (*small.values(), test) for split, row in _numbers(rows))
     if repeated := sum(count > 1 for count in numbers.values()):
         raise DataError(f"{copy.folder}: too few images: {repeated:,} would be in two of the parts")
-    if not _size(test):
+    if not test[copy.test.split]:
         raise DataError(f"{copy.folder}: no images for testing in the split {copy.test.split}")
     return small, test
 
@@ -161,7 +255,7 @@ def _rows(places: Mapping[Any, list[tuple[str, int]]], names: Iterable[Any]) -> 
     for name in names:
         split, number = places[name].pop(0)
         numbers[split].append(number)
-    return {split: [range(number, number + 1) for number in sorted(here)] for split, here in numbers.items()}
+    return {split: sorted(here) for split, here in numbers.items()}
 
 
 def _list_of(opened: OpenCopy, small: Mapping[str, Rows], pinned: Ids | None) -> Ids:
@@ -169,7 +263,7 @@ def _list_of(opened: OpenCopy, small: Mapping[str, Rows], pinned: Ids | None) ->
     source = copy.layout if copy.version is None else f"{copy.layout} {copy.version}"
     if pinned is None:
         parts = (("train800", copy.train, small["train800"]), ("val200", copy.val, small["val200"]))
-        slices = {name: _described(part.split, rows[part.split][0], opened) for name, part, rows in parts}
+        slices = {name: _described(part.split, rows[part.split], opened) for name, part, rows in parts}
     else:
         slices = dict.fromkeys(VIEWS, "a list of ids")
     test = copy.test.rows(opened.size(copy.test.split))
@@ -193,8 +287,8 @@ def _write_list(place: Path, ids: Ids) -> None:
         )
 
 
-def _described(split: str, rows: range, opened: OpenCopy) -> str:
-    return split if len(rows) == opened.size(split) else f"{split}[{rows.start}:{rows.stop}]"
+def _described(split: str, rows: Sequence[int], opened: OpenCopy) -> str:
+    return split if len(rows) == opened.size(split) else f"{split}[{rows[0]}:{rows[-1] + 1}]"
 
 
 def _refuse_others(expected: Ids, found: Ids, place: Path) -> None:
@@ -205,22 +299,14 @@ def _refuse_others(expected: Ids, found: Ids, place: Path) -> None:
 
 
 def _joined(parts: Iterable[Rows]) -> Rows:
-    joined: dict[str, list[range]] = defaultdict(list)
-    for rows in parts:
-        for split, ranges in rows.items():
-            joined[split] += ranges
+    joined: dict[str, list[int]] = defaultdict(list)
+    for split, row in sorted(number for rows in parts for number in _numbers(rows)):
+        joined[split].append(row)
     return joined
 
 
 def _numbers(rows: Rows) -> Iterator[tuple[str, int]]:
-    return ((split, row) for split, ranges in rows.items() for one in ranges for row in one)
-
-
-def _size(rows: Rows) -> int:
-    return sum(len(one) for ranges in rows.values() for one in ranges)
-
-
-# ------------------------------------------------------------------------------------------------------------ datasets
+    return ((split, row) for split, of_split in rows.items() for row in of_split)
 
 
 def _counts(place: Path) -> dict[str, int]:

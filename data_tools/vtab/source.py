@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from PIL import Image
 
 from data_tools.sources.folder import FolderSource
 from data_tools.sources.parts import reading
-from data_tools.sources.source import NO_LABELS, Item, Source, SourceOptions
+from data_tools.sources.source import Item, Source, SourceOptions
 from data_tools.sources.tar import open_tars
 from data_tools.sources.tfrecord import count_records, open_records, open_tfrecords
 from data_tools.vtab.copies import Copy
@@ -30,7 +30,7 @@ class FileRows:
     source: Source
     part: int
     split: str
-    rows: tuple[range, ...]
+    rows: tuple[int, ...]
 
     @property
     def name(self) -> str:
@@ -100,19 +100,11 @@ class PartSource:
 
 def taken(piece: FileRows, ignored: Counter[str]) -> Iterator[tuple[int, Item]]:
     """(number, item) of the images taken from a file, which is read no further than the last of them."""
-    wanted = chain.from_iterable(piece.rows)
-    following = next(wanted, None)
-    if following is None:
-        return
     items: Iterator[Item] = piece.source.items(piece.part, ignored)
     if isinstance(piece.source, FolderSource):  # lists files in the disk's order
         items = iter(sorted(items, key=lambda item: item.key))
-    for number, item in enumerate(items):
-        if number == following:
-            yield number, item
-            following = next(wanted, None)
-            if following is None:
-                return
+    wanted = frozenset(piece.rows)
+    return ((number, item) for number, item in enumerate(islice(items, piece.rows[-1] + 1)) if number in wanted)
 
 
 def with_full_contrast(image: bytes) -> bytes:
@@ -128,9 +120,6 @@ def with_full_contrast(image: bytes) -> bytes:
     return out.getvalue()
 
 
-# ------------------------------------------------------------------------------------------------------ opening a copy
-
-
 @dataclass(frozen=True)
 class OpenCopy:
     """A copy with open splits; the names of classes as in `PartSource`."""
@@ -141,7 +130,7 @@ class OpenCopy:
     known_names: tuple[str, ...] | None
     class_names: tuple[str, ...]
 
-    def part(self, rows: Mapping[str, Sequence[range]]) -> PartSource:
+    def part(self, rows: Mapping[str, Sequence[int]]) -> PartSource:
         """The source of the images with these numbers in their splits."""
         pieces = [piece for split in self.sources for piece in self._pieces(split, rows.get(split, ()))]
         return PartSource(self.copy.task, tuple(pieces), self.known_names, self.class_names)
@@ -155,18 +144,16 @@ class OpenCopy:
         for split in splits:
             begin = 0
             for count in self.counts[split]:
-                source = self.part({split: [range(begin, begin + count)]})  # of one piece, or none
+                source = self.part({split: range(begin, begin + count)})  # of one piece, or none
                 for part in range(len(source.pieces)):
                     for row, item in source.numbered(part, Counter()):
                         yield FoundImage(split, begin + row, item, source)
                 begin += count
 
-    def _pieces(self, split: str, rows: Sequence[range]) -> Iterator[FileRows]:
+    def _pieces(self, split: str, rows: Sequence[int]) -> Iterator[FileRows]:
         begin = 0
         for number, count in enumerate(self.counts[split]):
-            here = range(begin, begin + count)
-            inside = sorted((max(r.start, here.start), min(r.stop, here.stop)) for r in rows)
-            own = tuple(range(first - begin, last - begin) for first, last in inside if first < last)
+            own = tuple(row - begin for row in rows if begin <= row < begin + count)
             if own:
                 yield FileRows(self.sources[split], number, split, own)
             begin += count
@@ -208,7 +195,7 @@ def _open_split(copy: Copy, files: Sequence[Path]) -> Source:
     where = str(copy.folder)
     match copy.layout:
         case "tfds":
-            opened = open_tfrecords(where, names, SourceOptions(image_field="image", label_field=NO_LABELS))
+            opened = open_tfrecords(where, names, SourceOptions(image_field="image", unlabelled=True))
             return replace(opened, rule=rule)
         case "tars":
             return open_tars(where, names, SourceOptions(label_field="cls"))

@@ -88,13 +88,11 @@ def test_help_is_there_without_the_libraries():
         assert f"  {command} " in done.stdout
 
 
-def test_find_as_json_with_another_threshold(place, tmp_path):
-    """Nothing but what is equal: two of the three."""
-    arguments = ("find", URL, place / "index", "--out", tmp_path / "found", "--distance", 0, "--candidates", 0)
-    code, text = dedup(*arguments, "--json")
+def test_find_as_json(place, tmp_path):
+    code, text = dedup("find", URL, place / "index", "--out", tmp_path / "found", "--json")
     facts = json.loads(text)
     assert code == 0 and facts["out"] == str(tmp_path / "found") and "dedup.parquet" in facts["files"]
-    assert json.loads((tmp_path / "found" / "found.json").read_text())["removed"] == 2
+    assert json.loads((tmp_path / "found" / "found.json").read_text())["removed"] == 3
 
 
 def test_dry_run_and_view(place, found, tmp_path):

@@ -126,11 +126,6 @@ def test_one_worker_and_two_write_the_same(place, tmp_path):
         row for row in read_table(tmp_path / "found-two" / DECISIONS_NAME, DECISIONS).to_pylist() if row["removed"]
     ]
     assert (row["train_key"], row["test_key"], row["tier"]) == ("shaded.jpg", "a.jpg", "embedding")
-    code, text = command(
-        *("dedup", "find", f"{DATA}/train", tmp_path / "here", "--out", tmp_path / "strict"),
-        *("--embedding", place / "run", "--cosine", 1.0, "--json"),
-    )
-    assert code == 0 and json.loads(text)["removed"] == 0
 
 
 def test_conversion_leaves_out_what_the_model_finds(place, inline, tmp_path):

@@ -13,11 +13,9 @@ from small_files import pack, write_files, write_tar
 
 from data_tools import shard_task
 from data_tools.conversion import convert, merge
-from data_tools.conversion_plan import parse_splits
 from data_tools.machine import Machine, TaskRange
-from data_tools.request import Request
+from data_tools.request import Request, parse_splits
 from data_tools.sources import SourceOptions
-from vitscale.data.shards import Manifest
 from vitscale.ground.errors import DataError, RecipeError
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -190,17 +188,3 @@ def test_machines_that_plan_by_themselves_must_see_the_same_source(tmp_path):
     pack(make_images(tmp_path / "other", *NAMES), tmp_path / "a.tar")
     with refusal(RecipeError, "convert", "machines with other sources", {tmp_path: "FOLDER"}):
         convert(request, tmp_path / "out", Machine(workers=1, tasks=TaskRange(1, 2), work=tmp_path / "two"))
-
-
-def test_cifar_as_people_hold_it(tmp_path):
-    """The archive of the binary version, both splits at once."""
-    files = {f"data_batch_{i}.bin": bytes([i % 10] + [20 * i] * 3072) * 3 for i in range(1, 6)}
-    files |= {"test_batch.bin": bytes([7] + [9] * 3072) * 2, "batches.meta.txt": "\n".join("abcdefghij").encode()}
-    members = ((f"cifar-10-batches-bin/{name}", content) for name, content in files.items())
-    write_tar(tmp_path / "cifar-10-binary.tar.gz", *members, mode="w:gz")
-    splits = parse_splits(["test=test_batch*", "train=rest"])
-    convert(Request(str(tmp_path / "cifar-10-binary.tar.gz"), splits=splits), tmp_path / "out", ONE)
-    train, test = (Manifest.load(tmp_path / "out" / name) for name in ("train", "test"))
-    assert (train.num_samples, test.num_samples, train.class_names) == (15, 2, tuple("abcdefghij"))
-    rows = pq.read_table(tmp_path / "out" / "train" / "shard-00000.idx.parquet").to_pylist()
-    assert {row["key"].split("/")[0]: row["labels"] for row in rows} == {f"data_batch_{i}": [i] for i in range(1, 6)}

@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import refusal
 
-from data_tools import shuffle
-from data_tools.conversion_plan import ConversionPlan, parse_splits, write_plan
-from data_tools.listing import ListingTask, Spool
-from data_tools.shuffle import order_images
+from data_tools.listing import ListingTask, Spool, order_images
+from data_tools.planning import ConversionPlan, write_plan
+from data_tools.request import Request, parse_splits
 from data_tools.sources.source import Item
 from data_tools.tasks import run_inline
 from vitscale.ground.errors import DataError, RecipeError
@@ -49,19 +48,8 @@ def plan_of(
 ) -> ConversionPlan:
     images = ordered(folder, source, seed, known, **options)
     rules = parse_splits(list(splits))
-    names = [rule.name for rule in rules] or [""]
-    return write_plan(
-        images,
-        images.batches,
-        folder,
-        rules,
-        shard_samples=shard_samples,
-        limit=limit,
-        seed=seed,
-        options={name: {} for name in names},
-        parts=[],
-        allow_unlabelled=allow_unlabelled,
-    )
+    request = Request("", shuffle_seed=seed, shard_samples=shard_samples, splits=rules, limit=limit)
+    return write_plan(request, images, images.batches, folder, [], allow_unlabelled=allow_unlabelled)
 
 
 def rows_of(plan: ConversionPlan) -> list[list[dict]]:
@@ -77,7 +65,7 @@ def expected_order(keys, seed):
 
 @pytest.mark.parametrize("bucket_rows", [7, 1000])
 def test_order_is_by_hash_then_key(tmp_path, monkeypatch, bucket_rows):
-    monkeypatch.setattr(shuffle, "_BUCKET_ROWS", bucket_rows)
+    monkeypatch.setattr("data_tools.listing._BUCKET_ROWS", bucket_rows)
     source = Listed(paths(*KEYS[:200]), paths(), paths(*KEYS[200:]))
     plan = plan_of(tmp_path, source, seed=7, shard_samples=64)
     shards = rows_of(plan)
@@ -96,8 +84,8 @@ def test_order_is_by_hash_then_key(tmp_path, monkeypatch, bucket_rows):
 
 
 def test_many_buckets_are_dealt_evenly(tmp_path, monkeypatch):
-    monkeypatch.setattr(shuffle, "_BUCKET_ROWS", 1)
-    monkeypatch.setattr(shuffle, "_MAX_BUCKETS", 64)
+    monkeypatch.setattr("data_tools.listing._BUCKET_ROWS", 1)
+    monkeypatch.setattr("data_tools.listing._MAX_BUCKETS", 64)
     rows = [row for shard in rows_of(plan_of(tmp_path, Listed(paths(*KEYS)))) for row in shard]
     assert [row["key"] for row in rows] == expected_order(KEYS, 0)
 

@@ -46,17 +46,6 @@ def test_command_reports_rejects(tmp_path, photos):
     assert done.exit_code == 0 and Manifest.load(tmp_path / "out").num_rejected == 1
 
 
-def test_shards_of_a_size(tmp_path, image_folder):
-    """The mean of the stored images decides, known before the first shard is written; and files are as large."""
-    done = run_here(image_folder, tmp_path / "out", "--workers", 1, "--shard-bytes", "12kB")
-    assert done.exit_code == 0, done.stderr
-    *full, last = Manifest.load(tmp_path / "out").shards
-    assert len(full) > 2 and all(9_000 < shard.bytes < 14_000 for shard in full) and last.bytes < 14_000
-    assert all((tmp_path / "out" / shard.path).stat().st_size == shard.bytes for shard in full)
-    done = run_here(image_folder, tmp_path / "ones", "--workers", 1, "--shard-bytes", "1B")
-    assert done.exit_code == 0 and {shard.samples for shard in Manifest.load(tmp_path / "ones").shards} == {1}
-
-
 def test_dry_run(tmp_path, image_folder):
     arguments = "--shard-samples", 8, "--split", "val=6", "--split", "train=rest"
     done = run_here(image_folder, tmp_path / "out", "--dry-run", *arguments)
@@ -162,8 +151,6 @@ def test_a_subset_copies_nothing(tmp_path):
     ("arguments", "message"),
     [
         (("{images}",), "expected SRC and OUT"),
-        (("{images}", "{out}", "--shard-samples", "4", "--shard-bytes", "1MB"), "--shard-bytes"),
-        (("{images}", "{out}", "--shard-bytes", "big"), "'big' is not a size"),
         (("{images}", "{out}", "--task-range", "2/2"), "expected i/n with i from 0 to n-1"),
         (("{images}", "{out}", "--split", "val"), "expected NAME=WHAT"),
         (("{images}", "{out}", "--subset", "lots"), "'lots'"),

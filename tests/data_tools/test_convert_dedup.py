@@ -22,10 +22,9 @@ from PIL import Image, ImageOps
 from typer.testing import CliRunner
 
 from data_tools.conversion import convert, merge
-from data_tools.conversion_plan import parse_splits
 from data_tools.dedup.against import name_indexes
 from data_tools.machine import ALL_TASKS, Machine, TaskRange
-from data_tools.request import Request
+from data_tools.request import Request, parse_splits
 from vitscale.cli.main import app as vitscale_app
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.provenance import FINGERPRINT_COLUMNS

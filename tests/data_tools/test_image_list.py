@@ -15,8 +15,8 @@ from data_tools.sources.source import Item, SourceOptions
 from vitscale.ground.errors import DataError, RecipeError
 
 
-def listed(*files, image=None, label=None) -> list[Item]:
-    options = SourceOptions(image_field=image, label_field=label)
+def listed(*files, image=None, label=None, **others) -> list[Item]:
+    options = SourceOptions(image_field=image, label_field=label, **others)
     source = open_image_list("source", [str(file) for file in files], options)
     assert not source.streams
     copy = pickle.loads(pickle.dumps(source))  # as it travels to a worker
@@ -84,9 +84,9 @@ def test_labels_that_are_none(tmp_path):
 def test_fields_that_people_name(tmp_path):
     path = write(tmp_path / "x.csv", "id,shot,species,path\n7,1.jpg,cat,thumb.jpg\n")
     assert listed(path, image="shot", label="species") == [("1.jpg", ("cat",), b"1.jpg")]
-    assert listed(path, label="none") == [("thumb.jpg", (), b"thumb.jpg")]
+    assert listed(path, unlabelled=True) == [("thumb.jpg", (), b"thumb.jpg")]
     path = write(tmp_path / "y.csv", "1.jpg\n2.jpg\n")
-    assert [item.labels for item in listed(path, label="none")] == [(), ()]
+    assert [item.labels for item in listed(path, unlabelled=True)] == [(), ()]
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def write(path, columns: dict, features: dict | None = None, **options) -> str:
     return str(path)
 
 
-def listed(*files: str, image=None, label=None) -> list[Item]:
-    return items_of(open_parquet("source", files, SourceOptions(image_field=image, label_field=label)))
+def listed(*files: str, image=None, label=None, **others) -> list[Item]:
+    return items_of(open_parquet("source", files, SourceOptions(image_field=image, label_field=label, **others)))
 
 
 def test_as_datasets_writes_it(tmp_path, photos, monkeypatch):
@@ -79,7 +79,7 @@ def test_class_labels_and_row_groups(tmp_path):
         ("x/000000002/2.png", (), b"third"),
         ("x/000000003/3.png", (), b"fourth"),
     ]
-    assert [item.labels for item in listed(file, label="none")] == [()] * 4
+    assert [item.labels for item in listed(file, unlabelled=True)] == [()] * 4
     assert [item.labels for item in listed(file, label="text")] == [(letter,) for letter in "wxyz"]
 
 
@@ -128,7 +128,7 @@ def test_numbers_and_names_of_the_same_classes(tmp_path):
         ({"image": IMAGES, "label": range(4)}, "img", None, "'img'.*image, label"),
         ({"image": IMAGES, "label": range(4)}, None, "y", "'y'.*image, label"),
         ({"image": IMAGES, "label": range(4)}, None, "image", "image"),
-        ({"image": IMAGES, "x": range(4)}, None, None, "labels.*image, x.*--label-field none"),
+        ({"image": IMAGES, "x": range(4)}, None, None, "labels.*image, x.*--unlabelled"),
         ({"image": IMAGES, "label": [0.5] * 4}, None, None, "'label'.*double"),
     ],
 )

@@ -71,8 +71,8 @@ def framed(*records: bytes) -> bytes:
     return out.getvalue()
 
 
-def open_files(*files: str, image=None, label=None):
-    return open_tfrecords("source", files, SourceOptions(image_field=image, label_field=label))
+def open_files(*files: str, image=None, label=None, **others):
+    return open_tfrecords("source", files, SourceOptions(image_field=image, label_field=label, **others))
 
 
 def listed(*files: str, **fields) -> list[Item]:
@@ -168,7 +168,7 @@ def test_messages_are_merged_as_protobuf_does():
 def test_labels(tmp_path, features, expected):
     file = write(tmp_path / "x", encode(image=[b"i"], **features))
     assert listed(file) == [("x/000000000", expected, b"i")]
-    assert listed(file, label="none") == [("x/000000000", (), b"i")]
+    assert listed(file, unlabelled=True) == [("x/000000000", (), b"i")]
 
 
 def test_fields_that_people_name(tmp_path):
@@ -176,7 +176,7 @@ def test_fields_that_people_name(tmp_path):
     assert listed(file, image="thumb", label="species") == [("x/000000000", ("cat",), b"t")]
     with pytest.raises(RecipeError, match=r"'y'.*image, label, species, thumb"):
         listed(file, label="y")
-    with pytest.raises(RecipeError, match=r"\blabel\b.*image, other\b.*none"):
+    with pytest.raises(RecipeError, match=r"\blabel\b.*image, other\b.*--unlabelled"):
         listed(write(tmp_path / "y", encode(image=[b"i"], other=[1])))
     with pytest.raises(RecipeError, match="--image-field"):
         listed(write(tmp_path / "z", encode(label=[1])))

@@ -4,8 +4,7 @@ import pytest
 from typer.testing import CliRunner
 from vtab_copies import make_folders, make_tfds
 
-from data_tools.vtab.ids import Ids
-from data_tools.vtab.prepare import DATASETS
+from data_tools.vtab.prepare import DATASETS, Ids
 from data_tools.vtab.tasks import ORIGINS
 from vitscale.cli.main import app
 from vitscale.data.shards import Manifest

@@ -8,7 +8,7 @@ from test_tfrecord import encode, write
 
 from data_tools.sources.source import SourceOptions
 from data_tools.sources.tfrecord import LabelRule, open_tfrecords
-from data_tools.vtab.labels import (
+from data_tools.vtab.tasks import (
     CLEVR_METRES,
     KITTI_METRES,
     clevr_count,
@@ -91,13 +91,13 @@ def labels_of(source):
 
 def test_rules_over_records(tmp_path):
     records = [encode(image=["x"], label=[7], objects__type=t, objects__location=xyz) for t, xyz in SCENES]
-    source = open_tfrecords("source", [write(tmp_path / "train-0", *records)], SourceOptions(label_field="none"))
+    source = open_tfrecords("source", [write(tmp_path / "train-0", *records)], SourceOptions(unlabelled=True))
     assert labels_of(replace(source, rule=CLOSEST)) == [("1",), ("3",), ("3",)]
     assert labels_of(replace(source, rule=LabelRule(("label",), stated))) == [("7",)] * 3
     with pytest.raises(DataError, match="label_x"):
         labels_of(replace(source, rule=LabelRule(("label_x",), stated)))
     uneven = encode(image=["x"], objects__type=[0, 1], objects__location=[1.0, 2.0, 3.0])
-    other = open_tfrecords("source", [write(tmp_path / "train-1", uneven)], SourceOptions(label_field="none"))
+    other = open_tfrecords("source", [write(tmp_path / "train-1", uneven)], SourceOptions(unlabelled=True))
     with pytest.raises(DataError, match="record 0"):
         labels_of(replace(other, rule=CLOSEST))
     with pytest.raises(DataError, match="record 2"):

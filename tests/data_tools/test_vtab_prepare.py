@@ -15,8 +15,7 @@ from vtab_copies import IMAGES, expected_label, make_folders, make_tars, make_tf
 
 from data_tools.machine import Machine
 from data_tools.vtab.copies import find_copy
-from data_tools.vtab.ids import Ids, pixels_sha256
-from data_tools.vtab.prepare import DATASETS, Prepared, prepare
+from data_tools.vtab.prepare import DATASETS, Ids, Prepared, pixels_sha256, prepare
 from data_tools.vtab.source import open_copy, with_full_contrast
 from data_tools.vtab.tasks import ORIGINS, Slice, Takes
 from vitscale.data.shards import Manifest

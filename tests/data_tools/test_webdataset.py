@@ -98,8 +98,9 @@ def test_named_fields(tmp_path):
     named = {"image_field": "jpg"}
     assert listed(path, **named) == [("a/x/7.jpg", ("7",), b"image")]
     assert listed(path, image_field=".seg.PNG") == [("a/x/7.seg.png", ("7",), b"s")]
-    for field, label in (("fine", ("cat",)), ("label", ("9",)), ("cls.txt", ("other",)), ("cls", ("7",)), ("none", ())):
+    for field, label in (("fine", ("cat",)), ("label", ("9",)), ("cls.txt", ("other",)), ("cls", ("7",))):
         assert listed(path, label_field=field, **named) == [("a/x/7.jpg", label, b"image")]
+    assert listed(path, unlabelled=True, **named) == [("a/x/7.jpg", (), b"image")]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_what_a_webdataset_is(tmp_path):
     assert kind_of(shard(path, jpg=b"", cls="1")) is WebDatasetSource
     assert kind_of(shard(path, json={}, jpg=b"")) is WebDatasetSource
     assert kind_of(shard(path, jpg=b"", txt="caption")) is not WebDatasetSource
-    assert kind_of(path, label_field="none") is WebDatasetSource
+    assert kind_of(path, image_field="jpg") is WebDatasetSource
     # One remark beside the folders makes none.
     assert kind_of(write_tar(path, "cat/1.jpg", "dog/1.json", "info.json")) is not WebDatasetSource
     with pytest.raises(DataError, match=r"\.caption"):

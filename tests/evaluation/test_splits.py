@@ -9,9 +9,9 @@ from data_tools.views import parse_parts, write_parts, write_subset
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.beton import StoredSample, field_names, write_shard
 from vitscale.data.shards.generated import write_generated_dataset
+from vitscale.data.shards.info import overlap
 from vitscale.data.shards.manifest import ShardEntry
 from vitscale.data.shards.opening import open_shard
-from vitscale.data.shards.overlap import overlap
 from vitscale.evaluation.splits import check_splits
 from vitscale.ground.errors import DataError
 from vitscale.recipe import validate_recipe

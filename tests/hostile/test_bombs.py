@@ -29,8 +29,8 @@ from mutate import MEMORY, SECONDS, limit
 from PIL import Image
 from small_disk import small_disk
 
-from data_tools.dedup.matches import Pair
-from data_tools.dedup.pair_sheet import pair_sheet
+from data_tools.dedup.matches import Match, Pair
+from data_tools.dedup.report import pair_sheet
 from data_tools.listing import ListingTask
 from data_tools.sources import SourceOptions, open_source
 from data_tools.sources.tfrecord import _masked
@@ -290,7 +290,7 @@ def picture(make: Callable[[io.BytesIO], object]) -> Attack:
         if header := read_header(data) if data.startswith(b"\xff\xd8") else None:
             assert check(data, header.height, header.width) != OK
         assert with_full_contrast(data) == data
-        pair = Pair(0, 0, "a", "b", "pdq", 0, 0.9, None, True, data)
+        pair = Pair(Match(0, "b", 0, "hash", 0, 0.9), "a", data)
         pair_sheet("test", [(pair, data)], [])
 
     return one("image", content, read)

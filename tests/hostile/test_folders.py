@@ -25,8 +25,7 @@ from vitscale.data.shards.verified import verify_once
 from vitscale.data.shards.verify import verify
 from vitscale.ground.errors import CheckpointError, DataError, RecipeError
 from vitscale.ground.files.digests import file_digests
-from vitscale.ground.files.machine_folder import MachineFolder
-from vitscale.ground.files.private_folders import choose_code_folder, private_folder
+from vitscale.ground.files.machine_folder import MachineFolder, choose_code_folder, private_folder
 from vitscale.runs.checkpoint import CheckpointIndex, CheckpointStore, Fragment, LocalDirectory, RemoteDirectory
 from vitscale.runs.checkpoint_index import FileEntry, index_text, parse_index, read_index
 from vitscale.runs.done import read_done

@@ -13,7 +13,7 @@ from vitscale.data.shards.provenance import (
     fingerprint_algorithm,
     provenance_path,
     read_provenance,
-    read_rejects,
+    read_table,
     write_provenance,
     write_tables,
 )
@@ -94,7 +94,7 @@ def test_a_table_of_version_1(tmp_path):
 def test_rejects(tmp_path):
     rows = pa.table({"key": ["a.jpg", "b.jpg"], "reason": ["empty file (0 bytes)", "no"]}, REJECTS)
     write_tables(tmp_path / "rejects.parquet", [rows[:1], rows[1:]], REJECTS)
-    assert read_rejects(tmp_path / "rejects.parquet").equals(rows)
+    assert read_table(tmp_path / "rejects.parquet", REJECTS).equals(rows)
     with pytest.raises(DataError, match=r"key, reason.*uid, key"):
         read_provenance(tmp_path / "rejects.parquet")
 

@@ -23,7 +23,7 @@ from vitscale.about.checks.verifying import Asked, verify_run
 from vitscale.cli.main import app
 from vitscale.data.shards import Manifest, SelectFirst
 from vitscale.data.shards.adopt import adopt
-from vitscale.data.shards.overlap import why_no_view
+from vitscale.data.shards.info import why_no_view
 from vitscale.ground.errors import CheckpointError, DataError, RecipeError
 from vitscale.recipe import read_recipe
 from vitscale.runs.checkpoint_index import read_index

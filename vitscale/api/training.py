@@ -14,9 +14,8 @@ from typing import Literal, TypeAlias, TypedDict, Unpack, overload
 
 from data_tools.classes import read_classes
 from data_tools.conversion import convert as run_conversion
-from data_tools.conversion_plan import parse_splits
 from data_tools.machine import Machine
-from data_tools.request import Request
+from data_tools.request import Request, parse_splits
 from data_tools.sources import Kind, SourceOptions
 from vitscale.api.dataset import Dataset
 from vitscale.api.run import Recipe, Run

@@ -11,15 +11,13 @@ from rich.table import Table
 from typer import Argument, Context, Exit, Option, Typer
 
 from data_tools.classes import read_classes
-from data_tools.conversion import convert, dry_run, merge
-from data_tools.conversion_plan import ConversionPlan, parse_splits
+from data_tools.conversion import Outcome, convert, dry_run, merge
 from data_tools.dedup.against import name_indexes
 from data_tools.dedup.report import tables
-from data_tools.finishing import Outcome
 from data_tools.machine import ALL_TASKS, Machine, TaskRange
-from data_tools.planning import MAX_SHARD_SAMPLES, Probe
+from data_tools.planning import MAX_SHARD_SAMPLES, ConversionPlan, Probe
 from data_tools.report import say, summary
-from data_tools.request import Request, parse_bytes, parse_count
+from data_tools.request import Request, parse_count, parse_splits
 from data_tools.sources import Kind, SourceOptions
 from data_tools.views import write_subset
 from vitscale.cli.command_line import HELP, Version, run
@@ -40,7 +38,7 @@ def command(
     src: Annotated[
         str | None,
         Argument(
-            help="Folder of class folders, tar(s), list (csv, jsonl), parquet, TFRecord, CIFAR, or another dataset; "
+            help="Folder of class folders, tar(s), list (csv, jsonl), parquet, TFRecord, or another dataset; "
             "a path, URL or quoted pattern such as 's3://bucket/train-{000..127}.tar'.",
             show_default=False,
         ),
@@ -66,9 +64,6 @@ def command(
     ] = True,
     shard_samples: Annotated[
         int | None, Option(min=1, max=MAX_SHARD_SAMPLES, help="Images per shard.", show_default=f"{DEFAULT_CAPACITY:,}")
-    ] = None,
-    shard_bytes: Annotated[
-        str | None, Option(help="Instead: approximate size of a shard, such as 512MB.", metavar="SIZE")
     ] = None,
     shuffle_seed: Annotated[int, Option(min=0, max=2**63 - 1, help="Seed of the global shuffle.")] = 0,
     split: Annotated[
@@ -126,8 +121,6 @@ def command(
             manifest = write_subset(src, out, parse_count(subset))
             say(console, f"{escape(out)}: {counted(manifest.num_samples, 'sample')} of {escape(src)}")
             return
-        if shard_samples is not None and shard_bytes is not None:
-            raise RecipeError("--shard-samples and --shard-bytes contradict each other: give only one")
         if unlabelled:
             _refuse(context, "--unlabelled", "classes", "labels", "label_field")
         request = Request(
@@ -137,7 +130,6 @@ def command(
             classes=None if classes is None else read_classes(classes),
             shuffle_seed=shuffle_seed,
             shard_samples=shard_samples or DEFAULT_CAPACITY,
-            shard_bytes=None if shard_bytes is None else parse_bytes(shard_bytes),
             images=ImageOptions(short_side, long_side, quality, pass_through),
             splits=parse_splits(split or []),
             limit=None if limit is None else parse_count(limit),

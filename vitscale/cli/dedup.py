@@ -117,13 +117,9 @@ def find(
     dataset: Dataset,
     indexes: Annotated[list[str], Argument(metavar="INDEX...", help="Folders that `index` made.")],
     out: Annotated[str, Option(help="Folder of the report; new or empty.")],
-    distance: Distance = None,
-    candidates: Candidates = None,
-    correlation: Correlation = None,
     embedding: Embedding = None,
     embedding_model: ModelName = None,
     embedding_size: ImageSize = None,
-    cosine: Cosine = None,
     workers: Workers = None,
     as_json: Json = False,
 ) -> None:
@@ -131,8 +127,7 @@ def find(
     from data_tools.dedup.finding import find
     from data_tools.dedup.report import described, tables
 
-    settings = {"distance": distance, "candidates": candidates, "correlation": correlation, "cosine": cosine}
-    embedder = opened_embedder(embedding, embedding_model, embedding_size, cosine)
+    embedder = opened_embedder(embedding, embedding_model, embedding_size)
     errors = Console(stderr=True)
     samples = Manifest.load(dataset).num_samples
     with interruptible("no report was written"), ProgressDisplay(errors, "comparing", samples) as view:
@@ -141,7 +136,6 @@ def find(
             indexes,
             out,
             Machine(workers).runner(dataset),
-            overrides={name: value for name, value in settings.items() if value is not None},
             embedder=embedder,
             tick=view.update,
         )

@@ -1,7 +1,7 @@
 """`vitscale seen` and `without`: when a run has seen an image, and branches of it that never have."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -41,7 +41,6 @@ def seen(
     """Say at which steps a run has seen an image, and with which crop."""
     from PIL import Image
 
-    from data_tools.dedup.near import copies_of
     from vitscale.about.checks.named_samples import named_samples
     from vitscale.about.checks.seen import History
 
@@ -54,7 +53,7 @@ def seen(
         )
     with ExitStack() as stack:
         folder = None if out is None else stack.enter_context(new_folder(str(out), "--out"))
-        named = named_samples(history, samples, copies_of if near else None)
+        named = named_samples(history, samples, _copies_of(near))
         seen = iter(history.sightings([sample.place for sample in named if sample.place is not None]))
         for sample in named:
             sightings = [] if sample.place is None else next(seen)
@@ -127,15 +126,23 @@ def without(
 
     With --out, write the dataset without them and the recipe of the branch.
     """
-    from data_tools.dedup.near import copies_of
     from data_tools.views import write_without
     from vitscale.about.checks.without import leave_out  # which loads torch
 
-    found = leave_out(samples, run, out, root, write_without, copies_of if near else None)
+    found = leave_out(samples, run, out, root, write_without, _copies_of(near))
     if as_json:
         print(json.dumps(found))
     else:
         print(*_leaving_out(found), sep="\n")
+
+
+def _copies_of(near: bool) -> Callable[[Sequence[Path], str], list[tuple[str, int, str]]] | None:
+    """What finds copies, if they are wanted: importing it takes seconds."""
+    if not near:
+        return None
+    from data_tools.dedup.finding import copies_of
+
+    return copies_of
 
 
 def _leaving_out(found: dict[str, Any]) -> Iterator[str]:

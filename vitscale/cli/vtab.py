@@ -9,8 +9,7 @@ from typer import Argument, Exit, Option, Typer
 
 from data_tools.machine import Machine
 from data_tools.vtab.copies import Search
-from data_tools.vtab.ids import IDS_NAME, Ids
-from data_tools.vtab.prepare import DATASETS, Prepared
+from data_tools.vtab.prepare import DATASETS, IDS_NAME, Ids, Prepared
 from data_tools.vtab.prepare import prepare as prepare_task
 from data_tools.vtab.tasks import ORIGINS
 from vitscale.cli.console import say

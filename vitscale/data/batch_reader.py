@@ -281,7 +281,6 @@ class BatchReader:
                 operate(pixels[rows].reshape(-1, *pixels.shape[2:]), programs, np.repeat(status, kind.count))
 
     def _handle(self, work: Work, row: int, problem: DataError) -> None:
-        """Treat a damaged sample as the policy says."""
         if self._reading.bad_samples == "error":
             raise problem
         if not work.mask[row]:  # a filler: it is not used, and the sample that it repeats is reported in its own slot

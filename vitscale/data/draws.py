@@ -55,9 +55,6 @@ class Purpose(IntEnum):
     BEIT_BLOCK = 50  # the same, as BEiT draws them
 
 
-# ---- Hashes ----------------------------------------------------------------------------------------------------------
-
-
 def mix(values: np.ndarray) -> np.ndarray:
     """SplitMix64's finaliser on uint64 values of any shape: a bijection of the 64-bit integers."""
     z = values + _GOLDEN
@@ -101,9 +98,6 @@ def places_in_permutation(indices: np.ndarray, count: int, *parts: int) -> np.nd
     places = np.empty(len(indices), np.int64)
     places[by_hash] = np.cumsum(np.bincount(above, minlength=len(indices) + 1))[:-1]
     return places
-
-
-# ---- Draws -----------------------------------------------------------------------------------------------------------
 
 
 def operation_keys(keys: np.ndarray, index: int) -> np.ndarray:

@@ -224,8 +224,6 @@ class _Engine(threading.Thread):
         # it needs no lock of Python's.
         self._closed: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    # ---- The planner -------------------------------------------------------------------------------------------------
-
     def run(self) -> None:
         try:
             step = self._first
@@ -250,8 +248,6 @@ class _Engine(threading.Thread):
                 return self._ready.put(item, timeout=_POLL_SECONDS)
             except queue.Full:
                 continue
-
-    # ---- The consumer ------------------------------------------------------------------------------------------------
 
     def next_batch(self, wait: bool) -> Batch | None:
         """The next batch; None if another thread closes the loader, or, without `wait`, if no batch is ready.
@@ -300,8 +296,6 @@ class _Engine(threading.Thread):
                 f"reading data is stuck: {what} has not returned for {seconds:,.0f} s (data.stall_s is "
                 f"{self._stall_s:g}). Look at that disk or network, then repeat the command to continue"
             )
-
-    # ---- The end -----------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         if os.getpid() != self._process:  # a thread that did not come along may have held any of these locks

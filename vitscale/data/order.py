@@ -165,7 +165,6 @@ class TrainOrder:
         return list(needed)
 
     def _window_at(self, position: int) -> int:
-        """The window that holds a position of a segment."""
         return int(np.searchsorted(self._bounds, position, side="right")) - 1
 
     def _sequence_positions(self, epoch: int, segment: int, start: int, stop: int) -> np.ndarray:

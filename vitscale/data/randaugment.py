@@ -78,9 +78,6 @@ def plan(block: RandAugment, keys: np.ndarray, side: int) -> np.ndarray:
     return programs
 
 
-# ---- What a magnitude means ------------------------------------------------------------------------------------------
-
-
 def _translation_x(pixels: np.ndarray) -> _Values:
     return (1.0, 0.0, pixels, 0.0, 1.0, 0.0)
 

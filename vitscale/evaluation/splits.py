@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.overlap import overlap
+from vitscale.data.shards.info import overlap
 from vitscale.ground.errors import DataError
 from vitscale.recipe import Recipe
 

@@ -230,10 +230,7 @@ class RemoteFile:
         return self._patiently(fetch)
 
     def _patiently(self, act: Callable[[], Result]) -> Result:
-        return patiently(self._url, act, self._pause)
-
-    def _pause(self, seconds: float) -> None:
-        pause(seconds, self._cancelled)
+        return patiently(self._url, act, lambda seconds: pause(seconds, self._cancelled))
 
 
 class _Call:

@@ -9,7 +9,7 @@ from torch import nn
 
 from vitscale import recipe as recipes
 from vitscale.ground.extensions import implementation
-from vitscale.ground.files.private_folders import choose_code_folder
+from vitscale.ground.files.machine_folder import choose_code_folder
 from vitscale.models.model import Model
 from vitscale.recipe import families
 

@@ -5,8 +5,8 @@ import pytest
 from dedup_data import make_photo
 from PIL import Image
 
-from data_tools.dedup.alignment import correlation
-from data_tools.dedup.luma import Window, square_luma
+from data_tools.dedup.fingerprint import Window, square_luma
+from data_tools.dedup.matching import correlation
 
 WHOLE = Window(0, 0, 1, 1)
 HEIGHT, WIDTH = 900, 1200

@@ -20,9 +20,8 @@ from vitscale.data.shards import Manifest, ShardFile
 from vitscale.ground.errors import DataError, RecipeError
 
 
-def run(planted, dataset, out, runner=run_inline, **overrides):
-    indexes = list(map(str, planted.indexes.values()))
-    return find(str(dataset), indexes, str(out), runner, overrides=overrides)
+def run(planted, dataset, out, runner=run_inline):
+    return find(str(dataset), list(map(str, planted.indexes.values())), str(out), runner)
 
 
 def rows_of(found, removed=True):
@@ -135,22 +134,6 @@ def test_only_candidates_are_decoded(found, planted, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------- settings and subsets
-
-
-@pytest.mark.parametrize("distance", [0, 8])
-def test_another_threshold(found, planted, tmp_path, distance):
-    """Hashes alone: what a first run has told of distances says what a second must remove."""
-    run(planted, planted.dataset, tmp_path / "found", distance=distance, candidates=distance)
-    expected = [
-        row["train_key"] for row in rows_of(found) if row["tier"] in ("bytes", "pixels") or row["distance"] <= distance
-    ]
-    assert [row["train_key"] for row in rows_of(tmp_path / "found")] == expected
-
-
-def test_settings_out_of_range_name_the_test_set(planted, tmp_path):
-    with pytest.raises(RecipeError, match=r"\bbirds\b.*\b31\b.*\b20\b"):
-        run(planted, planted.dataset, tmp_path / "found", candidates=20)
-    assert not list(tmp_path.iterdir())
 
 
 def test_only_selected_samples_are_compared(found, planted, tmp_path):

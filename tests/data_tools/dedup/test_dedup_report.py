@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,9 @@ from planted_copies import jpeg, photo, write_images
 from rich.console import Console
 
 from data_tools.dedup.index import FingerprintIndex
-from data_tools.dedup.matches import Findings, Pair
+from data_tools.dedup.matches import Findings, Match, Pair
 from data_tools.dedup.matching import Matcher
-from data_tools.dedup.pair_sheet import pair_sheet
-from data_tools.dedup.report import described, tables, write_report
+from data_tools.dedup.report import described, pair_sheet, tables, write_report
 from data_tools.dedup.settings import Settings
 
 COLUMNS = 110
@@ -138,7 +138,8 @@ def test_equal_inputs_give_equal_files(index_folder: Path, tmp_path: Path) -> No
 )
 def test_any_names_make_files_of_their_own(index_folder: Path, tmp_path: Path, names: list[str]) -> None:
     index = FingerprintIndex(renamed(index_folder, tmp_path / "index", names))
-    matcher = Matcher([index], {name: Settings() for name in names})
+    index.test_sets = tuple(replace(one, settings=Settings()) for one in index.test_sets)
+    matcher = Matcher([index])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         written = write_report(tmp_path / "report", matcher, Findings(names))
@@ -156,7 +157,7 @@ def test_damage_of_an_earlier_report_is_overwritten(index_folder: Path, tmp_path
 
 def pair(removed: bool, key: str = "train/0.jpg", colour: str = "red", picture: bytes | None = None) -> Pair:
     content = encoded(Image.new("RGB", (40, 30), colour)) if picture is None else picture
-    return Pair(0, 3, key, "test/3.jpg", "correlation", 60, 0.9, None, removed, content)
+    return Pair(Match(0, "test/3.jpg", 3, "correlation", 60, 0.9, removed=removed), key, content)
 
 
 def test_sheet_has_the_image_left_and_the_test_image_right_and_removed_ones_above() -> None:

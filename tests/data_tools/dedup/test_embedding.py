@@ -110,6 +110,12 @@ def shaded(inline, tmp_path) -> tuple[Path, Path]:
     return tmp_path / "photos", tmp_path / "query.png"
 
 
+def with_settings(index: FingerprintIndex, **values: float) -> FingerprintIndex:
+    """The index, made with other settings."""
+    index.test_sets = tuple(replace(one, settings=replace(one.settings, **values)) for one in index.test_sets)
+    return index
+
+
 def test_the_model_decides_what_the_correlation_does_not(shaded, tmp_path):
     photos, query = shaded[0], candidate(shaded[1].read_bytes())
     of = {name: index_with(model, photos, tmp_path / name) for name, model in (("none", None), ("pooled", Pooled()))}
@@ -119,8 +125,7 @@ def test_the_model_decides_what_the_correlation_does_not(shaded, tmp_path):
     (((judged,),),) = (Matcher([of["pooled"]], embedder=Pooled()).match([query]),)
     assert (judged.tier, judged.key, judged.removed) == ("embedding", "a.png", True)
     assert judged.cosine >= 0.85 and judged.correlation == alone.correlation
-    strict = {"photos": replace(of["pooled"].test_sets[0].settings, cosine=1.0)}
-    (((kept,),),) = (Matcher([of["pooled"]], strict, Pooled()).match([query]),)
+    (((kept,),),) = (Matcher([with_settings(of["pooled"], cosine=1.0)], Pooled()).match([query]),)
     assert (kept.tier, kept.removed, kept.cosine) == ("embedding", False, judged.cosine)
 
 
@@ -139,11 +144,11 @@ def test_a_mirrored_copy_is_compared_as_the_test_image_lies(shaded, tmp_path):
 def test_a_model_judges_pairs_that_are_too_far_for_the_correlation(shaded, tmp_path):
     """Of a preset for small pictures with fewer candidates: without the model nothing is told of such a pair."""
     index = index_with(Pooled(), shaded[0], tmp_path / "index")
-    near = {"photos": replace(index.test_sets[0].settings, candidates=35)}
+    index = with_settings(index, candidates=35)
     query = candidate(shaded[1].read_bytes())
-    (((found,),),) = (Matcher([index], near, Pooled()).match([query]),)
+    (((found,),),) = (Matcher([index], Pooled()).match([query]),)
     assert (found.tier, found.removed) == ("embedding", True) and 35 < found.distance <= 80
-    assert Matcher([index], near).match([query]) == [[]]
+    assert Matcher([index]).match([query]) == [[]]
 
 
 def test_an_index_belongs_to_one_model(shaded, tmp_path):

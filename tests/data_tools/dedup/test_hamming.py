@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from data_tools.dedup.hamming import near_pairs, words
+from data_tools.dedup.matching import near_pairs, words
 from vitscale.ground import native
 
 faiss = pytest.importorskip("faiss", reason="faiss-cpu is not installed")

@@ -15,8 +15,8 @@ from PIL import Image, ImageOps
 
 from data_tools.dedup import building
 from data_tools.dedup.building import TestSource, build_index
+from data_tools.dedup.fingerprint import square_luma
 from data_tools.dedup.index import FingerprintIndex
-from data_tools.dedup.luma import square_luma
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.queries import Candidate
 from data_tools.dedup.settings import PRESETS, Settings

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from data_tools.dedup.luma import Box, square_luma, trimmed
-from data_tools.dedup.pdq import pdq_hashes
+from data_tools.dedup.fingerprint import Box, pdq_hashes, square_luma, trimmed
 
 
 def after_jpeg(image: Image.Image, quality: int = 75) -> np.ndarray:

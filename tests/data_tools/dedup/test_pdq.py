@@ -7,9 +7,7 @@ import pytest
 from dedup_data import make_photo
 from PIL import Image
 
-from data_tools.dedup.fingerprint import fingerprint
-from data_tools.dedup.luma import square_luma
-from data_tools.dedup.pdq import pdq_hashes
+from data_tools.dedup.fingerprint import fingerprint, pdq_hashes, square_luma
 
 pdqhash = pytest.importorskip("pdqhash", reason="pdqhash is not installed (pip install pdqhash)")
 

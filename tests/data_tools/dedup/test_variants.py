@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from dedup_data import make_photo
 
-from data_tools.dedup.luma import Box
+from data_tools.dedup.fingerprint import Box
 from data_tools.dedup.variants import CROPS, LEVELS, crops_of, variant_name, variants_of, window_of
 
 SIZES = [(200, 260), (300, 200), (128, 128), (32, 32), (17, 90), (1, 1), (1000, 40)]

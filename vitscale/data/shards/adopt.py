@@ -21,6 +21,7 @@ from vitscale.data.shards.scan import Scan, scan
 from vitscale.ground.errors import DataError, RecipeError, os_errors
 from vitscale.ground.files.durable import new_folder
 from vitscale.ground.storage import is_url, without_file_scheme
+from vitscale.ground.wording import listed
 
 NO_LABELS = "none"  # --label-field none
 
@@ -167,11 +168,10 @@ def _scan(shard: ShardFile, decode: bool, progress: Callable[[int], None] | None
     for what, where in bad.items():
         if where.any():
             slots = np.flatnonzero(where)
-            shown = ", ".join(map(str, slots[:_LISTED_SAMPLES].tolist()))
-            more = f" and {len(slots) - _LISTED_SAMPLES:,} more" if len(slots) > _LISTED_SAMPLES else ""
             raise DataError(
-                f"{shard.path}: the image of {len(slots):,} of {shard.samples:,} samples {what}: sample {shown}{more}, "
-                f"counted from 0. Training would refuse them: write the file again without them"
+                f"{shard.path}: the image of {len(slots):,} of {shard.samples:,} samples {what}: sample "
+                f"{listed(slots.tolist(), _LISTED_SAMPLES)}, counted from 0. Training would refuse them: write the "
+                "file again without them"
             )
     return scanned
 

@@ -74,9 +74,6 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-# ------------------------------------------------------------------------------------------------------------- writing
-
-
 @dataclass(frozen=True)
 class StoredSample:
     """One sample as it goes to disk."""
@@ -135,12 +132,6 @@ def expected_bytes(samples: int, image_bytes: float) -> int:
         start = _round_up(start, DEFAULT_PAGE_BYTES)
     pages = (start + data) // DEFAULT_PAGE_BYTES  # at the end of each full page about half an image's room is unused
     return round(start + data + pages * image_bytes / 2) + samples * ALLOCATION.itemsize
-
-
-def samples_within(size: int, image_bytes: float) -> int:
-    """The number of samples, at least one, in a shard of about `size` bytes, by the mean bytes of their images."""
-    per_sample = image_bytes + _metadata_type(False).itemsize + ALLOCATION.itemsize
-    return max(1, int((size - _head_bytes(0, False)) / per_sample))
 
 
 def write_shard(path: str | Path, samples: Iterable[StoredSample], capacity: int = DEFAULT_CAPACITY) -> ShardStats:
@@ -279,9 +270,6 @@ def _allocations(metadata: np.ndarray, image_sizes: np.ndarray, with_labels: boo
     return table.reshape(-1)
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
-
-
 class Head(NamedTuple):
     """A file's header, and `total`, the file's actual size; positions and sizes in bytes."""
 
@@ -389,7 +377,6 @@ class ShardFile:
         return np.frombuffer(self._pread(_HEADER.itemsize, size, "field table"), _FIELD)
 
     def _read_metadata(self, head: Head, kind: np.dtype) -> np.ndarray:
-        """The metadata records of all samples, (samples,) of dtype `kind`."""
         self._require(
             head.metadata + head.samples * kind.itemsize <= head.alloc_table <= head.total,
             f"{head.samples:,} samples and an allocation table at byte {head.alloc_table:,} of {head.total:,}",
@@ -398,7 +385,6 @@ class ShardFile:
         return np.frombuffer(self._pread(head.metadata, head.samples * kind.itemsize, "metadata"), kind)
 
     def _read_allocations(self, head: Head, pieces: int) -> np.ndarray:
-        """The allocation table, (pieces,) of dtype `ALLOCATION`."""
         return np.frombuffer(
             self._pread(head.alloc_table, pieces * ALLOCATION.itemsize, "allocation table"), ALLOCATION
         )

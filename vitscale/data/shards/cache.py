@@ -270,7 +270,6 @@ class ShardCache:
 
 
 def _is_at(file: FileIO, path: Path) -> bool:
-    """Whether an open file still has this name."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

@@ -78,18 +78,18 @@ def contact_sheet(samples: list[Sample], predicted: Mapping[int, str] | None = N
         classes = printable(", ".join(sample.class_names) if sample.class_names else "no label")
         for line, (text, colour) in enumerate(((classes, _TEXT), second)):
             at = (x + _SIDE / 2, y + _SIDE + line * _LINE + _LINE / 2 + 1)
-            draw.text(at, _shortened(text, font), fill=colour, font=font, anchor="mm")
+            draw.text(at, shortened(text, font, _SIDE), fill=colour, font=font, anchor="mm")
     return sheet
 
 
-def _shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
-    """The text, cut and ended with an ellipsis if it is wider than a picture."""
-    text = text[:_SIDE]  # no letter is narrower than a pixel
-    if font.getlength(text) <= _SIDE:
-        return text
-    while text and font.getlength(f"{text}…") > _SIDE:
-        text = text[:-1]
-    return f"{text}…"
+def shortened(text: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    """`text`, without its middle if it is wider than `width`: file names begin alike and end differently."""
+    text = text if len(text) <= width else text[: width // 2] + text[-(width // 2) :]  # a letter has at least one pixel
+    whole, keep = text, len(text)
+    while keep > 1 and font.getlength(text) > width:
+        keep -= 1
+        text = f"{whole[: keep // 3]}…{whole[len(whole) - (keep - keep // 3) :]}"
+    return text
 
 
 def fitted(picture: Image.Image, side: int) -> Image.Image:

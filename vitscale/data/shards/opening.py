@@ -144,17 +144,9 @@ def open_shard(manifest: Manifest, index: int, with_keys: bool = True) -> Iterat
 
 
 def keys_of(manifest: Manifest, index: int) -> list[str] | None:
-    """The source's names of the images in all slots of a shard, if they are known. Raises as `open_shard` does."""
-    from vitscale.data.shards.provenance import provenance_path, read_provenance  # loads pyarrow
-
-    where, samples = manifest.location(manifest.shards[index].path), manifest.shards[index].samples
-    if size_of(provenance_path(where)) is None:
-        return None
-    with local_copy(provenance_path(where)) as path:
-        keys: list[str] = read_provenance(path, ["key"])["key"].to_pylist()
-    if len(keys) != samples:
-        raise DataError(f"{where}: {samples:,} samples; its table of provenance has {len(keys):,}")
-    return keys
+    """The source's names of the images in all slots of a shard, if they are known. Raises as `table_beside` does."""
+    table = table_beside(manifest, index, ["key"])
+    return None if table is None else table["key"].to_pylist()
 
 
 def table_beside(manifest: Manifest, index: int, columns: list[str]) -> Any:

@@ -10,7 +10,6 @@ Training never reads these tables, so only their readers import this module, whi
 which copies are found are kept only here; each table says which algorithm made them.
 """
 
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -97,15 +96,6 @@ def fingerprint_algorithm(table: pa.Table) -> str | None:
     """The algorithm that made the fingerprints of a table from `read_provenance`; None for a table without any."""
     algorithm = (table.schema.metadata or {}).get(_ALGORITHM_KEY)
     return None if algorithm is None else algorithm.decode("utf-8", "replace")
-
-
-def read_rejects(path: str | Path) -> pa.Table:
-    """Read the images that could not be stored; `path` may be a URL. Raises as `read_provenance`, and StorageError."""
-    if not storage.is_url(str(path)):
-        return read_table(path, REJECTS)
-    with tempfile.NamedTemporaryFile() as copy:
-        storage.get(str(path), Path(copy.name))
-        return read_table(copy.name, REJECTS)
 
 
 def write_tables(path: str | Path, tables: Iterable[pa.Table], schema: pa.Schema) -> None:

@@ -19,7 +19,7 @@ import xxhash
 from vitscale.data.shards.manifest import ShardEntry
 from vitscale.ground.errors import DataError
 from vitscale.ground.files.locks import try_lock
-from vitscale.ground.files.private_folders import private_folder
+from vitscale.ground.files.machine_folder import private_folder
 from vitscale.ground.storage import never, pause, regular
 
 _BLOCK_BYTES = 4 << 20

@@ -17,13 +17,13 @@ import pyarrow as pa
 from vitscale.data.shards.beton import MODE_JPEG, ShardFile
 from vitscale.data.shards.manifest import Manifest, ShardEntry
 from vitscale.data.shards.opening import labels_of, local_copy, shard_file
-from vitscale.data.shards.provenance import REJECTS_NAME, provenance_path, read_provenance, read_rejects
+from vitscale.data.shards.provenance import REJECTS, REJECTS_NAME, provenance_path, read_provenance, read_table
 from vitscale.data.shards.scan import scan
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.digests import FileDigests, file_digests
 from vitscale.ground.images import decode as decode_image
 from vitscale.ground.storage import base_name, names_in, size_of
-from vitscale.ground.wording import counted
+from vitscale.ground.wording import counted, listed
 
 _LISTED_SAMPLES = 20  # for each shard and kind of damage
 _LISTED_NAMES = 5
@@ -262,7 +262,7 @@ def _check_rejects(manifest: Manifest, verdict: Verdict) -> None:
         if size_of(where) is None:
             return
         with local_copy(where) as path:
-            rows = read_rejects(path).num_rows
+            rows = read_table(path, REJECTS).num_rows
     except DataError as error:
         verdict.damage.append(Damage(REJECTS_NAME, str(error)))
         return
@@ -272,13 +272,11 @@ def _check_rejects(manifest: Manifest, verdict: Verdict) -> None:
 
 
 def _note_unlisted(manifest: Manifest, verdict: Verdict) -> None:
-    listed = {base_name(shard.path) for shard in manifest.shards}
+    known = {base_name(shard.path) for shard in manifest.shards}
     names = names_in(manifest.location(""))
-    unlisted = [name for name in names if name.endswith(".beton") and name not in listed]
+    unlisted = [name for name in names if name.endswith(".beton") and name not in known]
     if unlisted:
-        more = len(unlisted) - _LISTED_NAMES
-        shown = ", ".join(unlisted[:_LISTED_NAMES]) + (f" and {more:,} more" if more > 0 else "")
-        verdict.notes.append(f"in the folder, but not in the manifest: {shown}")
+        verdict.notes.append(f"in the folder, but not in the manifest: {listed(unlisted, _LISTED_NAMES)}")
 
 
 class StockReader:

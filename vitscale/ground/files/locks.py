@@ -143,9 +143,6 @@ def _flock(file: IO | FileIO, kind: int) -> bool:
     return True
 
 
-# ---- Owner files -----------------------------------------------------------------------------------------------------
-
-
 def _lives(owner: Path) -> bool:
     """Whether the process that made an owner file may still be there; False if there is no such file."""
     try:

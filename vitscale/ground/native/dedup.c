@@ -328,7 +328,7 @@ static int is_near(const float *window, const float *start) {
 }
 
 /* The best correlation of a query's luma with a window of an image's, found from `start`: y, its change by u and v, the
- * same for x; u, v in [-1/2, 1/2]. seen, box: see `_pixels` in alignment.py. */
+ * same for x; u, v in [-1/2, 1/2]. seen, box: see `_pixels` in matching.py. */
 float vitscale_aligned(const uint8_t *query, const uint8_t *image, const float *start, const float *seen,
                        const float *box) {
     enum { STEPS = 8 };

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.overlap import why_no_view
+from vitscale.data.shards.info import why_no_view
 from vitscale.ground.errors import CheckpointError, DataError, RecipeError, VitscaleError
 from vitscale.ground.native import libjpeg_turbo_version
 from vitscale.ground.ranks import on_rank_zero, write_on_rank_zero
