@@ -35,7 +35,6 @@ def page(report: Report) -> str:
         Section("De-duplication", list(_deduplication(report))),
         Section("Compute", list(_compute(report))),
         Section("Curves", list(_curves(report))),
-        *([Section("Inside the models", list(_inside(report)))] if report.inspections else []),
         Section("Data", list(_data(report))),
         Section("Runs and recipes", [Folded(f"{run.name} ({run.state})", list(_run(run))) for run in report.runs]),
     ]
@@ -145,9 +144,6 @@ def _results(report: Report) -> Iterator[Part]:
             continue
         table = _table(rows, (*_WHAT, *_TOP1, *_RUNS, _SAMPLES), groups=_groups([row.task for row in rows]))
         yield Table(table, f"Policy {policy.name}: {_policy(policy)}")
-        drawing = figures.glance(report, policy.name)
-        if drawing is not None:
-            yield drawing
     if shown:
         yield Text(
             "Mean and sample standard deviation (n - 1) over runs that differ in their seed alone. The interval is "
@@ -204,7 +200,7 @@ def _paper(report: Report) -> Iterator[Part]:
             yield from _of_vtab(table, report.vtab)
         else:
             yield from _of_table(table, repeats=table != report.paper[0])
-    for draw in (figures.figure_3, figures.figure_4, figures.figure_5, figures.against_compute):
+    for draw in (figures.figure_3, figures.figure_4, figures.figure_5):
         if (drawing := draw(report)) is not None:
             yield drawing
 
@@ -372,28 +368,12 @@ def _compute(report: Report) -> Iterator[Part]:
 
 
 def _curves(report: Report) -> Iterator[Part]:
-    drawn = [*figures.means_over_steps(report), *figures.curves(report)]
+    drawn = list(figures.curves(report))
     yield from drawn[:_SHOWN_CURVES]
     if drawn[_SHOWN_CURVES:]:
         yield Folded(counted(len(drawn) - _SHOWN_CURVES, "more figure"), drawn[_SHOWN_CURVES:])
     if not drawn:
         yield Text("No run has metrics yet.")
-
-
-# ---- Inside the models -----------------------------------------------------------------------------------------------
-
-
-def _inside(report: Report) -> Iterator[Part]:
-    yield Text(
-        "Drawn by vitscale inspect beforehand; that these are the weights of the runs above is not checked. The "
-        "numbers of each figure are in results.json.",
-        "note",
-    )
-    for place, inspection in enumerate(report.inspections, start=1):
-        drawn = inspection.figures
-        yield Facts([("Inspection", f"{drawn.title} ({inspection.folder})"), *drawn.facts])
-        yield from (Text(note, "note") for note in drawn.notes)
-        yield from (Folded(each.title, [each.under(f"i{place}").drawing]) for each in drawn.figures)
 
 
 # ---- Data and runs ---------------------------------------------------------------------------------------------------
