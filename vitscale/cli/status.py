@@ -19,13 +19,11 @@ from vitscale.about.status.liveness import duration
 from vitscale.about.status.recent import SlowestRank
 from vitscale.about.status.run import Anomalies, Best, Evaluation, Restarts, Saved
 from vitscale.cli.command_line import reader_is_gone
-from vitscale.flops.hardware import find_device
-from vitscale.ground.errors import EXIT_INTERRUPTED, RecipeError, VitscaleError
+from vitscale.ground.errors import EXIT_INTERRUPTED, VitscaleError
 from vitscale.ground.safe_text import indented, printable
 from vitscale.ground.table import Column, Console, ResultTable, Row, fitted, hanging, hours, number, percent, short
 from vitscale.ground.wording import counted
 
-_MOST = 1e9
 _EVERY_S = 2.0
 _SHOWN_METRICS = 6
 _UNLIMITED = 2**16  # characters in a line
@@ -46,19 +44,12 @@ def status(
         ),
     ] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object a line for each run.")] = False,
-    hardware: Annotated[
-        str | None, Option(metavar="NAME", help="h200, a100, ...: for energy, and MFU where it was not logged.")
-    ] = None,
-    price: Annotated[float | None, Option(min=0, max=_MOST, help="Price of one device for one hour.")] = None,
 ) -> None:
     """Say how runs are doing: step, loss, speed, time left, cost.
 
     Also checkpoints, restarts, and whether they are alive.
     """
-    if price is not None and not 0 <= price <= _MOST:  # a NaN is in typer's range
-        raise RecipeError(f"--price {price:g}: expected the price of one device-hour from 0 to {_MOST:g}")
-    device = None if hardware is None else find_device(hardware)
-    readers = {run: RunReader(run, device, price) for run in runs}
+    readers = {run: RunReader(run) for run in runs}
     if watch:
         _watch(readers, as_json)
     else:
@@ -199,7 +190,6 @@ _COLUMNS = (
     Column("mfu", "MFU", percent(1), spare=6),
     Column("left_s", "left", duration),
     Column("exaflops", "exaFLOPs", number(3), spare=7),
-    Column("cost", "cost", number(2), spare=1),
 )
 
 
@@ -235,12 +225,7 @@ def _facts(status: RunStatus) -> dict[str, str]:
         _shown(status.mfu, percent(1), " MFU"),
         _devices(status),
     ]
-    cost = [
-        _shown(status.exaflops, number(3), " exaFLOPs"),
-        _shown(status.device_hours, hours, " device-hours"),
-        _shown(status.energy_kwh, number(1), " kWh at most"),
-        _shown(status.cost, "{:,.2f}".format, before="price "),
-    ]
+    cost = [_shown(status.exaflops, number(3), " exaFLOPs"), _shown(status.device_hours, hours, " device-hours")]
     facts = {
         "state": f"{status.state} ({status.why})" if status.why else status.state,
         "step": _step(status),
@@ -332,8 +317,8 @@ def _slowest_rank(slow: SlowestRank) -> str:
     )
 
 
-def _shown(value: Any, show: Callable[[Any], str], unit: str = "", before: str = "") -> str:
-    return "" if value is None else before + show(value) + unit
+def _shown(value: Any, show: Callable[[Any], str], unit: str = "") -> str:
+    return "" if value is None else show(value) + unit
 
 
 def _size(size: float) -> str:
