@@ -176,9 +176,6 @@ def make_plan(estimate: Estimate, cluster: Cluster) -> ClusterPlan:
     return ClusterPlan(estimate.name, cluster, parameters.total, judged, totals, assumptions)
 
 
-# ---- Choices ---------------------------------------------------------------------------------------------------------
-
-
 def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
     """The micro-batches to try: divisors of a rank's part of the global batch.
 
@@ -225,9 +222,6 @@ def _refusal(choice: Choice, cluster: Cluster) -> str:
     if choice.fits:
         return ""
     return "does not fit" + ("" if choice.memory.device_bytes > cluster.memory else f": {1 - USABLE:.0%} are kept free")
-
-
-# ---- The whole run ---------------------------------------------------------------------------------------------------
 
 
 def _totals(estimate: Estimate, cluster: Cluster, parameters: Parameters) -> tuple[Totals, list[str]]:

@@ -153,9 +153,6 @@ def _json(status: RunStatus) -> str:
     return json.dumps(asdict(status), allow_nan=False)
 
 
-# ---- What people see -------------------------------------------------------------------------------------------------
-
-
 def _picture(console: Console, known: Sequence[RunStatus], errors: Sequence[VitscaleError] = ()) -> RenderableType:
     """The status as a block of lines for one run, or a table for several."""
     table = ResultTable(_COLUMNS, [_row(status) for status in known])

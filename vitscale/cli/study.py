@@ -211,9 +211,6 @@ def _list_entries(expansion: Expansion, folder: Path) -> None:
         print(shlex.join(launch_command(Job(Pretraining(option.source, option.settings, folder / entry.name)))))
 
 
-# ---- While it runs ---------------------------------------------------------------------------------------------------
-
-
 class _Watch:
     """Says of a running study whenever an entry begins or ends. `vitscale status --watch` shows the runs themselves."""
 
@@ -251,8 +248,6 @@ def _line(entry: Entry, progress: Progress) -> str:
         return f"{entry.name} is not run: {progress.why}"
     return f"{entry.name} is {progress.state}"
 
-
-# ---- At the end ------------------------------------------------------------------------------------------------------
 
 _SHOWN = "validation/top1"
 _COLUMNS = (

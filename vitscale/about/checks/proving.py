@@ -88,9 +88,6 @@ def _launch(folder: Path, ranks: int) -> None:
         raise VitscaleError(f"nothing was proved{why}").with_code(EXIT_PREEMPTED if end is None else end.code)
 
 
-# ---- The small form --------------------------------------------------------------------------------------------------
-
-
 def small_form(recipe: Recipe, data_root: Path, ranks: int) -> Recipe:
     """The recipe with a small model, small images and micro-batches, and ten steps.
 

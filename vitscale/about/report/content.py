@@ -213,9 +213,6 @@ def _spent(runs: Iterable[Run]) -> Spent:
     return Spent(len(costs), images, exaflops, device_hours, runs_without_device_hours=seconds.count(None))
 
 
-# ---- Writing ---------------------------------------------------------------------------------------------------------
-
-
 def check_folder(folder: Path) -> None:
     """Raise `RecipeError` for a folder that holds something other than a report: no other results are overwritten."""
     try:

@@ -71,9 +71,6 @@ def _title(what: str) -> str:
     return {"loss": "training loss", "lr": "learning rate"}.get(what, what)
 
 
-# ---- Beside the paper's figures --------------------------------------------------------------------------------------
-
-
 def figure_3(report: Report) -> Drawing | None:
     """Top-1 on ImageNet after fine-tuning against the pre-training set: Table 5's, and own results with these sets."""
     places = list(_PRETRAINING)

@@ -62,9 +62,6 @@ def _table(rows: Sequence[T], columns: Sequence[_Column[T]], **more: Any) -> Res
     return ResultTable(shown, cells, **more)
 
 
-# ---- Summary ---------------------------------------------------------------------------------------------------------
-
-
 def _summary(report: Report) -> Iterator[Part]:
     states, spent = report.states, report.compute.all
     unfinished = {state: count for state, count in states.items() if state != "done"}
@@ -92,9 +89,6 @@ def _summary(report: Report) -> Iterator[Part]:
     )
     digits = "results.json beside this page holds every number; a pointer over a number shows all its digits."
     yield Text(digits, "note")
-
-
-# ---- Results ---------------------------------------------------------------------------------------------------------
 
 
 def _seeds(result: Result) -> str:
@@ -186,9 +180,6 @@ def _policy(policy: Policy) -> str:
     )
 
 
-# ---- The paper -------------------------------------------------------------------------------------------------------
-
-
 def _paper(report: Report) -> Iterator[Part]:
     if not report.paper:
         yield Text(
@@ -264,9 +255,6 @@ def _of_vtab(table: VtabTable, scores: Sequence[VtabScore]) -> Iterator[Part]:
         yield Table(_table(rows, of_seeds), "The score over seeds; the paper's is the mean over 19 tasks")
 
 
-# ---- What decided ----------------------------------------------------------------------------------------------------
-
-
 def _choices(report: Report) -> Iterator[Part]:
     if not report.choices:
         selecting = [run.name for run in report.runs if run.record is not None and run.record.best_step is not None]
@@ -295,8 +283,6 @@ def _choices(report: Report) -> Iterator[Part]:
         rule = "highest" if choice.mode == "max" else "lowest"
         yield Table(table, f"{choice.name}: the {rule} {choice.metric}{state}", marked)
 
-
-# ---- De-duplication --------------------------------------------------------------------------------------------------
 
 _PAIR: tuple[_Column[Deduplication], ...] = (
     _Column("test set", lambda pair: pair.test),
@@ -328,8 +314,6 @@ def _deduplication(report: Report) -> Iterator[Part]:
         "note",
     )
 
-
-# ---- Compute ---------------------------------------------------------------------------------------------------------
 
 _SPENT: tuple[_Column[tuple[str, Spent]], ...] = (
     _Column("", lambda row: row[0]),
@@ -375,8 +359,6 @@ def _curves(report: Report) -> Iterator[Part]:
     if not drawn:
         yield Text("No run has metrics yet.")
 
-
-# ---- Data and runs ---------------------------------------------------------------------------------------------------
 
 _DATASET: tuple[_Column[DatasetRecord], ...] = (
     _Column("dataset", lambda dataset: dataset.name),

@@ -210,8 +210,6 @@ class RunReader:
         if not names.intersection(_SIGNS_OF_A_RUN):
             raise RecipeError(f"{directory} is not a run directory: it has no {RECIPE_FILE}")
 
-    # ---- What the run is ---------------------------------------------------------------------------------------------
-
     def _read_recipe(self) -> None:
         path = self._directory / RECIPE_FILE
         try:
@@ -236,9 +234,6 @@ class RunReader:
                     path = Path(where)
                     self._manifest = read_object(path / _MANIFEST if path.is_dir() else path) or {}
         return count((self._manifest or {}).get("num_samples"))
-
-
-# ---- How it is doing -------------------------------------------------------------------------------------------------
 
 
 def _state(run: RunFiles, done: dict[str, Any] | None, pace: float | None) -> tuple[State, str]:

@@ -298,9 +298,6 @@ class _PartOfOneParent:
         return "-".join(word for word in (self._label, of_dataset, *words) if word)
 
 
-# ---- The grid --------------------------------------------------------------------------------------------------------
-
-
 def _combinations(part: Part) -> Iterator[_Candidate]:
     """Every recipe with every point of the grid."""
     keys = [key for axis in part.grid for key in axis]
@@ -344,9 +341,6 @@ def _setting(pair: tuple[str, Any]) -> str:
         except RecipeError:
             pass
     return f"{key}={json.dumps(value)}"
-
-
-# ---- Test splits -----------------------------------------------------------------------------------------------------
 
 
 def _texts(content: Any) -> Iterator[str]:

@@ -48,9 +48,6 @@ def inspection_figures(findings: dict[str, Findings]) -> list[InspectionFigure]:
     return [figure for make in (*makers, _neighbours) if (figure := make(findings)) is not None]
 
 
-# ---- The embedding ---------------------------------------------------------------------------------------------------
-
-
 def _filters(findings: dict[str, Findings]) -> InspectionFigure | None:
     if not (found := {name: each.components for name, each in findings.items() if each.components is not None}):
         return None
@@ -125,9 +122,6 @@ def _positions(findings: dict[str, Findings]) -> InspectionFigure | None:
 
 def _step(n: int) -> int:
     return math.ceil(n / _TILES_OF_A_SIDE)
-
-
-# ---- Attention -------------------------------------------------------------------------------------------------------
 
 
 def _distance(findings: dict[str, Findings]) -> InspectionFigure | None:
@@ -268,9 +262,6 @@ def _maps(findings: dict[str, Findings]) -> InspectionFigure | None:
     height = sum(70 * min(len(each.pictures), most_pictures) + 60 for each in found.values())
     columns = ["model", "picture", "layer", *_grid_names("attention", most, most)]
     return InspectionFigure("attention_maps", "Attention by layer", caption, put, 900, height, columns, rows)
-
-
-# ---- Representation --------------------------------------------------------------------------------------------------
 
 
 def _alignment(findings: dict[str, Findings]) -> InspectionFigure | None:
@@ -434,9 +425,6 @@ def _neighbours(findings: dict[str, Findings]) -> InspectionFigure | None:
     width, height = 60 * (some.images.shape[1] + 2) * len(found), 64 * len(some.images) + 40
     columns = ["model", "picture", "rank", "uid", "cosine"]
     return InspectionFigure("neighbours", "Nearest neighbours", caption, put, width, height, columns, rows)
-
-
-# ---- Shared ----------------------------------------------------------------------------------------------------------
 
 
 def _tiles_below(
