@@ -191,9 +191,8 @@ class Commands:
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
         folders = {"HOME": str(self.folder / "home"), "TMPDIR": str(self.folder)}
-        name, *rest = arguments if arguments[0] == "convert" else ("", *arguments)
         done = subprocess.run(
-            [sys.executable, "-m", "vitscale.cli.convert" if name else "vitscale", *rest],
+            [sys.executable, "-m", "vitscale", *arguments],
             cwd=self.folder,
             env=os.environ | folders | self.variables,
             stdout=subprocess.PIPE,
