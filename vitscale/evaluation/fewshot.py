@@ -1,5 +1,4 @@
-"""Evaluations of the frozen representation during pre-training: few-shot, a linear read-out (paper section 4.1), and
-nearest neighbours (Caron et al. 2021)."""
+"""Evaluations of the frozen representation during pre-training: few-shot (paper section 4.1), nearest neighbours."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -130,7 +129,8 @@ class SharedL2FewShot(Evaluator):
 
 @dataclass(frozen=True)
 class NearestNeighbours(OfSplits):
-    """Yields `<k>nn`: test accuracy (a fraction) by the votes of the k nearest training samples, as DINO measures.
+    """Yields `<k>nn`: test accuracy (a fraction) by the votes of the k nearest training samples, as DINO measures
+    (Caron et al. 2021; see `probes`).
 
     Args:
         numbers: the numbers k of neighbours.
