@@ -91,7 +91,7 @@ def test_before_the_first_step(run_dir):
     assert "none yet, of 100" in shown(run_dir)
     (run_dir / "metrics.jsonl").touch()
     (found,) = status(run_dir)
-    assert (found["step"], found["loss"], found["left_s"], found["cost"]) == (None, None, None, None)
+    assert (found["step"], found["loss"], found["left_s"], found["hours"]) == (None, None, None, None)
     (run_dir / "recipe.yaml").unlink()
     assert "not running" in shown(run_dir)
 
