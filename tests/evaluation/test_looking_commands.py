@@ -322,9 +322,7 @@ def test_bad_input(home, tmp_path):
     names = tmp_path / "names.txt"
     names.write_text("a\nb\nc\nd\ne\nf\ng\n")
     for arguments, exit_code, word in [
-        (["evaluate", run, "--metrics", "top1"], 2, "--data"),
         (["evaluate", run, "--out", tmp_path / "out"], 2, "--data"),
-        (["evaluate", run, "--data", "test", "--metrics", "top2"], 2, "top2"),
         (["evaluate", run, "--data", "test", "--real", "timm"], 2, "1,000 classes"),
         (["evaluate", run, "--data", "tset"], 3, "test"),
         (["evaluate", timm, "--model", recipe, "--class-names", names, "--data", home / "data/test"], 3, "classes"),

@@ -28,22 +28,19 @@ Data = Dataset | str | os.PathLike[str]
 """A dataset, or what `Dataset` opens."""
 
 
-def evaluate(model: Source, data: Data | None = None, metrics: Sequence[str] | None = None) -> Results:
+def evaluate(model: Source, data: Data | None = None) -> Results:
     """The metrics of a model, as `vitscale evaluate` has them.
 
     Args:
         model: the model.
         data: a labelled dataset of its classes; by default, what a run's recipe says.
-        metrics: with `data`, some of top1, top5, mean_per_class and calibration; by default all.
 
     Raises `DataError` if the dataset's classes are not the model's, `RecipeError` if there is nothing to evaluate on.
     """
-    if data is None and metrics is not None:
-        raise RecipeError("metrics: no effect without data")
     with opened(model).evaluating() as finished:
         if data is None:
             return Results(evaluate_finished(finished))
-        return Results(scores(finished, _place(data), metrics)[0])
+        return Results(scores(finished, _place(data))[0])
 
 
 def features(model: Source, data: Data) -> Features:
