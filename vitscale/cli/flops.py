@@ -92,7 +92,6 @@ def command(
 
 
 def _check(given: set[str]) -> None:
-    """Refuse options that would be ignored."""
     report = next((option for option in _GOES_WITH if option in given), None)
     allowed = {"RECIPE", "--set", "--samples", "--format"} if report is None else _GOES_WITH[report]
     foreign = sorted(given - allowed - {report})

@@ -197,7 +197,6 @@ def _row(status: RunStatus) -> Row:
 
 
 def _line(status: RunStatus) -> str:
-    """One run's status in one line, with the time."""
     row = _row(status)
     cells = "  ".join(f"{column.title} {cell}" for column in _COLUMNS[2:] if (cell := column.cell(row)))
     return f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S}  {printable(status.run)}  {status.state}  {cells}".rstrip()
@@ -215,7 +214,6 @@ def _remarks(known: Sequence[RunStatus]) -> list[Text]:
 
 
 def _facts(status: RunStatus) -> dict[str, str]:
-    """Everything known about a run: label -> text."""
     speed = [
         _shown(status.images_per_s, number(1), " images/s"),
         _shown(status.step_time_s, short, " s a step"),

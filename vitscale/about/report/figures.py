@@ -148,7 +148,6 @@ def figure_5(report: Report) -> Drawing | None:
 
 
 def _put_own(axes: "Axes", own: Sequence[tuple[float, Result]]) -> None:
-    """A large mark for each result of this report's own."""
     for (x, result), mark in zip(own, itertools.cycle(_OWN)):
         label = f"{result.label}: begins with {result.begins_with}, policy {result.policy}"
         axes.plot(x, 100 * result.mean, mark, color=SERIES[7], markersize=11, label=label)

@@ -186,7 +186,6 @@ class StudyRun(StudyState):
         return True
 
     def _write_results(self) -> None:
-        """Write results.json. Raises `DataError`."""
         try:
             write_text(self.folder / RESULTS_FILE, results_text(self._about, self))
         except OSError as error:
