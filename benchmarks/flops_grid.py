@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    grid = seconds("from vitscale.cli.flops import main; main()", options.repeats)
+    grid = seconds("from vitscale.cli.entry import flops; flops()", options.repeats)
     torch = seconds("import torch", options.repeats)
     result = {"grid_s": round(grid, 3), "limit_s": LIMIT_S, "import_torch_s": round(torch, 3), "ratio": grid / torch}
     if options.json:

@@ -3,8 +3,8 @@
     $ python benchmarks/inference_speed.py ViT-B/16 ResNet50x1 --out speed
     $ python benchmarks/inference_speed.py ViT-L/16 --out speed --sizes 224,384 --precision bf16 --seconds 30
 
-The new folder `--out` gets index.html, the figure as PNG and SVG, its CSV, and figures.json for
-`vitscale report --inspected`. In bf16 with CUDA, in fp32 elsewhere, unless `--precision` says otherwise.
+The new folder `--out` gets index.html, the figure as PNG and SVG, and its CSV. In bf16 with CUDA, in fp32 elsewhere,
+unless `--precision` says otherwise.
 
 What is timed is a forward pass without gradients, with random weights and all of a batch's pixels on the device. The
 batch size is doubled: with CUDA until memory runs out, and then the largest batch that fits is found between the last

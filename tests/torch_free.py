@@ -1,13 +1,13 @@
 """Commands as processes that tell whether torch was imported."""
 
 
-def command(module: str) -> str:
-    """Python code: what the entry point `main` of a module does, and a word on stderr where torch came along."""
+def command(name: str) -> str:
+    """Python code: what a function of `vitscale.cli.entry` does, and a word on stderr where torch came along."""
     return f"""
 import sys
-from {module} import main
+from vitscale.cli.entry import {name}
 try:
-    main()
+    {name}()
 finally:
     if "torch" in sys.modules:
         print("torch was imported", file=sys.stderr)

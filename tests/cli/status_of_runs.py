@@ -12,7 +12,7 @@ from vitscale.cli.main import app
 from vitscale.recipe import load_recipe
 from vitscale.runs.checkpoint import CheckpointIndex, CheckpointStore, Fragment
 
-COMMAND = torch_free.command("vitscale.cli.main")
+COMMAND = torch_free.command("vitscale")
 NOW = 1_700_000_000.0
 
 # Steps 1 to 10 took 2 s each on 4 devices, 11 to 20 took 3 s each on 8.

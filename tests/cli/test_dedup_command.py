@@ -148,7 +148,7 @@ def test_mistakes(place, found, tmp_path):
 def test_ctrl_c_ends_with_one_line(place, tmp_path):
     """Pressed once the work has begun: its folder is there under another name."""
     arguments = ["find", place / "train", place / "index", "--out", tmp_path / "found"]
-    program = "import sys; from vitscale.cli.main import main; sys.argv[0] = 'vitscale'; main()"
+    program = "import sys; from vitscale.cli.entry import vitscale; sys.argv[0] = 'vitscale'; vitscale()"
     process = subprocess.Popen(
         [sys.executable, "-c", program, "dedup", *map(str, arguments)],
         stdout=subprocess.PIPE,

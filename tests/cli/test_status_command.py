@@ -12,7 +12,7 @@ from status_of_runs import LINES, NOW, save_checkpoint, shown, status, write_met
 
 
 def test_figures_by_hand(run_dir):
-    (found,) = status(run_dir, "--hardware", "h100", "--price", "2.5")
+    (found,) = status(run_dir)
     assert (found["step"], found["total_steps"], found["world_size"]) == (20, 100, 8)
     assert found["world_sizes"] == [4, 8]
     assert (found["loss"], found["lr"], found["images_per_s"], found["exaflops"]) == (2.0, 1e-3, 2048.0, 0.2)
@@ -21,10 +21,6 @@ def test_figures_by_hand(run_dir):
     device_hours = (10 * 2.0 * 4 + 10 * 3.0 * 8) / 3600
     assert found["hours"] == pytest.approx((20 + 30) / 3600)
     assert found["device_hours"] == pytest.approx(device_hours)
-    assert found["energy_kwh"] == pytest.approx(device_hours * 0.7)  # an H100 SXM draws 700 W at most
-    assert found["cost"] == pytest.approx(device_hours * 2.5)
-    # ViT-B/16 has 17.56 GMACs on 224 x 224; training is three passes of two FLOPs each.
-    assert found["mfu"] == pytest.approx(6 * 17.56e9 * 2048 / (8 * 989.4e12), rel=0.01)
     assert found["evaluation"] == {"step": 20, "values": {"validation/top1": 0.5, "validation/loss": None}}
     assert found["best"] == {"step": 10, "metric": "validation/top1", "value": 0.75, "is_kept": False}
     assert found["trend"] is None and found["notes"] == []
@@ -32,16 +28,17 @@ def test_figures_by_hand(run_dir):
 
 def test_what_people_see(run_dir):
     save_checkpoint(run_dir / "checkpoints", 20)
-    text = shown(run_dir, "--price", "1")
+    text = shown(run_dir)
     assert "20 of 100 (20.0 %, 4 min 0 s left)" in text
     assert "2,048.0 images/s, 3 s a step, 8 devices (4 for other steps)" in text
-    assert "5 GB at most" in text and "price 0.09" in text
+    assert "5 GB at most" in text
     assert "validation/loss not finite" in text and "step 10: validation/top1 0.7500" in text
 
 
-def test_mfu_of_the_metrics_goes_first(run_dir):
+def test_mfu_is_that_of_the_metrics(run_dir):
+    assert status(run_dir)[0]["mfu"] is None
     write_metrics(run_dir, [LINES[0] | {"mfu": 0.4}])
-    assert status(run_dir, "--hardware", "h100")[0]["mfu"] == 0.4
+    assert status(run_dir)[0]["mfu"] == 0.4
 
 
 @pytest.mark.parametrize(("slope", "direction"), [(-1e-3, "falling"), (0.0, "level"), (1e-3, "rising")])

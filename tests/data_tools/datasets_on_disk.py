@@ -45,7 +45,7 @@ def uids(dataset: Manifest | Path) -> list[int]:
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "vitscale.cli.convert", *map(str, arguments)]
+    return [sys.executable, "-m", "vitscale", "convert", *map(str, arguments)]
 
 
 def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:

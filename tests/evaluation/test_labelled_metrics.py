@@ -10,7 +10,7 @@ from messages import refusal
 from pictures import encoded, make_picture
 from toy_split import model, split
 
-from vitscale.cli.convert import main as convert
+from vitscale.cli.entry import convert
 from vitscale.data.augmentation import EvalTransform
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset

@@ -151,7 +151,7 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 def launch(run: Run, *options: str, ranks: int = 2) -> list[str]:
     """The command line of `vitscale launch`."""
-    main = "import sys; sys.argv[0] = 'vitscale'; from vitscale.cli.main import main; main()"
+    main = "import sys; sys.argv[0] = 'vitscale'; from vitscale.cli.entry import vitscale; vitscale()"
     return [sys.executable, "-c", main, "launch", *_of(run)[1:], "--ranks", str(ranks), *options]
 
 

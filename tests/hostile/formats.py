@@ -35,7 +35,6 @@ from vitscale.data.shards.provenance import REJECTS, read_table, write_tables
 from vitscale.data.shards.verify import verify
 from vitscale.evaluation.features import read_features
 from vitscale.ground.files.digests import file_digests
-from vitscale.ground.page.figures_file import read_figures
 from vitscale.models.weights.opening import open_weights
 from vitscale.recipe import list_recipes, load_recipe
 from vitscale.runs.checkpoint_index import index_text, parse_index
@@ -216,12 +215,6 @@ def recipe() -> str:
     return yaml.safe_dump(load_recipe(next(iter(list_recipes()))).dump())
 
 
-def figures() -> str:
-    one = {"key": "a", "title": "t", "caption": "", "svg": "<svg/>", "width": 100}
-    one |= {"columns": ["x"], "rows": [[1]]}
-    return json.dumps({"title": "t", "facts": [["a", "b"]], "notes": [], "figures": [one], "version": 1})
-
-
 FORMATS: dict[str, Format] = {
     "recipe": Format(_file("r.yaml", recipe), lambda path: load_recipe(path).dump()),
     "study": Format(
@@ -252,7 +245,6 @@ FORMATS: dict[str, Format] = {
     "jsonl": Format(_file("a.jsonl", lambda: '{"image": "a.jpg", "label": [1, "b"]}\n' * 3), read_source),
     "labels": Format(_file("labels.csv", image_list), lambda path: read_label_list(str(path))),
     "classes": Format(_file("classes.txt", lambda: "cat\ndog\n"), read_classes),
-    "figures": Format(_file("figures.json", figures), lambda path: read_figures(path.parent)),
     "launches": Format(_file("launch.jsonl", lambda: '{"event": "start", "time": "2026-01-01"}\n' * 3), read_launches),
     "metrics": Format(
         _file("metrics.jsonl", lambda: '{"step": 1, "train/loss": 2.5, "eval/top1": null}\n' * 3),

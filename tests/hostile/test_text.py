@@ -25,18 +25,7 @@ from vitscale.api.shown import Predictions
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.evaluation.prediction import Prediction
 from vitscale.ground.errors import DataError, RecipeError
-from vitscale.ground.page import (
-    Facts,
-    Folded,
-    Section,
-    Table,
-    Text,
-    draw,
-    fragment,
-    page_text,
-    read_figures,
-    standalone,
-)
+from vitscale.ground.page import Facts, Folded, Section, Table, Text, draw, fragment, page_text, standalone
 from vitscale.ground.safe_text import SafeStream, shown, without_secrets
 from vitscale.ground.table import Column, Console, ResultTable
 from vitscale.launch.clusters import Job, slurm
@@ -202,9 +191,8 @@ class Commands:
 
     def __call__(self, *arguments: str, code: int = 0) -> str:
         folders = {"HOME": str(self.folder / "home"), "TMPDIR": str(self.folder)}
-        name, *rest = arguments if arguments[0] == "convert" else ("", *arguments)
         done = subprocess.run(
-            [sys.executable, "-m", "vitscale.cli.convert" if name else "vitscale", *rest],
+            [sys.executable, "-m", "vitscale", *arguments],
             cwd=self.folder,
             env=os.environ | folders | self.variables,
             stdout=subprocess.PIPE,
@@ -339,66 +327,6 @@ def test_a_usage_error_controls_no_terminal(tmp_path):
         [sys.executable, "-m", "vitscale", "recipe", "--\x1b[2J=https://u:TOPSECRET@h"], capture_output=True, text=True
     )
     assert done.returncode == 2 and "\x1b" not in done.stderr and SECRET not in done.stderr
-
-
-# ---- Figures ---------------------------------------------------------------------------------------------------------
-
-_MANY = "".join(f'<g id="g{i + 1}"><use href="#g{i}"/><use href="#g{i}"/></g>' for i in range(30))
-DRAWINGS = [
-    '<svg><foreignObject><meta http-equiv="refresh" content="0"/></foreignObject></svg>',
-    *(f"<svg><{tag}/></svg>" for tag in ("script", "a", "animate", "set", "iframe", "style", "form", "SCRIPT", "svg")),
-    *("<svg onload='x'/>", "<svg><g xlink='x'/></svg>", '<svg xmlns="http://www.w3.org/2000/svg"/>', "<html/>"),
-    *(f'<svg><image href="{to}"/></svg>' for to in ("http://x/a.png", "javascript:x", "data:text/html;base64,eA==")),
-    *(f'<svg><image href="{to}"/></svg>' for to in ("data:image/svg+xml;base64,eA==", " #a", "#a")),
-    *(
-        f'<svg><g style="{style}"/></svg>'
-        for style in (
-            *("fill: url(http://x)", "fill: url( #x )", "position: fixed", "background: red", "fill: u\\72l(x)"),
-            *(
-                "fill: url(&quot;x&quot;)",
-                "fill: red; ; width: 9px",
-                "fill: expression(x)",
-                "@import x",
-                "/**/fill: red",
-            ),
-        )
-    ),
-    f'<svg><path id="g0" d="M 0 0"/>{_MANY}</svg>',
-    '<svg><pattern id="p"><rect fill="url(#p)"/></pattern></svg>',
-    f"<svg>{'<g>' * 50_000}{'</g>' * 50_000}</svg>",
-    '<!DOCTYPE svg [<!ENTITY a "b">]><svg><text>&a;</text></svg>',
-    *(
-        "<svg><![CDATA[<script>]]></svg>",
-        "<svg><!-- --></svg>",
-        "<?xml-stylesheet href='x'?><svg/>",
-        "<svg>&nbsp;</svg>",
-    ),
-]
-
-
-def _written(folder: Path, svg: str) -> Path:
-    figure = {"key": "k", "title": "t", "caption": "c", "columns": [], "rows": [], "svg": svg, "width": 10}
-    content = {"title": "t", "facts": [], "notes": [], "figures": [figure], "version": 1}
-    (folder / "figures.json").write_text(json.dumps(content))
-    return folder
-
-
-@pytest.mark.parametrize("svg", DRAWINGS, ids=range(len(DRAWINGS)))
-def test_a_drawing_is_what_matplotlib_writes(svg, tmp_path):
-    with pytest.raises(DataError):
-        read_figures(_written(tmp_path, svg))
-
-
-def test_a_drawing_is_written_anew(tmp_path):
-    svg = "<svg viewBox='0 0 1 1'><text id='part-1' style='fill: currentColor'>a &lt;script> &#x22;</text></svg>"
-    [figure] = read_figures(_written(tmp_path, svg)).figures
-    assert 'id="i-part-1"' in figure.under("i").svg and "<script" not in figure.svg
-
-
-def test_figures_are_a_regular_file(tmp_path):
-    os.mkfifo(tmp_path / "figures.json")
-    with pytest.raises(DataError):
-        read_figures(tmp_path)
 
 
 # ---- Scripts ---------------------------------------------------------------------------------------------------------

@@ -83,14 +83,14 @@ def test_a_model_beside_itself_on_a_page(home, tmp_path):
     out = tmp_path / "out"
     sources = (home / "ours" / "model.safetensors", tmp_path / "again.safetensors")
     shutil.copy(*sources)
-    code, said = inspect(home, out, *sources, "--neighbours", home / "data/test", images="data/test")
-    assert code == 0 and figures(out) == OF_VITS | {"neighbours"}, said
+    code, said = inspect(home, out, *sources, images="data/test")
+    assert code == 0 and figures(out) == OF_VITS, said
     assert all(key in said for key in OF_VITS)
     page = Read((out / "index.html").read_text())
     assert page.outside == [] and page.holes == []
     assert {"Attention distance", "again", "model"} <= set(page.words)
     opened = open_page(out / "index.html", tmp_path / "browser")
-    assert opened.console == [] and opened.document.count("<svg") == len(OF_VITS) + 1
+    assert opened.console == [] and opened.document.count("<svg") == len(OF_VITS)
     distances = rows(out / "attention_distance.csv")
     assert [(row["model"], row["layer"], row["head"]) for row in distances] == [
         (model, layer, head) for model in ("model", "again") for layer in "12" for head in "123"
@@ -100,8 +100,6 @@ def test_a_model_beside_itself_on_a_page(home, tmp_path):
     assert all(
         float(row["alignment"]) == pytest.approx(1, abs=1e-5) for row in of_two if row["layer"] == row["other_layer"]
     )
-    near = rows(out / "neighbours.csv")
-    assert len(near) == 2 * 6 * 6 and all(float(row["cosine"]) < 0.999999 for row in near)  # not a picture itself
 
 
 def test_resnets_have_no_attention_and_show_the_rest(home, tmp_path):
@@ -137,7 +135,6 @@ def test_bad_input_is_told_and_leaves_nothing(home, tmp_path):
         (2, str(tmp_path / "empty"), inspect(home, out, tmp_path / "empty")),
         (2, str(run), inspect(home, out, run, run)),
         (2, str(home / "pictures"), inspect(home, home / "pictures", run)),
-        (3, "nowhere", inspect(home, out, run, "--neighbours", tmp_path / "nowhere")),
     ]
     for expected, words, (code, message) in cases:
         assert code == expected and words in message, (words, code, message)

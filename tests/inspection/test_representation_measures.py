@@ -1,4 +1,4 @@
-"""Filters, positions, alignment, colours and neighbours, against scikit-learn and whole-batch formulas."""
+"""Filters, positions, alignment and colours, against scikit-learn and whole-batch formulas."""
 
 import itertools
 
@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 import torch
 from sklearn.decomposition import PCA
-from sklearn.neighbors import NearestNeighbors
 
 from vitscale.evaluation.inspection.representation import (
     alignment,
     colours,
     filter_components,
     gram,
-    nearest,
     principal_components,
     similarity,
 )
@@ -110,19 +108,3 @@ def test_signs_are_the_same_for_rows_in_any_order():
     first, *_ = principal_components(rows, 5)
     second, *_ = principal_components(rows.flip(0), 5)
     torch.testing.assert_close(first, second)
-
-
-def test_neighbours_are_those_of_scikit_learn_in_any_batches():
-    pictures = torch.arange(50, dtype=torch.uint8).view(50, 1, 1, 1).expand(50, 2, 2, 3)
-    vectors, uids = drawn(50, 6), torch.arange(50) * 10
-    theirs = NearestNeighbors(n_neighbors=5, metric="cosine").fit(vectors)
-    far, at = theirs.kneighbors(vectors[:4])
-    for size in (7, 50):
-        batches = [(pictures[i : i + size], vectors[i : i + size], uids[i : i + size]) for i in range(0, 50, size)]
-        found = nearest(vectors[:4], torch.full((4,), -1), batches, 5)
-        assert found.uids.tolist() == (at * 10).tolist()
-        np.testing.assert_allclose(found.cosines, 1 - far, atol=1e-5)
-        assert (found.images[:, :, 0, 0, 0].long() * 10 == found.uids).all()
-        others = nearest(vectors[:4], uids[:4], batches, 4)
-        assert others.uids.tolist() == (at[:, 1:] * 10).tolist()  # a picture is not its own neighbour
-    assert nearest(vectors[:2], uids[:2], [(pictures[:3], vectors[:3], uids[:3])], 5).uids.shape == (2, 3)

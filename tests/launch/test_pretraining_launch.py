@@ -23,7 +23,7 @@ from vitscale.ground.machine import hold_port
 from vitscale.launch import Pretraining, PretrainingRanks, count_devices
 from vitscale.runs.names import default_run_dir
 
-VITSCALE = [sys.executable, "-c", "from vitscale.cli.main import main; main()"]
+VITSCALE = [sys.executable, "-c", "from vitscale.cli.entry import vitscale; vitscale()"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(vitscale.__file__).parents[1])}
 
 

@@ -1,16 +1,12 @@
 """The report: what stands on the page is in results.json, the page opens, and bad input is told before any work."""
 
-import csv
 import json
 import math
-import re
 import shutil
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import yaml
 from browser import Read, open_page
@@ -19,10 +15,7 @@ from scipy.stats import norm
 from typer.testing import CliRunner
 
 from vitscale.about.report import gather, page, write_report
-from vitscale.about.report.figures import means_over_steps
 from vitscale.cli.main import app
-from vitscale.evaluation.inspection.figures import InspectionFigure
-from vitscale.evaluation.inspection.output import write
 from vitscale.flops.published import table_2, table_9
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.vtab import TASKS
@@ -264,13 +257,11 @@ def test_branches_of_trunks_of_several_seeds_are_one_result_and_no_transfer(root
     out = write_study(tmp_path, {"trunk": trunk, "branch": branch})
     content, _, read = reported(out)
     check_numbers(content, read)
-    (drawing,) = means_over_steps(gather([out]))
     of = {r["part"]: r for r in content["results"] if r["metric"] == "validation/top1"}
     assert {part: (r["n"], r["seeds"], r["begins_with"]) for part, r in of.items()} == {
         "trunk": (2, [0, 1], None),
         "branch": (2, [0, 1], None),
     }
-    assert all(f"{100 * r['mean']:.2f} %" in drawing.alt for r in of.values())
     # A thousandth an exaFLOP a step: the ten steps that trunk and branch share count once.
     assert of["branch"]["exaflops"] == pytest.approx(of["trunk"]["exaflops"]) == pytest.approx(0.04)
     assert {row["role"] for row in content["deduplication"]} == {"training"}
@@ -367,74 +358,3 @@ def test_without_matplotlib_nothing_is_read(study, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = CliRunner().invoke(app, ["report", str(study), "-o", str(tmp_path / "out")])
     assert isinstance(done.exception, RecipeError) and not (tmp_path / "out").exists()
-
-
-@pytest.fixture(scope="module")
-def inspected(tmp_path_factory) -> Path:
-    """A folder that an inspection has written: two figures, one with a number that is not finite."""
-    folder = tmp_path_factory.mktemp("inspected")
-
-    def put(figure: Any) -> None:
-        axes = figure.subplots()
-        axes.plot([0, 1], [2, 3], label="a")
-        axes.fill_between([0, 1], [0, 0], [1, 2])
-        axes.imshow(np.zeros((4, 4)), aspect="auto")
-
-    shape = {"put": put, "width": 400, "height": 200, "columns": ["layer", "distance_px"]}
-    rows = [[1, 2.5], [2, math.nan]]
-    figures = [
-        InspectionFigure("attention_distance", "Attention distance", "Read <it> so", rows=rows, **shape),
-        InspectionFigure("token_norms", "Norms", "", rows=[[1, 0.25]], **shape),
-    ]
-    write(folder, figures, "Inside a & b", "two", [("a", "ViT, 32 pixels"), ("b", "ResNet")], ["b has no positions."])
-    return folder
-
-
-def test_inspections_come_onto_the_page_with_their_numbers(study, inspected, tmp_path):
-    shutil.copytree(inspected, tmp_path / "second")
-    out = tmp_path / "report"
-    arguments = ["report", study, "-o", out, "--inspected", inspected, "--inspected", tmp_path / "second"]
-    done = CliRunner().invoke(app, list(map(str, arguments)))
-    assert done.exit_code == 0, done.output
-    content, text = json.loads((out / "results.json").read_text()), (out / "index.html").read_text()
-    assert [one["folder"] for one in content["inspections"]] == [str(inspected), str(tmp_path / "second")]
-    with (inspected / "attention_distance.csv").open(newline="") as file:
-        columns, first, _ = list(csv.reader(file))
-    told = content["inspections"][0]["figures"][0]
-    assert told["columns"] == columns and [str(value) for value in told["rows"][0]] == first
-    assert told["rows"][1] == [2, None] and "svg" not in told
-    read = Read(text)
-    check_numbers(content, read)
-    assert read.outside == [] and read.holes == []
-    words = " ".join(read.words)
-    assert "Inside the models" in words and words.count("b has no positions.") == 2 and "Read <it> so" in words
-    ids = re.findall(r'\bid="([^"]*)"', text)
-    assert len(set(ids)) == len(ids)
-    assert all(name[1:] in ids for name in read.references if name.startswith("#"))
-    opened = open_page(out / "index.html", tmp_path / "browser")
-    assert opened.console == []
-    assert opened.document.count("<svg") == page(gather([study])).count("<svg") + 4
-
-
-def test_folders_that_no_inspection_has_written_are_told(study, inspected, tmp_path):
-    def error_of(*folders: Path) -> BaseException | None:
-        given = [word for folder in folders for word in ("--inspected", str(folder))]
-        done = CliRunner().invoke(app, ["report", str(study), "-o", str(tmp_path / "out"), *given])
-        assert not (tmp_path / "out").exists()
-        return done.exception
-
-    folder = tmp_path / "inspected"
-    shutil.copytree(inspected, folder)
-    path = folder / "figures.json"
-    text = path.read_text()
-    content = json.loads(text)
-    undrawn = [content["figures"][0] | {"svg": "<svg><p></svg>"}, *content["figures"][1:]]
-    without_facts = {key: value for key, value in content.items() if key != "facts"}
-    assert isinstance(error_of(folder, folder), RecipeError)
-    for damaged in (content | {"version": 7}, content | {"figures": undrawn}, without_facts):
-        path.write_text(json.dumps(damaged))
-        assert isinstance(error_of(folder), DataError)
-    path.write_text(text[:-100])
-    assert isinstance(error_of(folder), DataError)
-    path.unlink()
-    assert isinstance(error_of(folder), RecipeError)

@@ -257,7 +257,7 @@ def test_ctrl_c_leaves_nothing(small, tmp_path):
         file.write(content[:table])
         file.seek(far)
         file.write(content[table:])
-    program = "import sys; from vitscale.cli.main import main; sys.argv[0] = 'vitscale'; main()"
+    program = "import sys; from vitscale.cli.entry import vitscale; sys.argv[0] = 'vitscale'; vitscale()"
     process = start_python(program, "shards", "adopt", small, start_new_session=True)
     while process.poll() is None and len(list(tmp_path.iterdir())) == 1:
         time.sleep(0.01)

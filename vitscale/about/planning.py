@@ -165,7 +165,8 @@ def make_plan(estimate: Estimate, cluster: Cluster) -> ClusterPlan:
                 one = _with(recipe, stage, again, micro)
                 accumulates = recipe.batch.global_size > micro * cluster.devices
                 memory = memory_of(one, parameters, tensors(micro), cluster.devices, accumulates, "cuda")
-                choices.append(_choice(one, cluster, memory))
+                fits = memory.device_bytes <= USABLE * cluster.memory
+                choices.append(Choice(one.parallelism, *one.split(cluster.devices), memory, fits))
     choices.sort(
         key=lambda one: (one.parallelism.zero_stage, one.parallelism.activation_checkpointing, one.micro_batch)
     )
@@ -174,9 +175,6 @@ def make_plan(estimate: Estimate, cluster: Cluster) -> ClusterPlan:
     totals, assumed = _totals(estimate, cluster, parameters)
     assumptions = (*cluster.assumptions, *_assumed_of_memory(recipe), *assumed)
     return ClusterPlan(estimate.name, cluster, parameters.total, judged, totals, assumptions)
-
-
-# ---- Choices ---------------------------------------------------------------------------------------------------------
 
 
 def _micro_batches(recipe: Recipe, world_size: int) -> list[int]:
@@ -201,11 +199,6 @@ def _with(recipe: Recipe, stage: int, again: int, micro_batch: int | None = None
     return changed.model_copy(update={"batch": recipe.batch.model_copy(update={"micro_max": micro_batch})})
 
 
-def _choice(recipe: Recipe, cluster: Cluster, memory: Memory) -> Choice:
-    fits = memory.device_bytes <= USABLE * cluster.memory
-    return Choice(recipe.parallelism, *recipe.split(cluster.devices), memory, fits)
-
-
 def find_best(choices: Sequence[Choice]) -> Choice | None:
     """Of the choices that fit, the one that computes and sends least; None if none does.
 
@@ -227,11 +220,7 @@ def _refusal(choice: Choice, cluster: Cluster) -> str:
     return "does not fit" + ("" if choice.memory.device_bytes > cluster.memory else f": {1 - USABLE:.0%} are kept free")
 
 
-# ---- The whole run ---------------------------------------------------------------------------------------------------
-
-
 def _totals(estimate: Estimate, cluster: Cluster, parameters: Parameters) -> tuple[Totals, list[str]]:
-    """The totals of the run, and what was assumed for them, in words."""
     recipe, images = estimate.recipe, estimate.own_images
     assert estimate.work is not None, "the caller has checked that the classes are known"
     macs = estimate.work.macs

@@ -13,7 +13,7 @@ from vitscale.evaluation.build import samples_expected
 from vitscale.evaluation.features import Features, extract_features
 from vitscale.evaluation.finished import evaluate_finished
 from vitscale.evaluation.inspection.figures import inspection_figures
-from vitscale.evaluation.inspection.finished import first_of, inspect_model, pictures_from, without_dataset
+from vitscale.evaluation.inspection.finished import first_of, inspect_model, pictures_from
 from vitscale.evaluation.inspection.looking import Findings, Part
 from vitscale.evaluation.representation import PAPERS_L2, Measuring, Method, default_counts, measure
 from vitscale.evaluation.scoring import scores
@@ -28,22 +28,19 @@ Data = Dataset | str | os.PathLike[str]
 """A dataset, or what `Dataset` opens."""
 
 
-def evaluate(model: Source, data: Data | None = None, metrics: Sequence[str] | None = None) -> Results:
+def evaluate(model: Source, data: Data | None = None) -> Results:
     """The metrics of a model, as `vitscale evaluate` has them.
 
     Args:
         model: the model.
         data: a labelled dataset of its classes; by default, what a run's recipe says.
-        metrics: with `data`, some of top1, top5, mean_per_class and calibration; by default all.
 
     Raises `DataError` if the dataset's classes are not the model's, `RecipeError` if there is nothing to evaluate on.
     """
-    if data is None and metrics is not None:
-        raise RecipeError("metrics: no effect without data")
     with opened(model).evaluating() as finished:
         if data is None:
             return Results(evaluate_finished(finished))
-        return Results(scores(finished, _place(data), metrics)[0])
+        return Results(scores(finished, _place(data))[0])
 
 
 def features(model: Source, data: Data) -> Features:
@@ -123,7 +120,6 @@ def inspect(
     show: Sequence[Part] | None = None,
     count: int = 32,
     pictures: int = 6,
-    neighbours: Data | None = None,
 ) -> Inspection:
     """Look inside a model, as `vitscale inspect` does.
 
@@ -132,8 +128,7 @@ def inspect(
         images: a dataset, a folder, or pictures as `Model.predict` takes them.
         show: some of filters, positions, attention, rollout, alignment, norms and colours; by default what it has.
         count: the most pictures taken of a dataset or folder.
-        pictures: the number of pictures for which maps and neighbours are made.
-        neighbours: a dataset in which to find the most similar pictures.
+        pictures: the number of pictures for which maps are made.
 
     Raises `RecipeError` for parts that the model does not have, `DataError` for what is not an image.
     """
@@ -145,9 +140,8 @@ def inspect(
         elif isinstance(images, str | os.PathLike) and os.path.isdir(images):  # noqa: PTH112
             seen = pictures_from(finished, os.fspath(images), count)
         else:
-            seen = without_dataset(module.views(images))
-        near = None if neighbours is None else _place(neighbours)
-        return Inspection(inspect_model(finished, seen, show, pictures=pictures, neighbours=near))
+            seen = module.views(images)
+        return Inspection(inspect_model(finished, seen, show, pictures=pictures))
 
 
 def _place(data: Data) -> str:

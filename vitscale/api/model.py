@@ -230,7 +230,6 @@ class Model(nn.Module):
                     module.training = mode
 
     def _all_outputs(self, images: Images) -> Iterator[Outputs]:
-        """The outputs for all images, some at a time."""
         if not isinstance(images, Tensor):
             inputs: Tensor | list[Picture] = _pictures(images)
         elif images.dtype == torch.uint8:

@@ -191,7 +191,6 @@ class Training:
                 time.sleep(_LOOK_EVERY_SECONDS)
 
     def _read(self) -> bytes:
-        """What it has printed since the last call."""
         with suppress(FileNotFoundError), (self._folder / _OUTPUT).open("rb") as output:
             output.seek(len(self._output))
             new = output.read()

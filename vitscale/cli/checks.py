@@ -79,9 +79,6 @@ def _tell(line: str) -> None:
     Console(stderr=True).print(line, style="dim", markup=False, highlight=False)
 
 
-# ---- Runs ------------------------------------------------------------------------------------------------------------
-
-
 def verify(
     run: Annotated[Path, Argument(help="A run's directory.")],
     steps: Annotated[int, Option(min=0, max=10**9, help="Number of steps to take again, at most.")] = 50,

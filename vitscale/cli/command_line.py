@@ -141,9 +141,6 @@ def _complain(message: str) -> None:
             sys.stderr.flush()
 
 
-# ---- Help ------------------------------------------------------------------------------------------------------------
-
-
 def readable_command(app: Typer) -> Any:
     """An app's command, with N, NUMBER, TEXT and PATH in its help instead of <int range>, <list[str]> and so on."""
     command = typer.main.get_command(app)
@@ -165,9 +162,6 @@ def _type_name(display_type: Callable[[Any], str], is_argument: bool, ctx: Any) 
     if kind not in _TYPES:
         return shown
     return "" if is_argument else _TYPES[kind]  # an argument's name says enough
-
-
-# ---- Output ----------------------------------------------------------------------------------------------------------
 
 
 class _File(io.FileIO):

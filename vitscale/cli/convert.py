@@ -20,7 +20,7 @@ from data_tools.report import say, summary
 from data_tools.request import Request, parse_count, parse_splits
 from data_tools.sources import Kind, SourceOptions
 from data_tools.views import write_subset
-from vitscale.cli.command_line import HELP, Version, run
+from vitscale.cli.command_line import HELP, Version
 from vitscale.cli.options import Embedding, ImageField, ImageSize, ModelName, Workers, given_options, opened_embedder
 from vitscale.data.shards import DEFAULT_CAPACITY
 from vitscale.data.shards.beton import expected_bytes
@@ -220,12 +220,3 @@ def _forecast(plan: ConversionPlan, probed: Probe, workers: int, starting: float
         about = round(removed / max(probed.images, 1) * images)
         table.add_row("copies of test images", f"{removed:,} of the probed images, so about {about:,} would be removed")
     return table
-
-
-def main() -> None:
-    """Entry point."""
-    run(app)
-
-
-if __name__ == "__main__":
-    main()

@@ -26,4 +26,4 @@ def _run(module: str) -> None:
     """End at once on Ctrl-C until `command_line.run` takes over: nothing has begun, and a trace of imports is noise."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # unless a shell has made it ignored
         signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
-    import_module(f"vitscale.cli.{module}").main()
+    import_module("vitscale.cli.command_line").run(import_module(f"vitscale.cli.{module}").app)

@@ -120,7 +120,6 @@ def _counts(shots: str | None, method: "Method") -> list[int | None]:
 
 
 def _strength(l2: str | None, tasks: int) -> "Strength":
-    """The L2 strength, or the way to choose it, that `--l2` asks for."""
     from vitscale.evaluation.representation import PAPERS_L2
 
     if l2 is None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Context, Option, Typer
 
-from vitscale.cli.command_line import HELP, Version, run
+from vitscale.cli.command_line import HELP, Version
 from vitscale.cli.options import Price, check_numbers, given_options
 from vitscale.flops import reports
 from vitscale.flops.estimate import Estimate, estimate
@@ -92,7 +92,6 @@ def command(
 
 
 def _check(given: set[str]) -> None:
-    """Refuse options that would be ignored."""
     report = next((option for option in _GOES_WITH if option in given), None)
     allowed = {"RECIPE", "--set", "--samples", "--format"} if report is None else _GOES_WITH[report]
     foreign = sorted(given - allowed - {report})
@@ -120,12 +119,3 @@ def _estimates(names: list[str], settings: list[str], samples: int | None) -> li
     if len(found) == 1:
         reports.check_known(found[0])
     return found
-
-
-def main() -> None:
-    """Entry point."""
-    run(app)
-
-
-if __name__ == "__main__":
-    main()

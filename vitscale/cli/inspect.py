@@ -1,15 +1,13 @@
 """`vitscale inspect`: look inside finished models."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typer import Argument, Option
 
+from vitscale.cli.console import progress
 from vitscale.cli.options import ModelOptions, with_model_options
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.files.durable import new_folder
@@ -38,12 +36,9 @@ def inspect(
     ] = None,
     count: Annotated[int, Option(min=1, max=10**5, help="Images that are measured.")] = 128,
     pictures: Annotated[int, Option(min=1, max=16, help="How many of these are shown.")] = 6,
-    neighbours: Annotated[
-        str | None, Option(metavar="DATASET", help="Look in it for pictures that are like those shown.")
-    ] = None,
     options: ModelOptions = ModelOptions(),
 ) -> None:
-    """Look inside models: filters, positions, attention, rollout, layers, norms, colours, neighbours.
+    """Look inside models: filters, positions, attention, rollout, layers, norms, colours.
 
     Each figure is a PNG, an SVG and a CSV of its numbers; index.html has them all.
     """
@@ -60,10 +55,9 @@ def inspect(
         facts, notes = [], []
         for source, name in zip(sources, names, strict=True):
             with _for_its_kind(options, source, sources).opened(source) as finished:
-                seen, progress = pictures_from(finished, images, count), partial(_progress, name)
-                found = inspect_model(
-                    finished, seen, wanted, pictures=pictures, neighbours=neighbours, progress=progress
-                )
+                shown = pictures_from(finished, images, count)
+                with progress(f"images, {name}", len(shown)) as done:
+                    found = inspect_model(finished, shown, wanted, pictures=pictures, seen=done)
                 at = "" if finished.step is None else f", step {finished.step:,}"
             findings[name] = found
             facts.append((name, f"{found.title}, {found.image_size} pixels{at}"))
@@ -101,13 +95,3 @@ def _names(sources: Sequence[Path]) -> list[str]:
             if len(set(names)) == len(names):
                 return names
     raise AssertionError("different paths have different names")
-
-
-@contextmanager
-def _progress(name: str, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error, if that is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"{name}: {what}", total=total)
-        yield lambda count: progress.advance(task, count)

@@ -21,10 +21,6 @@ def evaluate(
     data: Annotated[
         str | None, Option(metavar="DATASET", help="Dataset to evaluate on, instead of the recipe's.")
     ] = None,
-    metrics: Annotated[
-        str | None,
-        Option(metavar="NAME,...", help="With --data: top1, top5, mean_per_class, calibration; default: all."),
-    ] = None,
     real: Annotated[
         str | None, Option(metavar="FILE", help="With --data: also ImageNet-ReaL, by its real.json or timm's (timm).")
     ] = None,
@@ -46,7 +42,7 @@ def evaluate(
     from vitscale.runs.intervals import accuracy_intervals
 
     if data is None:
-        refuse("there is no --data", {"--metrics": metrics, "--real": real, "--objectnet": objectnet, "--out": out})
+        refuse("there is no --data", {"--real": real, "--objectnet": objectnet, "--out": out})
     with options.opened(source) as finished:
         policy = finished.policy()
         with at_work(finished, "evaluating"):
@@ -54,9 +50,8 @@ def evaluate(
                 values = evaluate_finished(finished)
             else:
                 if objectnet is not None:
-                    refuse("--objectnet has metrics of its own", {"--metrics": metrics, "--real": real, "--out": out})
-                names = None if metrics is None else metrics.split(",")
-                values, about = scores(finished, data, names, real, objectnet, out)
+                    refuse("--objectnet has metrics of its own", {"--real": real, "--out": out})
+                values, about = scores(finished, data, real, objectnet, out)
                 policy |= about
         if not finished.accelerator.is_main_process:
             return

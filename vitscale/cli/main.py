@@ -6,7 +6,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from vitscale.cli.command_line import HELP, Version, readable_command, run
+from vitscale.cli.command_line import HELP, Version, readable_command
 
 app = typer.Typer(
     help="Pre-train Vision Transformers at scale.",
@@ -74,8 +74,3 @@ def _imported_later() -> None:
 
 for _name, (_, _help) in COMMANDS.items():
     app.command(_name, cls=LaterCommand, short_help=_help)(_imported_later)
-
-
-def main() -> None:
-    """Entry point."""
-    run(app)

@@ -109,19 +109,13 @@ class ModelOptions:
 
 
 def with_model_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Declare `ModelOptions`, except those left out, as options of a command that is given them as `options`.
-
-    In --help the first ones stand where the command has that parameter, those of how a model computes behind its own.
-    """
+    """Declare `ModelOptions`, except those left out, as options of a command that is given them as `options`."""
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
         parameters = [*inspect.signature(command).parameters.values()]
         at = [each.name for each in parameters].index("options")
         fields = [each for each in inspect.signature(ModelOptions).parameters.values() if each.name not in left_out]
-        computing = [each for each in fields if each.name in ("batch", "precision", "max_memory")]
-        parameters[at : at + 1] = [each for each in fields if each not in computing]
-        end = len(parameters) - (parameters[-1].name == "as_json")
-        parameters[end:end] = computing
+        parameters[at : at + 1] = fields
 
         @wraps(command)
         def called(**values: Any) -> None:

@@ -40,9 +40,6 @@ def plan(
         int | None, Option(min=1, max=2**53, help="Number of training samples, if there is no dataset.")
     ] = None,
     price: Price = None,
-    every_micro_batch: Annotated[
-        bool, Option("--all", help="Show every micro-batch, not the best one of each stage and recomputation.")
-    ] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object, with every micro-batch.")] = False,
 ) -> None:
     """Say what a recipe needs on a cluster: memory, and time and price at an MFU.
@@ -65,7 +62,7 @@ def plan(
         print(json.dumps(_as_data(made), indent=1, allow_nan=False))
         return
     print(_heading(made), end="\n\n")
-    render(_table(made.choices if every_micro_batch else _shortlist(made)), "table")
+    render(_table(_shortlist(made)), "table")
     best = made.best
     if best is None:
         print("Nothing fits. More devices, stage 3, parallelism.offload=optimizer or a smaller model may.")
@@ -121,7 +118,7 @@ _LEGEND = (
 )
 
 
-def _table(choices: list["Choice"] | tuple["Choice", ...]) -> ResultTable:
+def _table(choices: list["Choice"]) -> ResultTable:
     rows = [row | {"ema": row["ema"] or None} for row in map(_row, choices)]  # a column of zeros says nothing
     groups = [len(list(group)) for _, group in groupby(choices, key=lambda one: one.parallelism.zero_stage)]
     return ResultTable(_COLUMNS, rows, legend=_LEGEND, groups=groups)

@@ -11,10 +11,6 @@ def report(
         list[Path], Argument(metavar="RUN...|STUDY", help="Directories of runs, or the folder of a study.")
     ],
     out: Annotated[Path, Option("--out", "-o", metavar="FOLDER", help="Folder for the page and results.json.")],
-    inspected: Annotated[
-        list[Path] | None,
-        Option("--inspected", metavar="FOLDER", help="Folder of vitscale inspect, to show its figures."),
-    ] = None,
     title: Annotated[str | None, Option(help="Title of the page.", show_default="the study's or runs' names")] = None,
 ) -> None:
     """Put the results of runs or a study on one page.
@@ -23,15 +19,10 @@ def report(
     versions and recipes.
     """
     from vitscale.about.report import PAGE_FILE, check_folder, gather, page, write_report
-    from vitscale.ground.errors import RecipeError
-    from vitscale.ground.page import check_drawing, read_figures
+    from vitscale.ground.page import check_drawing
 
     check_drawing("vitscale report")
     check_folder(out)
-    folders = inspected or []
-    if len({folder.resolve() for folder in folders}) < len(folders):
-        raise RecipeError("--inspected: a folder is named twice")
-    drawn = [read_figures(folder) for folder in folders]
-    content = gather(sources, title, list(zip(folders, drawn, strict=True)))
+    content = gather(sources, title)
     write_report(out, content, page(content))
     print(out / PAGE_FILE)

@@ -102,9 +102,6 @@ def _sightings(sample: "NamedSample", sightings: Sequence["Sighting"], epochs: i
         yield f"  and {len(sightings) - _SHOWN:,} more: --json has all"
 
 
-# ---- Without them ----------------------------------------------------------------------------------------------------
-
-
 def without(
     samples: Annotated[
         list[str],

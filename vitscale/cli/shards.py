@@ -3,8 +3,6 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +10,7 @@ from typing import Annotated
 from rich.table import Table
 from typer import Argument, Exit, Option, Typer
 
-from vitscale.cli.console import interruptible, plain, say
+from vitscale.cli.console import interruptible, plain, progress, say
 from vitscale.cli.options import Dataset, Json
 from vitscale.data.shards import MANIFEST_NAME, Manifest
 from vitscale.ground.errors import DataError, RecipeError
@@ -22,7 +20,6 @@ from vitscale.ground.storage import without_file_scheme
 from vitscale.ground.table import Console, hanging
 from vitscale.ground.wording import counted
 
-_LINE_SECONDS = 10.0
 _SHOWN_DAMAGE = 100
 
 app = Typer(
@@ -104,8 +101,8 @@ def verify(
     manifest = Manifest.load(dataset)
     workers = workers or len(os.sched_getaffinity(0))
     started = time.monotonic()
-    with _progress("shards", len(manifest.shards)) as progress:
-        verdict = verify(manifest, workers=workers, decode=decode, stock=ffcv, progress=progress)
+    with progress("shards", len(manifest.shards)) as done:
+        verdict = verify(manifest, workers=workers, decode=decode, stock=ffcv, progress=done)
     seconds = time.monotonic() - started
     if as_json:
         print(json.dumps({"ok": not verdict.damage, **asdict(verdict)}, indent=1))
@@ -193,8 +190,8 @@ def export(dataset: Dataset, out: Annotated[str, Argument(help="A new or empty f
     from vitscale.data.shards.export import export
 
     manifest = Manifest.load(dataset)
-    with _progress("images", manifest.num_samples) as progress:
-        written = export(manifest, out, progress)
+    with progress("images", manifest.num_samples) as done:
+        written = export(manifest, out, done)
     print(f"wrote {out}: {counted(written, 'image')}, {counted(len(manifest.class_names), 'class')}")
 
 
@@ -219,8 +216,8 @@ def adopt(
     fields = {"image_field": image_field, "label_field": label_field}
     out, local = out or default_out(file), Path(without_file_scheme(file))
     size = local.stat().st_size if local.is_file() else 0
-    with interruptible("nothing was written"), _progress("bytes", size) as progress:
-        adoption = adopt(file, out, **fields, class_names=names, decode=decode, progress=progress)
+    with interruptible("nothing was written"), progress("bytes", size) as done:
+        adoption = adopt(file, out, **fields, class_names=names, decode=decode, progress=done)
     manifest = adoption.manifest
     kinds = {"JPEG": manifest.num_samples - adoption.raw, "raw image": adoption.raw}
     stored = [counted(count, what) for what, count in kinds.items() if count]
@@ -230,29 +227,6 @@ def adopt(
     say(printable(f"images from {adoption.image_field!r}, {label}{unused}"))
     if names is None and manifest.class_names:
         say(printable(f"classes are called 0 to {len(manifest.class_names) - 1:,}; --classes names them"))
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Progress on stderr: a bar on a terminal, else a line every ten seconds."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn(what), BarColumn(None), MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn())
-        with Progress(*columns, console=console, expand=True) as bar:
-            task = bar.add_task("", total=total)
-            yield lambda done: bar.update(task, completed=done)
-        return
-    said = time.monotonic()
-
-    def show(done: int) -> None:
-        nonlocal said
-        if time.monotonic() - said >= _LINE_SECONDS:
-            said = time.monotonic()
-            console.print(f"{done:,} of {total:,} {what}", highlight=False)
-
-    yield show
 
 
 def _table(title: str, *headings: str) -> Table:

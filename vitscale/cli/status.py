@@ -19,13 +19,11 @@ from vitscale.about.status.liveness import duration
 from vitscale.about.status.recent import SlowestRank
 from vitscale.about.status.run import Anomalies, Best, Evaluation, Restarts, Saved
 from vitscale.cli.command_line import reader_is_gone
-from vitscale.flops.hardware import find_device
-from vitscale.ground.errors import EXIT_INTERRUPTED, RecipeError, VitscaleError
+from vitscale.ground.errors import EXIT_INTERRUPTED, VitscaleError
 from vitscale.ground.safe_text import indented, printable
 from vitscale.ground.table import Column, Console, ResultTable, Row, fitted, hanging, hours, number, percent, short
 from vitscale.ground.wording import counted
 
-_MOST = 1e9
 _EVERY_S = 2.0
 _SHOWN_METRICS = 6
 _UNLIMITED = 2**16  # characters in a line
@@ -46,19 +44,12 @@ def status(
         ),
     ] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object a line for each run.")] = False,
-    hardware: Annotated[
-        str | None, Option(metavar="NAME", help="h200, a100, ...: for energy, and MFU where it was not logged.")
-    ] = None,
-    price: Annotated[float | None, Option(min=0, max=_MOST, help="Price of one device for one hour.")] = None,
 ) -> None:
     """Say how runs are doing: step, loss, speed, time left, cost.
 
     Also checkpoints, restarts, and whether they are alive.
     """
-    if price is not None and not 0 <= price <= _MOST:  # a NaN is in typer's range
-        raise RecipeError(f"--price {price:g}: expected the price of one device-hour from 0 to {_MOST:g}")
-    device = None if hardware is None else find_device(hardware)
-    readers = {run: RunReader(run, device, price) for run in runs}
+    readers = {run: RunReader(run) for run in runs}
     if watch:
         _watch(readers, as_json)
     else:
@@ -162,9 +153,6 @@ def _json(status: RunStatus) -> str:
     return json.dumps(asdict(status), allow_nan=False)
 
 
-# ---- What people see -------------------------------------------------------------------------------------------------
-
-
 def _picture(console: Console, known: Sequence[RunStatus], errors: Sequence[VitscaleError] = ()) -> RenderableType:
     """The status as a block of lines for one run, or a table for several."""
     table = ResultTable(_COLUMNS, [_row(status) for status in known])
@@ -199,7 +187,6 @@ _COLUMNS = (
     Column("mfu", "MFU", percent(1), spare=6),
     Column("left_s", "left", duration),
     Column("exaflops", "exaFLOPs", number(3), spare=7),
-    Column("cost", "cost", number(2), spare=1),
 )
 
 
@@ -210,7 +197,6 @@ def _row(status: RunStatus) -> Row:
 
 
 def _line(status: RunStatus) -> str:
-    """One run's status in one line, with the time."""
     row = _row(status)
     cells = "  ".join(f"{column.title} {cell}" for column in _COLUMNS[2:] if (cell := column.cell(row)))
     return f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S}  {printable(status.run)}  {status.state}  {cells}".rstrip()
@@ -228,19 +214,13 @@ def _remarks(known: Sequence[RunStatus]) -> list[Text]:
 
 
 def _facts(status: RunStatus) -> dict[str, str]:
-    """Everything known about a run: label -> text."""
     speed = [
         _shown(status.images_per_s, number(1), " images/s"),
         _shown(status.step_time_s, short, " s a step"),
         _shown(status.mfu, percent(1), " MFU"),
         _devices(status),
     ]
-    cost = [
-        _shown(status.exaflops, number(3), " exaFLOPs"),
-        _shown(status.device_hours, hours, " device-hours"),
-        _shown(status.energy_kwh, number(1), " kWh at most"),
-        _shown(status.cost, "{:,.2f}".format, before="price "),
-    ]
+    cost = [_shown(status.exaflops, number(3), " exaFLOPs"), _shown(status.device_hours, hours, " device-hours")]
     facts = {
         "state": f"{status.state} ({status.why})" if status.why else status.state,
         "step": _step(status),
@@ -332,8 +312,8 @@ def _slowest_rank(slow: SlowestRank) -> str:
     )
 
 
-def _shown(value: Any, show: Callable[[Any], str], unit: str = "", before: str = "") -> str:
-    return "" if value is None else before + show(value) + unit
+def _shown(value: Any, show: Callable[[Any], str], unit: str = "") -> str:
+    return "" if value is None else show(value) + unit
 
 
 def _size(size: float) -> str:

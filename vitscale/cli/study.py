@@ -11,7 +11,7 @@ from rich.text import Text
 from typer import Argument, Exit, Option, Typer
 from typer.core import TyperGroup
 
-from vitscale.about.studies.cost import Slot, cost_of
+from vitscale.about.studies.cost import cost_of
 from vitscale.about.studies.engine import Engine, LocalEngine, SlurmEngine
 from vitscale.about.studies.expansion import Entry, Expansion, expand
 from vitscale.about.studies.outcomes import Progress, check_unchanged
@@ -22,7 +22,7 @@ from vitscale.cli.options import Hardware, Json, Mfu, Price, check_numbers
 from vitscale.flops.accounting import PUBLISHED_MFU, PUBLISHED_MFU_SOURCE
 from vitscale.flops.hardware import find_device
 from vitscale.ground.errors import RecipeError
-from vitscale.ground.table import Column, Console, ResultTable, Row, hanging, hours, number, render, short
+from vitscale.ground.table import Column, Console, ResultTable, Row, hanging, number, render, short
 from vitscale.ground.wording import counted
 from vitscale.launch import Pretraining
 from vitscale.launch.clusters import Job, launch_command, read_pairs
@@ -35,8 +35,8 @@ _COST_COLUMNS = (
     Column("device_hours", "device-hours", short),
 )
 _ON_PAPER = (
-    "On paper: hours of training alone, without evaluations and interruptions; whether a recipe fits into memory, "
-    "`vitscale plan` tells."
+    "On paper: training alone, without evaluations and interruptions; the time is these device-hours by the number of "
+    "devices at work. Whether a recipe fits into memory, `vitscale plan` tells."
 )
 
 EngineName = Literal["local", "slurm"]
@@ -131,9 +131,7 @@ def run(
 @app.command()
 def plan(
     study: Study,
-    devices: Annotated[int, Option(min=1, max=2**20, help="Number of devices for all entries.")],
     hardware: Hardware,
-    slots: Annotated[int, Option(min=1, max=2**20, help="Entries at a time; they share the devices equally.")] = 1,
     samples: Annotated[
         int | None, Option(min=1, max=2**53, help="Training samples, if neither a dataset nor the study says.")
     ] = None,
@@ -142,30 +140,25 @@ def plan(
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a study costs before it starts: exaFLOPs, hours, money."""
-    if devices % slots:
-        raise RecipeError(f"--slots {slots}: does not divide --devices {devices}")
+    """Say what a study costs before it starts: exaFLOPs, device-hours, money."""
     check_numbers({"--mfu": mfu, "--price": price})
     device = find_device(hardware)
     file = find_study(study)
     loaded = load_study(file)
     expansion = expand(loaded, Path("runs") / file.stem, settings or [], file.parent)
-    cost = cost_of(loaded, expansion, Slot(device, devices // slots, mfu or PUBLISHED_MFU, price), slots, samples)
+    cost = cost_of(loaded, expansion, device, mfu or PUBLISHED_MFU, price, samples)
     if as_json:
-        content = asdict(cost) | {"study": file.stem, "device": device.name, "devices": devices, "slots": slots}
+        content = asdict(cost) | {"study": file.stem, "device": device.name}
         print(json.dumps(content, indent=1, allow_nan=False))
         return
-    print(
-        f"{file.stem}: {counted(len(cost.entries), 'run')} on {devices:,} {device.name}, "
-        f"{slots:,} at a time on {devices // slots:,} each\n"
-    )
+    print(f"{file.stem}: {counted(len(cost.entries), 'run')} on {device.name}\n")
     rows = []
     for part in loaded.parts:
         of_part = [one for one in cost.entries if expansion.entries[one.name].part == part]
         sums = {key: sum(getattr(one, key) or 0.0 for one in of_part) or None for key in ("exaflops", "device_hours")}
         rows.append({"part": part, "entries": len(of_part), **sums})
     render(ResultTable(_COST_COLUMNS, rows), "table")
-    parts = [f"{short(cost.exaflops)} exaFLOPs", f"{hours(cost.hours)} hours", f"{cost.device_hours:,.0f} device-hours"]
+    parts = [f"{short(cost.exaflops)} exaFLOPs", f"{cost.device_hours:,.0f} device-hours"]
     if cost.energy_kwh is not None:
         parts.append(f"at most {cost.energy_kwh:,.0f} kWh")
     if cost.cost is not None:
@@ -205,9 +198,6 @@ def _list_entries(expansion: Expansion, folder: Path) -> None:
         print(shlex.join(launch_command(Job(Pretraining(option.source, option.settings, folder / entry.name)))))
 
 
-# ---- While it runs ---------------------------------------------------------------------------------------------------
-
-
 class _Watch:
     """Says of a running study whenever an entry begins or ends. `vitscale status --watch` shows the runs themselves."""
 
@@ -245,8 +235,6 @@ def _line(entry: Entry, progress: Progress) -> str:
         return f"{entry.name} is not run: {progress.why}"
     return f"{entry.name} is {progress.state}"
 
-
-# ---- At the end ------------------------------------------------------------------------------------------------------
 
 _SHOWN = "validation/top1"
 _COLUMNS = (

@@ -13,8 +13,7 @@ from vitscale.data.settings import Reading
 from vitscale.data.shards import Manifest
 from vitscale.evaluation.classification import Validation
 from vitscale.evaluation.contract import Evaluator, Loaders, MakeLoader
-from vitscale.evaluation.fewshot import PAPER_L2S, FewShot, OfSplits, SharedL2FewShot
-from vitscale.evaluation.knn import NearestNeighbours
+from vitscale.evaluation.fewshot import PAPER_L2S, FewShot, NearestNeighbours, OfSplits, SharedL2FewShot
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.extensions import implementation
 from vitscale.ground.wording import counted

@@ -1,4 +1,4 @@
-"""Few-shot evaluation during pre-training: a linear read-out of the frozen representation (paper section 4.1)."""
+"""Evaluations of the frozen representation during pre-training: few-shot (paper section 4.1), nearest neighbours."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from torch import Tensor
 from vitscale.data.draws import mix
 from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict
 from vitscale.evaluation.features import Features, extract_features
-from vitscale.evaluation.probes import DEVELOPMENT
+from vitscale.evaluation.probes import DEVELOPMENT, neighbour_accuracies
 from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
 from vitscale.ground.errors import DataError
 from vitscale.ground.ranks import on_rank_zero
@@ -125,6 +125,33 @@ class SharedL2FewShot(Evaluator):
             for task, accuracy in zip(self.tasks, accuracies[:, index, best].tolist(), strict=True):
                 yield f"{task.name}/{shots}shot", accuracy
             yield f"l2_{shots}shot", self.l2s[best]
+
+
+@dataclass(frozen=True)
+class NearestNeighbours(OfSplits):
+    """Yields `<k>nn`: test accuracy (a fraction) by the votes of the k nearest training samples, as DINO measures
+    (Caron et al. 2021; see `probes`).
+
+    Args:
+        numbers: the numbers k of neighbours.
+    """
+
+    kind: ClassVar[str] = "nearest-neighbour"
+
+    numbers: Sequence[int] = (20,)
+
+    def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
+        """As `Evaluator.run`. Raises `DataError` as `measured`, and for fewer training samples than neighbours."""
+
+        def measure(task: Task) -> list[float]:
+            if (count := len(task.train.labels)) < max(self.numbers):
+                raise DataError(f"{self.what}: {max(self.numbers)} neighbours of only {count} training samples")
+            splits = task.train.features, task.train.labels, task.test.features, task.test.labels
+            accuracies = neighbour_accuracies(*splits, len(self.class_names), self.numbers)
+            return [accuracies[k] for k in self.numbers]
+
+        for k, accuracy in zip(self.numbers, self.measured(predict, measure), strict=True):
+            yield f"{k}nn", accuracy
 
 
 Few = tuple[Tensor, Tensor, Tensor, Tensor, int]

@@ -313,16 +313,3 @@ def tell_common_samples(model: FinishedModel, dataset: Manifest) -> None:
     with suppress(VitscaleError):
         if found := common_samples(dataset, model.dataset(model.recipe.data.train)):
             tell(f"{found}, which the run was trained on")
-
-
-def predicted_classes(model: FinishedModel, manifest: Manifest) -> dict[int, str]:
-    """The most probable class of each of this process's samples of a dataset: uid -> class name."""
-    assert model.class_names is not None, "a model without classes predicts none"
-    found = {}
-    for batch in model.loader(manifest)():
-        logits = model.predict(batch.images).logits
-        assert logits is not None, "a model without classes predicts none"
-        classes = logits.argmax(dim=1).tolist()
-        rows = zip(batch.uids.tolist(), classes, batch.mask.tolist(), strict=True)
-        found.update({uid: model.class_names[index] for uid, index, is_sample in rows if is_sample})
-    return found

@@ -24,13 +24,10 @@ from vitscale.ground.safe_text import csv_cell
 from vitscale.ground.wording import finite
 from vitscale.runs.intervals import accuracy_intervals, wilson_interval
 
-METRICS = ("top1", "top5", "mean_per_class", "calibration")
-
 
 def scores(
     finished: FinishedModel,
     data: str,
-    asked: Sequence[str] | None = None,
     real: str | None = None,
     objectnet: Path | None = None,
     out: Path | None = None,
@@ -39,18 +36,14 @@ def scores(
 
     Args:
         data: the dataset, as in `FinishedModel.dataset`.
-        asked: some of `METRICS`; by default all.
         real: also the accuracy by ImageNet-ReaL's labels: their file, or "timm" for timm's copy.
         objectnet: ObjectNet's accuracies instead, by a file of its classes -> the model's.
         out: a new folder, complete or not at all, for per_class.csv, confusion.csv, predictions.csv and
             evaluation.json, with the metrics; not with `objectnet`.
 
-    Raises `RecipeError` for a model without classes, unknown metrics and a folder that is not free, `DataError` if the
-    dataset's classes are not the model's or the disk is full, and as `Scores.run` does. Collective.
+    Raises `RecipeError` for a model without classes and a folder that is not free, `DataError` if the dataset's classes
+    are not the model's or the disk is full, and as `Scores.run` does. Collective.
     """
-    asked = METRICS if asked is None else asked
-    if unknown := [name for name in asked if name not in METRICS]:
-        raise RecipeError(f"--metrics: {unknown[0]!r} is none; expected some of {','.join(METRICS)}")
     if finished.num_classes is None:
         raise RecipeError(f"{finished.source} has no classes to be evaluated; fewshot and features are for such models")
     manifest = finished.dataset(data)
@@ -64,9 +57,7 @@ def scores(
     else:
         columns, classes = m.columns_of(manifest, finished.class_names, finished.num_classes)
         num_classes = len(manifest.class_names)
-        ready: dict[str, m.Metric] = {"top1": m.TopK(1), "top5": m.TopK(5)}
-        ready |= {"mean_per_class": m.MeanPerClass(num_classes), "calibration": m.Calibration()}
-        chosen += [ready[name] for name in asked if name != "top5" or num_classes > 5]
+        chosen += [m.TopK(1), *([m.TopK(5)] if num_classes > 5 else []), m.MeanPerClass(num_classes), m.Calibration()]
         if real is not None:
             if finished.num_classes != 1000 or columns is not None:
                 raise RecipeError("--real: the labels are for the 1,000 classes of ImageNet in their order")

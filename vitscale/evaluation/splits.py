@@ -19,22 +19,20 @@ def check_splits(recipe: Recipe, train: Manifest) -> list[str]:
     missing or damaged; `StorageError` for a URL that does not answer.
     """
     settings, overlaps = recipe.evaluation, []
+    # What messages call it, the split that an evaluator learns from besides, and the one that it is tested on.
+    named: list[tuple[str, str | None, str]] = []
     if settings.validation is not None:
-        validation = Manifest.load(recipe.dataset_path(settings.validation))
-        if line := common_samples(validation, train):
-            overlaps.append(f"evaluation.validation: {line}")
+        named.append(("evaluation.validation", None, settings.validation))
     for task in settings.fewshot.tasks if settings.fewshot is not None else ():
-        test = Manifest.load(recipe.dataset_path(task.test))
-        for other in (train, Manifest.load(recipe.dataset_path(task.train))):
-            if line := common_samples(test, other):
-                overlaps.append(f"evaluation.fewshot, the test samples of {task.name}: {line}")
-    named = [] if settings.knn is None else [("evaluation.knn.test", settings.knn.train, settings.knn.test)]
+        named.append((f"evaluation.fewshot, the test samples of {task.name}", task.train, task.test))
+    if settings.knn is not None:
+        named.append(("evaluation.knn.test", settings.knn.train, settings.knn.test))
     for number, evaluator in enumerate(settings.evaluators):
         if (splits := evaluator.splits()) is not None:
             named.append((f"evaluation.evaluators.{number}.test", *splits[:2]))
     for key, learned, tested in named:
         test = Manifest.load(recipe.dataset_path(tested))
-        for other in (train, Manifest.load(recipe.dataset_path(learned))):
+        for other in (train, *([] if learned is None else [Manifest.load(recipe.dataset_path(learned))])):
             if line := common_samples(test, other):
                 overlaps.append(f"{key}: {line}")
     judge(overlaps, settings.overlap, "--set evaluation.overlap=allow")

@@ -118,12 +118,6 @@ class CheckpointIndex:
         return count(self.data.get("num_samples"))
 
     @property
-    def num_classes(self) -> int | None:
-        """The number of classes of the training set; None if the checkpoint does not come from a run."""
-        names = self.data.get("class_names")
-        return len(names) if isinstance(names, list) else None
-
-    @property
     def bytes(self) -> int:
         """The total size of all files."""
         return sum(file.bytes for file in self.files)

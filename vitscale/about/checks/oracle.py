@@ -74,8 +74,6 @@ class Oracle:
                 return None if group.frozen else (factor * of_group, own)
         return factor, decay
 
-    # ---- Gradients ---------------------------------------------------------------------------------------------------
-
     def gradients(self, state: State, batch: Batch, rows: int, rates: Rates) -> tuple[dict[str, Gradient], float]:
         """Clipped gradients of the mean loss of a global batch, `rows` rows at a time; their norm before clipping.
 
@@ -161,8 +159,6 @@ class Oracle:
             own = tuple(each.to(self._device) for each in planned)
             prepared.append(self.module([view[part] for view in inputs], None, own, average))
         return joined(prepared)
-
-    # ---- Updates -----------------------------------------------------------------------------------------------------
 
     def update(self, name: str, weight: Tensor, kept: Kept, gradient: Tensor, rates: Rates) -> tuple[Tensor, Kept]:
         """A parameter and what is kept for it after an update with this gradient; all in double precision."""

@@ -88,9 +88,6 @@ def _launch(folder: Path, ranks: int) -> None:
         raise VitscaleError(f"nothing was proved{why}").with_code(EXIT_PREEMPTED if end is None else end.code)
 
 
-# ---- The small form --------------------------------------------------------------------------------------------------
-
-
 def small_form(recipe: Recipe, data_root: Path, ranks: int) -> Recipe:
     """The recipe with a small model, small images and micro-batches, and ten steps.
 
@@ -124,7 +121,6 @@ def small_form(recipe: Recipe, data_root: Path, ranks: int) -> Recipe:
 
 
 def _elements(recipe: Recipe) -> list[int]:
-    """The number of elements of each parameter of a recipe's objective."""
     with torch.device("meta"):
         objective = build_objective(recipe, recipe.model.num_classes or _USUAL_CLASSES)
     return [parameter.numel() for parameter in objective.parameters()]

@@ -131,8 +131,6 @@ class History:
         """The number of epochs begun, over all datasets."""
         return sum(len(stretch.epochs) for stretch in self._stretches)
 
-    # ---- Where samples are stored ------------------------------------------------------------------------------------
-
     def find(self, uids: Sequence[int]) -> list[SampleLocation | None]:
         """Where samples are stored, one per uid; None for a uid that no shard has. Opens each shard once."""
         places: dict[int, SampleLocation] = {}
@@ -179,8 +177,6 @@ class History:
             SampleLocation(int(file.uid[slot]), int(file.height[slot]), int(file.width[slot]), tuple(places))
             for slot, *places in zip(slots, *at, strict=True)
         ]
-
-    # ---- When they were seen -----------------------------------------------------------------------------------------
 
     def updates(self, places: Sequence[SampleLocation]) -> tuple[np.ndarray, np.ndarray]:
         """The first update made with each sample, from 1 (0: none), and the number of updates; both int64 (n,)."""

@@ -395,7 +395,6 @@ class _Verification:
         return Finding(what, worst[0] <= limit, f"not to the last bit: {told}; {limit:g} is allowed for rounding")
 
     def _evaluated(self, step: int) -> _Values:
-        """Evaluate a checkpoint as the run did."""
         reader, recipe = self.readers[step], self._here(step)
         once = bare_recipe(recipe, recipe.dump()["evaluation"] | {"every": {"steps": step}})
         with repeated(once, reader, step, self._ranks(step)) as (log, _):
@@ -431,7 +430,6 @@ class _Verification:
     def _rests_on(
         self, links: Sequence[tuple[int, int]], possible: Sequence[tuple[int, int]], results: Mapping[str, int]
     ) -> Iterator[Finding]:
-        """Say what the result rests on, and what was not looked at."""
         if others := sorted(self.recorded.keys() - self.computed.keys()):
             kept = sum(step in self.readers for step in others)
             told = f"of {ranges(others)}, {kept:,} of them with a checkpoint; --all takes them again"

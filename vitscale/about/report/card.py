@@ -86,9 +86,6 @@ def _of_copies(run: Run) -> Iterable[tuple[str, str, str, str]]:
             yield train.name, name, found.status, str(found.left_out_for_it or found.left_out_in_all or "")
 
 
-# ---- Text of others --------------------------------------------------------------------------------------------------
-
-
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     listed = [f"| {' | '.join(map(_escaped, row))} |" for row in rows]
     return [f"| {' | '.join(head)} |", "|" + " --- |" * len(head), *listed, ""] if listed else []

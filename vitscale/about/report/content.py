@@ -16,7 +16,6 @@ from vitscale.about.studies.reading import studies_dir
 from vitscale.about.studies.results import About, Decision, EntryResult, StudyResults, VtabScore, plain, read_results
 from vitscale.ground.errors import DataError, RecipeError, VitscaleError
 from vitscale.ground.files.durable import make_folder, remove_leftovers, write_text
-from vitscale.ground.page import Figures
 from vitscale.ground.versions import versions
 from vitscale.runs.names import RECIPE_FILE
 from vitscale.runs.reading import read_object
@@ -64,14 +63,6 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Inspection:
-    """What `vitscale inspect` has drawn in a folder."""
-
-    folder: str
-    figures: Figures
-
-
-@dataclass(frozen=True)
 class Report:
     """The content of a report; `made_by` has versions by name, `states` the number of runs by state."""
 
@@ -90,17 +81,11 @@ class Report:
     deduplication: list[Deduplication]
     datasets: list[DatasetRecord]
     compute: Compute
-    inspections: list[Inspection]
     runs: list[ReportedRun]
 
     def plain(self) -> dict[str, Any]:
-        """The content of results.json: all but the drawings; a run and its record are one object."""
+        """The content of results.json; a run and its record are one object."""
         content = plain(self)
-        content["inspections"] = [{"folder": one["folder"], **one["figures"]} for one in content["inspections"]]
-        for inspection in content["inspections"]:
-            del inspection["version"]
-            for figure in inspection["figures"]:
-                del figure["svg"], figure["width"]
         for place, run in enumerate(content["runs"]):
             record = run.pop("record") or {}
             if run["role"] == _BEGUN_WITH:  # it has no place in the study
@@ -109,10 +94,10 @@ class Report:
         return content
 
 
-def gather(sources: Sequence[Path], title: str | None = None, inspected: Sequence[tuple[Path, Figures]] = ()) -> Report:
+def gather(sources: Sequence[Path], title: str | None = None) -> Report:
     """What the report says of directories of runs, and of at most one study.
 
-    The title is by default the study's name, or the runs'; `inspected` are folders of inspections, with their figures.
+    The title is by default the study's name, or the runs'.
 
     Raises `RecipeError` for what is neither, or is named twice, and `DataError` if records are broken.
     """
@@ -143,7 +128,6 @@ def gather(sources: Sequence[Path], title: str | None = None, inspected: Sequenc
         deduplication=deduplications,
         datasets=[record_of_dataset(dataset) for dataset in datasets.opened.values()],
         compute=Compute(_spent(reported), _spent(before), _spent(runs.values())),
-        inspections=[Inspection(str(folder), figures) for folder, figures in inspected],
         runs=[*map(_reported, items), *(_reported(Item(run.name, run), _BEGUN_WITH) for run in before)],
     )
 
@@ -227,9 +211,6 @@ def _spent(runs: Iterable[Run]) -> Spent:
     seconds = [cost.device_seconds for cost in costs]
     device_hours = sum(one for one in seconds if one is not None) / 3600
     return Spent(len(costs), images, exaflops, device_hours, runs_without_device_hours=seconds.count(None))
-
-
-# ---- Writing ---------------------------------------------------------------------------------------------------------
 
 
 def check_folder(folder: Path) -> None:

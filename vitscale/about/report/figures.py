@@ -2,14 +2,13 @@
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vitscale.about.report.content import Report
-from vitscale.about.report.paper import TOP1, is_tested_top1, transfers
+from vitscale.about.report.paper import TOP1, transfers
 from vitscale.about.report.records import Curves
 from vitscale.about.report.results import Result
-from vitscale.about.studies.results import Spread
 from vitscale.flops.published import table_5, table_6
 from vitscale.ground.page import SERIES, Drawing, draw
 from vitscale.ground.wording import counted
@@ -22,78 +21,6 @@ _MOST_LINES = 8
 _PRETRAINING = {"imagenet": "ImageNet", "imagenet21k": "ImageNet-21k", "jft300m": "JFT-300M"}
 _OWN = "*XPDsv^p"  # marks of the report's own results, beside the paper's dots
 _FIVE_SHOT = re.compile(r"fewshot/imagenet[^/]*/5shot")
-
-
-def glance(report: Report, policy: str) -> Drawing | None:
-    """Top-1 by task, with a mark and a deviation for each result under one policy; None for fewer than two."""
-    rows = [(one.task, one) for one in report.results if is_tested_top1(one) and one.policy == policy and one.task]
-    if len(rows) < 2:
-        return None
-    tasks = list(dict.fromkeys(task for task, _ in rows))
-    by_part = [(row.part, row.begins_with, task) for task, row in rows]
-    # What a choice has set differs from task to task, so winners of one part are one series.
-    is_by_part = all(part for part, _, _ in by_part) and len(set(by_part)) == len(rows)
-    named = [(described(row, row.part if is_by_part else None), task, row) for task, row in rows]
-    labels = list(dict.fromkeys(label for label, _, _ in named))
-    if len(labels) > len(SERIES):
-        return None
-
-    def put(figure: "Figure") -> None:
-        axes = figure.subplots()
-        for number, label in enumerate(labels):
-            offset = (number - (len(labels) - 1) / 2) * min(0.18, 0.7 / len(labels))
-            own = [(task, row) for name, task, row in named if name == label]
-            xs, deviations = [100 * row.mean for _, row in own], [100 * (row.std or 0) for _, row in own]
-            ys, mark, color = [tasks.index(task) + offset for task, _ in own], "osD^vPXd"[number % 8], SERIES[number]
-            axes.errorbar(xs, ys, xerr=deviations, fmt=mark, color=color, label=label, capsize=3)
-        axes.set_yticks(range(len(tasks)), tasks)
-        axes.set_ylim(len(tasks) - 0.5, -0.5)
-        axes.set_xlabel("top-1 (%)")
-        figure.legend(loc="outside lower left", ncols=1 if max(map(len, labels)) > 40 else 2)
-
-    height = 90 + len(tasks) * max(34, 16 * len(labels)) + 22 * len(labels)
-    caption = f"Top-1 of every finished result under policy {policy}: mean, and standard deviation over seeds."
-    alt = "; ".join(f"{task}, {described(row)}: {100 * row.mean:.2f} %" for task, row in rows)
-    return draw(f"glance-{policy}", f"Top-1 by task. {alt}", put, width=860, height=height, caption=caption)
-
-
-def described(result: Result, name: str | None = None) -> str:
-    """A result's label, or another name of it, and what it begins with, on one line."""
-    begins = result.begins_with
-    return f"{name or result.label}: {'from scratch' if begins is None else f'begins with {begins}'}"
-
-
-def means_over_steps(report: Report) -> Iterator[Drawing]:
-    """Top-1 over steps, a figure a task: for each result not on a development split, the mean over seeds as a line."""
-    evaluations = {run.name: run.record.curves.evaluations.get(TOP1, []) for run in report.runs if run.record}
-    lines: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
-    for result in report.results:
-        if not is_tested_top1(result) or not result.task:
-            continue
-        by_step: dict[float, list[float]] = {}
-        for step, value in [point for name in result.runs for point in evaluations.get(name, [])]:
-            by_step.setdefault(step, []).append(100 * value)
-        spreads = {step: Spread.of(by_step[step]) for step in sorted(by_step) if len(by_step[step]) == result.n}
-        points = [(step, spread.mean, spread.std or 0.0) for step, spread in spreads.items()]
-        lines.setdefault(result.task, {})[described(result)] = points
-    for task, found in lines.items():
-        if not 2 <= len(found) <= len(SERIES) or all(len(points) < 2 for points in found.values()):
-            continue
-
-        def put(figure: "Figure", found: Mapping[str, list[tuple[float, float, float]]] = found) -> None:
-            axes = figure.subplots()
-            for number, (label, points) in enumerate(found.items()):
-                steps, means, deviations = zip(*points, strict=True) if points else ((), (), ())
-                style = "osD^vPXd"[number] + "-"
-                axes.errorbar(steps, means, yerr=deviations, fmt=style, color=SERIES[number], label=label, capsize=3)
-            axes.set_xlabel("step")
-            axes.set_ylabel("top-1 (%)")
-            figure.legend(loc="outside lower left", ncols=2)
-
-        ends = "; ".join(f"{label}: {points[-1][1]:.2f} %" for label, points in found.items() if points)
-        alt, height = f"Top-1 of {task} over steps. At the end, {ends}", 300 + 11 * len(found)
-        caption = f"Top-1 of {task} over steps: mean, and standard deviation over seeds."
-        yield draw(f"steps-{task}", alt, put, width=860, height=height, caption=caption)
 
 
 def curves(report: Report) -> Iterator[Drawing]:
@@ -144,9 +71,6 @@ def _title(what: str) -> str:
     return {"loss": "training loss", "lr": "learning rate"}.get(what, what)
 
 
-# ---- Beside the paper's figures --------------------------------------------------------------------------------------
-
-
 def figure_3(report: Report) -> Drawing | None:
     """Top-1 on ImageNet after fine-tuning against the pre-training set: Table 5's, and own results with these sets."""
     places = list(_PRETRAINING)
@@ -175,13 +99,17 @@ def figure_4(report: Report) -> Drawing | None:
     """5-shot accuracy on ImageNet against pre-training images; the paper prints no numbers for this figure."""
     five_shot = [result for result in report.results if _FIVE_SHOT.fullmatch(result.metric)]
     own = [(result.pretraining_samples, result) for result in five_shot if result.pretraining_samples]
-    lines = {(result.model, result.policy) for _, result in own}
+    lines = dict.fromkeys((result.model, result.policy) for _, result in own)
     if len({samples for samples, _ in own}) < 2 or len(lines) > len(SERIES):
         return None
 
     def put(figure: "Figure") -> None:
         axes = figure.subplots()
-        _put_series(axes, [((result.model, result.policy), samples, result) for samples, result in own], "o-")
+        for index, (model, policy) in enumerate(lines):
+            of_line = [(x, result) for x, result in own if (result.model, result.policy) == (model, policy)]
+            points = sorted((x, 100 * result.mean) for x, result in of_line)
+            axes.plot(*zip(*points, strict=True), "o-", color=SERIES[index], label=f"{model}, policy {policy}")
+        _log(axes, [samples for samples, _ in own])
         axes.set_xlabel("pre-training images")
         axes.set_ylabel("ImageNet 5-shot top-1 (%)")
         axes.legend()
@@ -219,37 +147,9 @@ def figure_5(report: Report) -> Drawing | None:
     return draw("figure-5", caption, put, width=760, height=380 + 17 * len(own), caption=caption)
 
 
-def against_compute(report: Report) -> Drawing | None:
-    """Like Figure 5 for the report's own tasks: top-1 against all compute that went in, task by task."""
-    tested = [result for result in report.results if is_tested_top1(result) and result.task]
-    own = [(result.exaflops, result) for result in tested if result.exaflops]
-    places = {(result.task, result.policy) for _, result in own}
-    if len({exaflops for exaflops, _ in own}) < 2 or len(places) > len(SERIES):
-        return None
-
-    def put(figure: "Figure") -> None:
-        axes = figure.subplots()
-        _put_series(axes, [((result.task, result.policy), exaflops, result) for exaflops, result in own], "o")
-        axes.set_xlabel("compute, pre-training included (exaFLOPs)")
-        axes.set_ylabel("top-1 (%)")
-        figure.legend(loc="outside right upper")
-
-    caption = "As Figure 5, on this report's tasks: top-1 against compute, that of the runs begun with included."
-    return draw("against-compute", caption, put, width=760, height=340, caption=caption)
-
-
-def _put_series(axes: "Axes", own: Sequence[tuple[tuple[str | None, str | None], float, Result]], style: str) -> None:
-    """Means of this report's own results over x, a series for each (name, policy)."""
-    for index, key in enumerate(dict.fromkeys(key for key, _, _ in own)):
-        points = sorted((x, 100 * result.mean) for other, x, result in own if other == key)
-        axes.plot(*zip(*points, strict=True), style, color=SERIES[index], label=f"{key[0]}, policy {key[1]}")
-    _log(axes, [x for _, x, _ in own])
-
-
 def _put_own(axes: "Axes", own: Sequence[tuple[float, Result]]) -> None:
-    """A large mark for each result of this report's own."""
     for (x, result), mark in zip(own, itertools.cycle(_OWN)):
-        label = f"{described(result)}, policy {result.policy}"
+        label = f"{result.label}: begins with {result.begins_with}, policy {result.policy}"
         axes.plot(x, 100 * result.mean, mark, color=SERIES[7], markersize=11, label=label)
 
 

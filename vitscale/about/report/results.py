@@ -139,7 +139,6 @@ def results(items: Sequence[Item], policies: list[Policy], datasets: Datasets) -
 
 
 def _seed_groups(items: Sequence[Item]) -> list[list[Item]]:
-    """Runs that differ only in their seed together."""
     entries = {item.name: item.entry for item in items if item.entry is not None}
     branches = {item.name for item in items if item.run is not None and item.run.recipe.first_step}
     groups: dict[Hashable, list[Item]] = {}

@@ -35,7 +35,6 @@ def page(report: Report) -> str:
         Section("De-duplication", list(_deduplication(report))),
         Section("Compute", list(_compute(report))),
         Section("Curves", list(_curves(report))),
-        *([Section("Inside the models", list(_inside(report)))] if report.inspections else []),
         Section("Data", list(_data(report))),
         Section("Runs and recipes", [Folded(f"{run.name} ({run.state})", list(_run(run))) for run in report.runs]),
     ]
@@ -61,9 +60,6 @@ def _table(rows: Sequence[T], columns: Sequence[_Column[T]], **more: Any) -> Res
     ]
     cells = [{str(place): column.value(row) for place, column in enumerate(columns)} for row in rows]
     return ResultTable(shown, cells, **more)
-
-
-# ---- Summary ---------------------------------------------------------------------------------------------------------
 
 
 def _summary(report: Report) -> Iterator[Part]:
@@ -93,9 +89,6 @@ def _summary(report: Report) -> Iterator[Part]:
     )
     digits = "results.json beside this page holds every number; a pointer over a number shows all its digits."
     yield Text(digits, "note")
-
-
-# ---- Results ---------------------------------------------------------------------------------------------------------
 
 
 def _seeds(result: Result) -> str:
@@ -145,9 +138,6 @@ def _results(report: Report) -> Iterator[Part]:
             continue
         table = _table(rows, (*_WHAT, *_TOP1, *_RUNS, _SAMPLES), groups=_groups([row.task for row in rows]))
         yield Table(table, f"Policy {policy.name}: {_policy(policy)}")
-        drawing = figures.glance(report, policy.name)
-        if drawing is not None:
-            yield drawing
     if shown:
         yield Text(
             "Mean and sample standard deviation (n - 1) over runs that differ in their seed alone. The interval is "
@@ -190,9 +180,6 @@ def _policy(policy: Policy) -> str:
     )
 
 
-# ---- The paper -------------------------------------------------------------------------------------------------------
-
-
 def _paper(report: Report) -> Iterator[Part]:
     if not report.paper:
         yield Text(
@@ -204,7 +191,7 @@ def _paper(report: Report) -> Iterator[Part]:
             yield from _of_vtab(table, report.vtab)
         else:
             yield from _of_table(table, repeats=table != report.paper[0])
-    for draw in (figures.figure_3, figures.figure_4, figures.figure_5, figures.against_compute):
+    for draw in (figures.figure_3, figures.figure_4, figures.figure_5):
         if (drawing := draw(report)) is not None:
             yield drawing
 
@@ -268,9 +255,6 @@ def _of_vtab(table: VtabTable, scores: Sequence[VtabScore]) -> Iterator[Part]:
         yield Table(_table(rows, of_seeds), "The score over seeds; the paper's is the mean over 19 tasks")
 
 
-# ---- What decided ----------------------------------------------------------------------------------------------------
-
-
 def _choices(report: Report) -> Iterator[Part]:
     if not report.choices:
         selecting = [run.name for run in report.runs if run.record is not None and run.record.best_step is not None]
@@ -299,8 +283,6 @@ def _choices(report: Report) -> Iterator[Part]:
         rule = "highest" if choice.mode == "max" else "lowest"
         yield Table(table, f"{choice.name}: the {rule} {choice.metric}{state}", marked)
 
-
-# ---- De-duplication --------------------------------------------------------------------------------------------------
 
 _PAIR: tuple[_Column[Deduplication], ...] = (
     _Column("test set", lambda pair: pair.test),
@@ -332,8 +314,6 @@ def _deduplication(report: Report) -> Iterator[Part]:
         "note",
     )
 
-
-# ---- Compute ---------------------------------------------------------------------------------------------------------
 
 _SPENT: tuple[_Column[tuple[str, Spent]], ...] = (
     _Column("", lambda row: row[0]),
@@ -372,31 +352,13 @@ def _compute(report: Report) -> Iterator[Part]:
 
 
 def _curves(report: Report) -> Iterator[Part]:
-    drawn = [*figures.means_over_steps(report), *figures.curves(report)]
+    drawn = list(figures.curves(report))
     yield from drawn[:_SHOWN_CURVES]
     if drawn[_SHOWN_CURVES:]:
         yield Folded(counted(len(drawn) - _SHOWN_CURVES, "more figure"), drawn[_SHOWN_CURVES:])
     if not drawn:
         yield Text("No run has metrics yet.")
 
-
-# ---- Inside the models -----------------------------------------------------------------------------------------------
-
-
-def _inside(report: Report) -> Iterator[Part]:
-    yield Text(
-        "Drawn by vitscale inspect beforehand; that these are the weights of the runs above is not checked. The "
-        "numbers of each figure are in results.json.",
-        "note",
-    )
-    for place, inspection in enumerate(report.inspections, start=1):
-        drawn = inspection.figures
-        yield Facts([("Inspection", f"{drawn.title} ({inspection.folder})"), *drawn.facts])
-        yield from (Text(note, "note") for note in drawn.notes)
-        yield from (Folded(each.title, [each.under(f"i{place}").drawing]) for each in drawn.figures)
-
-
-# ---- Data and runs ---------------------------------------------------------------------------------------------------
 
 _DATASET: tuple[_Column[DatasetRecord], ...] = (
     _Column("dataset", lambda dataset: dataset.name),

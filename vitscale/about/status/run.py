@@ -12,10 +12,6 @@ from typing import Any
 from vitscale.about.status import recent
 from vitscale.about.status.liveness import State, judge
 from vitscale.about.status.recent import SlowestRank, Trend
-from vitscale.flops.accounting import cost_row
-from vitscale.flops.accounting import mfu as model_flops_utilisation
-from vitscale.flops.hardware import Device
-from vitscale.flops.work import recipe_work
 from vitscale.ground.errors import DataError, RecipeError, VitscaleError
 from vitscale.ground.safe_text import without_secrets
 from vitscale.ground.storage import is_url
@@ -33,8 +29,7 @@ _MANIFEST = "manifest.json"  # the name in shards.manifest, which would import N
 _SIGNS_OF_A_RUN = (RECIPE_FILE, METRICS_FILE, LAUNCH_FILE, DONE_FILE, CHECKPOINTS)
 _STEP_TIMEOUT_S = 600.0  # if no recipe gives `check.step_timeout_s`
 _SHOWN_RESTARTS = 5
-_FIGURES = ("loss", "lr", "images_per_s", "step_time_s", "peak_memory_bytes", "exaflops")  # of the last line
-_NO_COST = dict.fromkeys(("hours", "device_hours", "energy_kwh", "cost"))
+_FIGURES = ("loss", "lr", "images_per_s", "mfu", "step_time_s", "peak_memory_bytes", "exaflops")  # of the last line
 
 
 class NoRunYetError(RecipeError):
@@ -114,10 +109,8 @@ class RunStatus:
     peak_memory_bytes: float | None
     left_s: float | None  # that the remaining steps take at the mean pace of the last lines
     exaflops: float | None  # so far
-    hours: float | None  # as the next ones, for the steps so far, without evaluations, checkpoints and lost steps
+    hours: float | None  # as the next one, for the steps so far, without evaluations, checkpoints and lost steps
     device_hours: float | None
-    energy_kwh: float | None
-    cost: float | None
     evaluation: Evaluation | None  # the last one
     best: Best | None  # by the recipe's `selection`, or else by top-1 accuracy
     checkpoints: Saved
@@ -134,17 +127,10 @@ class RunStatus:
 
 
 class RunReader:
-    """Reads one run directory, as often as needed; only the new part of the metrics each time.
+    """Reads one run directory, named as messages should call it, as often as needed; only what is new each time."""
 
-    Args:
-        directory: the run's directory, as messages should call it.
-        device: the device for energy, and for the MFU if the metrics have none.
-        price: the price of one device for one hour.
-    """
-
-    def __init__(self, directory: str, device: Device | None = None, price: float | None = None) -> None:
-        self._name, self._device, self._price = directory, device, price
-        self._directory = Path(directory)
+    def __init__(self, directory: str) -> None:
+        self._name, self._directory = directory, Path(directory)
         self._log = MetricsLog(self._directory / METRICS_FILE)
         self._recipe: Recipe | None = None
         self._recipe_version: int | None = None
@@ -168,14 +154,11 @@ class RunReader:
         except DataError:
             done = None
             notes.append(f"{run.directory / DONE_FILE} is damaged and ignored")
-        num_samples, num_classes = self._data(run.index)
         last = rows[-1] if rows else {}
         step, total = (count((done or {}).get(key)) for key in ("step", "total_steps"))
         step = _step(log, saved) if step is None else step
-        total = run.steps_for(num_samples) if total is None else total
+        total = run.steps_for(self._num_samples(run.index)) if total is None else total
         figures: dict[str, Any] = {key: number(last.get(key)) for key in _FIGURES}
-        device_hours = None if log.device_seconds is None else log.device_seconds / 3600
-        figures |= cost_row(log.seconds / 3600, device_hours, self._device, self._price) if rows else _NO_COST
         pace = recent.pace(rows)
         left_s = None if step is None or total is None or pace is None else max(0, total - step) * pace
         state, why = _state(run, done, pace)
@@ -193,12 +176,13 @@ class RunReader:
             selects=run.recipe is not None and run.recipe.selection is not None,
             line_age_s=None if log.line_at is None else _age(log.line_at),
             trend=recent.trend(rows),
-            mfu=self._mfu(last, num_classes),
             world_size=count(last.get("world_size")),
             world_sizes=log.world_sizes,
             data_wait=recent.data_wait(rows),
             left_s=left_s if done is None else None,
             **figures,
+            hours=log.seconds / 3600 if rows else None,
+            device_hours=log.device_seconds / 3600 if rows and log.device_seconds is not None else None,
             evaluation=_last_evaluation(log, done or {}),
             best=_best(run, saved),
             checkpoints=saved,
@@ -226,8 +210,6 @@ class RunReader:
         if not names.intersection(_SIGNS_OF_A_RUN):
             raise RecipeError(f"{directory} is not a run directory: it has no {RECIPE_FILE}")
 
-    # ---- What the run is ---------------------------------------------------------------------------------------------
-
     def _read_recipe(self) -> None:
         path = self._directory / RECIPE_FILE
         try:
@@ -241,35 +223,17 @@ class RunReader:
         except (OSError, RecipeError) as error:
             self._recipe, self._recipe_problem = None, " ".join(str(error).split())
 
-    def _data(self, index: CheckpointIndex | None) -> tuple[int | None, int | None]:
-        """Training samples and classes: from the newest checkpoint, or from the manifest if it is on this machine."""
+    def _num_samples(self, index: CheckpointIndex | None) -> int | None:
+        """Training samples: from the newest checkpoint, or from the manifest if it is on this machine."""
         if index is not None:
-            return index.num_samples, index.num_classes
+            return index.num_samples
         if self._manifest is None and self._recipe is not None:
             self._manifest = {}
             with suppress(VitscaleError):
                 if not is_url(where := self._recipe.dataset_path(self._recipe.data.train)):
                     path = Path(where)
                     self._manifest = read_object(path / _MANIFEST if path.is_dir() else path) or {}
-        manifest = self._manifest or {}
-        names = manifest.get("class_names")
-        return count(manifest.get("num_samples")), len(names) if isinstance(names, list) else None
-
-    def _mfu(self, last: Row, num_classes: int | None) -> float | None:
-        """The MFU of the last line; if that has none, on the device that the user names."""
-        logged = number(last.get("mfu"))
-        images_per_s, world_size = number(last.get("images_per_s")), count(last.get("world_size"))
-        recipe, device = self._recipe, self._device
-        if logged is not None or recipe is None or device is None or not images_per_s or not world_size:
-            return logged
-        num_classes = recipe.model.num_classes or num_classes
-        if num_classes is None or recipe.precision not in device.peak:
-            return None
-        macs = recipe_work(recipe, num_classes).macs
-        return model_flops_utilisation(images_per_s, macs, world_size, device.training_peak[0])
-
-
-# ---- How it is doing -------------------------------------------------------------------------------------------------
+        return count((self._manifest or {}).get("num_samples"))
 
 
 def _state(run: RunFiles, done: dict[str, Any] | None, pace: float | None) -> tuple[State, str]:

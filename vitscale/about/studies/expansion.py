@@ -134,7 +134,6 @@ class _Expander:
             _PartOfOneParent(self, part, name, label, parent).add()
 
     def _entries_of(self, source: str, name: str) -> list[str]:
-        """The entries that a name in `from` stands for."""
         if source in self._finals:
             return self._finals[source]
         if source in self.expansion.entries:
@@ -298,11 +297,7 @@ class _PartOfOneParent:
         return "-".join(word for word in (self._label, of_dataset, *words) if word)
 
 
-# ---- The grid --------------------------------------------------------------------------------------------------------
-
-
 def _combinations(part: Part) -> Iterator[_Candidate]:
-    """Every recipe with every point of the grid."""
     keys = [key for axis in part.grid for key in axis]
     points = [
         [dict(zip(axis, values, strict=True)) for values in zip(*axis.values(), strict=True)] for axis in part.grid
@@ -346,11 +341,7 @@ def _setting(pair: tuple[str, Any]) -> str:
     return f"{key}={json.dumps(value)}"
 
 
-# ---- Test splits -----------------------------------------------------------------------------------------------------
-
-
 def _texts(content: Any) -> Iterator[str]:
-    """Every text in plain data."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, dict | list):

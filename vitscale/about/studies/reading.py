@@ -134,8 +134,6 @@ class Study(Block):
         return self
 
 
-# ---- Reading ---------------------------------------------------------------------------------------------------------
-
 # Keys that lead to a block, * for any name -> the block.
 _BLOCKS: dict[tuple[str, ...], type[Block]] = {
     (): Study,

@@ -90,8 +90,6 @@ class StudyRun(StudyState):
             self._engine.start(works)
         return self._has_changed() or any(one.state == "running" for one in self.progress.values())
 
-    # ---- What is known -----------------------------------------------------------------------------------------------
-
     def _find_begun(self) -> None:
         """Take over what is done already, or started by an earlier process and still run by the engine.
 
@@ -123,8 +121,6 @@ class StudyRun(StudyState):
             progress.state, progress.code = "failed", EXIT_RECIPE
             progress.why = f"its directory holds a run of another recipe: {'; '.join(changed)}"
         return bool(changed)
-
-    # ---- Starting and ending -----------------------------------------------------------------------------------------
 
     def _ready(self) -> Iterator[Entry]:
         """Entries that can be started, in the study's order; notes those that never can."""
@@ -190,7 +186,6 @@ class StudyRun(StudyState):
         return True
 
     def _write_results(self) -> None:
-        """Write results.json. Raises `DataError`."""
         try:
             write_text(self.folder / RESULTS_FILE, results_text(self._about, self))
         except OSError as error:

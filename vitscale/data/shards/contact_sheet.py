@@ -1,6 +1,6 @@
 """The first samples of a dataset for people to look at: their facts, and a contact sheet of their pictures."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil, sqrt
 
@@ -14,7 +14,7 @@ _SIDE = 160  # pixels of a picture at most
 _GAP = 12
 _TEXT_SIZE = 13
 _LINE = 18
-_BACKGROUND, _MARGIN, _TEXT, _FAINT, _WRONG = "white", "#ececec", "black", "#666666", "#c00000"
+_BACKGROUND, _MARGIN, _TEXT, _FAINT = "white", "#ececec", "black", "#666666"
 
 
 @dataclass(frozen=True)
@@ -52,31 +52,21 @@ def first_samples(manifest: Manifest, count: int) -> Iterator[Sample]:
                 count -= 1
 
 
-def contact_sheet(samples: list[Sample], predicted: Mapping[int, str] | None = None, title: str = "") -> Image.Image:
-    """Pictures side by side with their aspect ratios kept, with the class and uid below each.
-
-    With `predicted`, uid -> class name, the prediction takes the place of the uid, in red if it is wrong. `title` is a
-    line above them all.
-    """
+def contact_sheet(samples: list[Sample]) -> Image.Image:
+    """Pictures side by side with their aspect ratios kept, with the class and uid below each."""
     columns = ceil(sqrt(max(1, len(samples))))
     rows = max(1, ceil(len(samples) / columns))
     step_x, step_y = _SIDE + _GAP, _SIDE + 2 * _LINE + _GAP
-    top = _GAP + (_LINE if title else 0)
-    sheet = Image.new("RGB", (columns * step_x + _GAP, rows * step_y + top), _BACKGROUND)
+    sheet = Image.new("RGB", (columns * step_x + _GAP, rows * step_y + _GAP), _BACKGROUND)
     draw = ImageDraw.Draw(sheet)
     font = ImageFont.load_default(_TEXT_SIZE)
-    draw.text((_GAP, _GAP + _LINE / 2), title, fill=_TEXT, font=font, anchor="lm")
     for i, sample in enumerate(samples):
-        x, y = _GAP + (i % columns) * step_x, top + (i // columns) * step_y
+        x, y = _GAP + (i % columns) * step_x, _GAP + (i // columns) * step_y
         draw.rectangle((x, y, x + _SIDE - 1, y + _SIDE - 1), fill=_MARGIN)
         picture = sample.picture
         sheet.paste(picture, (x + (_SIDE - picture.width) // 2, y + (_SIDE - picture.height) // 2))
-        second = (f"uid {sample.uid}", _FAINT)
-        if predicted is not None:
-            name = predicted[sample.uid]
-            second = (printable(f"predicted: {name}"), _FAINT if name in sample.class_names else _WRONG)
         classes = printable(", ".join(sample.class_names) if sample.class_names else "no label")
-        for line, (text, colour) in enumerate(((classes, _TEXT), second)):
+        for line, (text, colour) in enumerate(((classes, _TEXT), (f"uid {sample.uid}", _FAINT))):
             at = (x + _SIDE / 2, y + _SIDE + line * _LINE + _LINE / 2 + 1)
             draw.text(at, shortened(text, font, _SIDE), fill=colour, font=font, anchor="mm")
     return sheet

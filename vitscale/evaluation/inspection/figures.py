@@ -45,10 +45,7 @@ class InspectionFigure(Plot):
 def inspection_figures(findings: dict[str, Findings]) -> list[InspectionFigure]:
     """All figures that the findings allow. Their keys are the models' names in the figures."""
     makers = (_filters, _positions, _distance, _entropy, _rollout, _maps, _alignment, _norms, _norm_maps, _colours)
-    return [figure for make in (*makers, _neighbours) if (figure := make(findings)) is not None]
-
-
-# ---- The embedding ---------------------------------------------------------------------------------------------------
+    return [figure for make in makers if (figure := make(findings)) is not None]
 
 
 def _filters(findings: dict[str, Findings]) -> InspectionFigure | None:
@@ -125,9 +122,6 @@ def _positions(findings: dict[str, Findings]) -> InspectionFigure | None:
 
 def _step(n: int) -> int:
     return math.ceil(n / _TILES_OF_A_SIDE)
-
-
-# ---- Attention -------------------------------------------------------------------------------------------------------
 
 
 def _distance(findings: dict[str, Findings]) -> InspectionFigure | None:
@@ -270,9 +264,6 @@ def _maps(findings: dict[str, Findings]) -> InspectionFigure | None:
     return InspectionFigure("attention_maps", "Attention by layer", caption, put, 900, height, columns, rows)
 
 
-# ---- Representation --------------------------------------------------------------------------------------------------
-
-
 def _alignment(findings: dict[str, Findings]) -> InspectionFigure | None:
     if not (found := {name: each for name, each in findings.items() if each.grams}):
         return None
@@ -402,41 +393,6 @@ def _colours(findings: dict[str, Findings]) -> InspectionFigure | None:
     columns = ["model", "picture", "row", "column", "red", "green", "blue"]
     drawn = _tiles_below(found, findings, tiles)
     return InspectionFigure("patch_colours", "Patches as colours", caption, *drawn, columns, rows)
-
-
-def _neighbours(findings: dict[str, Findings]) -> InspectionFigure | None:
-    if not (found := {name: each.neighbours for name, each in findings.items() if each.neighbours is not None}):
-        return None
-
-    def put(figure: Figure) -> None:
-        figure.set_layout_engine("constrained", wspace=0.06)
-        for (name, near), axes in zip(found.items(), _panels(figure, len(found)), strict=True):
-            pictures = findings[name].pictures.numpy()
-            lines = [
-                [picture_tile(picture, TILE // 2), *(picture_tile(other, TILE // 2) for other in others)]
-                for picture, others in zip(pictures, near.images.numpy(), strict=True)
-            ]
-            _show(axes, mosaic(lines, 14), name, findings)
-            step = TILE // 2 + 14
-            for row, cosines in enumerate(near.cosines.tolist()):
-                for column, cosine in enumerate(cosines, 1):
-                    place = (column * step + TILE // 4, row * step + TILE // 2 + 1)
-                    axes.text(*place, f"{cosine:.3f}", fontsize=7, ha="center", va="top")
-
-    rows: list[list[Value]] = [
-        [name, picture, rank, uid, _short(cosine)]
-        for name, near in found.items()
-        for picture, (uids, cosines) in enumerate(zip(near.uids.tolist(), near.cosines.tolist(), strict=True), 1)
-        for rank, (uid, cosine) in enumerate(zip(uids, cosines, strict=True), 1)
-    ]
-    (some, *_) = found.values()
-    caption = "Pictures, and beside each the most similar of the dataset: cosines of their representations."
-    width, height = 60 * (some.images.shape[1] + 2) * len(found), 64 * len(some.images) + 40
-    columns = ["model", "picture", "rank", "uid", "cosine"]
-    return InspectionFigure("neighbours", "Nearest neighbours", caption, put, width, height, columns, rows)
-
-
-# ---- Shared ----------------------------------------------------------------------------------------------------------
 
 
 def _tiles_below(

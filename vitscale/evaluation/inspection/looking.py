@@ -16,7 +16,6 @@ from vitscale.evaluation.inspection.attention import POOLING, AttentionMeter, Re
 from vitscale.evaluation.inspection.representation import (
     SMALLEST_BATCH,
     Components,
-    Neighbours,
     colours,
     filter_components,
     gram,
@@ -52,7 +51,6 @@ class Findings:
         grams: layer -> the Gram matrix of each minibatch.
         colours: the patches as colours, (k, N, 3).
         shares: the share of the variance along each of the three colours, (3,).
-        neighbours: the pictures' nearest neighbours, if a dataset was given.
     """
 
     title: str
@@ -72,7 +70,6 @@ class Findings:
     grams: dict[str, list[Tensor]] = field(default_factory=dict)
     colours: Tensor | None = None
     shares: Tensor | None = None
-    neighbours: Neighbours | None = None
 
 
 def parts_of(model: Model, title: str, wanted: Sequence[Part] | None) -> list[Part]:
@@ -116,9 +113,9 @@ def look(
     Args:
         model: the model that `predict` runs on images; its embedding's parameters must be readable.
         images: uint8 (n, S, S, 3).
-        pictures: the number of images, the first ones, of which maps, colours and neighbours are made.
+        pictures: the number of images, the first ones, of which maps and colours are made.
         batch: the number of images forwarded at once.
-        seen: called with the number of images just done.
+        seen: called with the number of images done so far.
     """
     anatomy = model.anatomy()
     found = Findings(title, images.shape[1], anatomy.grid, anatomy.stride, len(images), parts, images[:pictures])
@@ -157,7 +154,7 @@ def look(
             if first < pictures:
                 rows = min(len(part), pictures - first)
                 shown.append(outputs.tokens[:rows].float().cpu())
-            seen(len(part))
+            seen(first + len(part))
     if "attention" in parts:
         for name, batches in meter.reach.items():
             columns = zip(*(vars(each).values() for each in batches), strict=True)

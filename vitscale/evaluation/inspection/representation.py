@@ -1,4 +1,4 @@
-"""Measures what models represent: filters, positions, the alignment of layers, tokens as colours, nearest neighbours.
+"""Measures what models represent: filters, positions, the alignment of layers, tokens as colours.
 
 Figure 7 left and centre and Figure 9 of the paper are of the first two.
 
@@ -6,7 +6,7 @@ Shape legend: F filters, h w C their height, width and channels, B images of a m
 k pictures, K components, E elements of a representation.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,40 +102,3 @@ def colours(tokens: Tensor) -> tuple[Tensor, Tensor]:
     low, high = values.quantile(0.01, dim=0), values.quantile(0.99, dim=0)
     values = ((values - low) / (high - low).clamp_min(1e-12)).clamp(0, 1)
     return F.pad(values, (0, 3 - values.shape[1])).view(k, N, 3), F.pad(shares, (0, 3 - len(shares)))
-
-
-class Neighbours(NamedTuple):
-    """The M pictures of a dataset that are most similar to k given ones, the most similar first.
-
-    `images` are uint8 (k, M, S, S, 3), `uids` (k, M), and `cosines` of the representations (k, M).
-    """
-
-    images: Tensor
-    uids: Tensor
-    cosines: Tensor
-
-
-def nearest(queries: Tensor, own: Tensor, batches: Iterable[tuple[Tensor, Tensor, Tensor]], count: int) -> Neighbours:
-    """Find nearest neighbours in one pass over a dataset; only the best so far are kept in memory.
-
-    Args:
-        queries: representations of the given pictures, (k, D).
-        own: uids of the given pictures, which are not their own neighbours, (k,); -1 if they are not in the dataset.
-        batches: the dataset's batches: images uint8 (B, S, S, 3), representations (B, D), uids (B,).
-        count: M, the number of neighbours; fewer if the dataset has fewer pictures.
-    """
-    unit = F.normalize(queries.float().cpu(), dim=-1)
-    best: Neighbours | None = None
-    for images, pooled, uids in batches:
-        cosines = unit @ F.normalize(pooled.float().cpu(), dim=-1).T
-        cosines[own[:, None] == uids] = -2.0
-        images, uids = images.expand(len(unit), *images.shape), uids.expand(len(unit), -1)
-        if best is not None:
-            images = torch.cat([best.images, images], dim=1)
-            uids = torch.cat([best.uids, uids], dim=1)
-            cosines = torch.cat([best.cosines, cosines], dim=1)
-        found = cosines.topk(min(count, cosines.shape[1]), dim=1)
-        rows = torch.arange(len(unit))[:, None]
-        best = Neighbours(images[rows, found.indices], uids.gather(1, found.indices), found.values)
-    assert best is not None, "a dataset without pictures"
-    return best

@@ -1,7 +1,6 @@
 """Pages of results: one HTML file each that refers to nothing outside it, with tables, figures and pictures."""
 
 from vitscale.ground.page.drawing import FAINT, SERIES, Drawing, check_drawing, draw, standalone
-from vitscale.ground.page.figures_file import FIGURES_FILE, Figures, NumberedDrawing, read_figures, write_figures
 from vitscale.ground.page.parts import Facts, Folded, Part, Picture, Section, Table, Text, Tone
 from vitscale.ground.page.plot import Plot
 from vitscale.ground.page.rendering import fragment, page_text
