@@ -228,9 +228,6 @@ def _each_once(found: Iterable[Block]) -> Iterator[Block]:
         yield replace(block, meaning=f"As `{place}`.", fields=()) if is_known else block
 
 
-# ---- From the schema -------------------------------------------------------------------------------------------------
-
-
 def _blocks(
     schema: dict[str, Any], block: dict[str, Any], key: str, given: dict[str, Any] | None, variant: str = ""
 ) -> Iterator[Block]:
@@ -332,9 +329,6 @@ def _in_yaml(value: Any) -> str:
 def without_indices(key: str) -> str:
     """A key with every list index replaced by N."""
     return re.sub(r"\.\d+(?=\.|$)", ".N", key)
-
-
-# ---- In words --------------------------------------------------------------------------------------------------------
 
 
 def _section(block: Block) -> str:

@@ -40,9 +40,6 @@ class Headless(Objective):
         return patches
 
 
-# ---- Of views --------------------------------------------------------------------------------------------------------
-
-
 class OfViews(Headless):
     """The base of objectives that compare views of the images in a group: neighbouring slots of the global batch."""
 
@@ -117,9 +114,6 @@ def operations_on_views(context: Context, num_classes: int | None) -> list[Opera
     ]
 
 
-# ---- With a decoder --------------------------------------------------------------------------------------------------
-
-
 class WithDecoder(Headless):
     """The base of objectives whose model sees a part of the patches, and a decoder beside it predicts others."""
 
@@ -160,7 +154,6 @@ class WithDecoder(Headless):
         return ViTShape(1, width, depth, _MLP_RATIO * width, heads, mlp="exact_gelu")
 
     def axes(self, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """As `Objective.axes`: those of the decoder's own heads."""
         return axes_by_head(self.decoder_shape, parameter, shape)
 
     def kept(self, context: Context) -> int:
@@ -185,6 +178,5 @@ class WithDecoder(Headless):
         return [replace(operation, part=self.part) for operation in operations]
 
     def smoke_form(self) -> Self:
-        """As `Objective.smoke_form`: with a small decoder."""
         small = {"width": 32, "depth": 1, "heads": 2}
         return self.model_copy(update={f"{self.part}_{key}": value for key, value in small.items()})

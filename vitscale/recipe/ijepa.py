@@ -47,11 +47,9 @@ class IJEPA(WithDecoder):
 
     @property
     def prepares(self) -> Literal["average"]:
-        """As `Objective.prepares`: the teacher's pass."""
         return "average"
 
     def kept(self, context: Context) -> int:
-        """As `Objective.kept`: what the model sees."""
         return round(self.context * self.patches(context).grid ** 2)
 
     def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:

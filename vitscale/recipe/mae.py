@@ -43,7 +43,6 @@ class MAE(WithDecoder):
             )
 
     def kept(self, context: Context) -> int:
-        """As `Objective.kept`: what is not removed."""
         return by_largest_remainder(self.patches(context).grid ** 2, (1 - self.removed, self.removed))[0]
 
     def operations(self, context: Context) -> Sequence[Operation]:

@@ -242,11 +242,9 @@ class Classification(Objective):
 
     @property
     def together(self) -> int:
-        """As `Objective.together`: 2 if images are mixed."""
         return 1 if self.mixing is None else 2
 
     def partner(self, slot: int) -> int | None:
-        """As `Objective.partner`: slots 2k and 2k + 1 are mixed."""
         return None if self.mixing is None else slot ^ 1
 
 
@@ -285,7 +283,6 @@ class Distillation(Classification):
 
     @property
     def prepares(self) -> Literal["weights", "average"] | None:
-        """As `Objective.prepares`: the teacher is asked first."""
         return "weights"
 
     @property

@@ -265,7 +265,6 @@ class ResNet(Model):
         return Outputs(x_BChw.flatten(2).transpose(1, 2), pooled_BC, logits)
 
     def feature_maps(self, images: Tensor, layers: Sequence[int] | None = None) -> list[Tensor]:
-        """As `Model.feature_maps`: of the stages."""
         layers = range(1, len(self.shape.blocks) + 1) if layers is None else layers
         check_layers(layers, len(self.shape.blocks))
         maps: dict[str, Tensor] = {}
@@ -274,7 +273,6 @@ class ResNet(Model):
 
     @property
     def path_shares(self) -> Sequence[float]:
-        """As `Model.path_shares`: of each unit."""
         return [unit.drop_path for unit in self.features.units()]  # type: ignore[misc]
 
     def units(self) -> Sequence[nn.Module]:
@@ -290,7 +288,6 @@ class ResNet(Model):
         )
 
     def filters(self) -> Tensor:
-        """As `Model.filters`: those of the root."""
         return self.features.filters()
 
     @classmethod

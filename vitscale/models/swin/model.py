@@ -164,7 +164,6 @@ class Swin(Model):
 
     @property
     def path_shares(self) -> Sequence[float]:
-        """As `Model.path_shares`: of each block's attention and MLP."""
         blocks: list[Block] = list(self.blocks)  # type: ignore[arg-type]
         return [block.drop_path for block in blocks for _ in range(2)]
 

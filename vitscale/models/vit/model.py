@@ -174,7 +174,6 @@ class ViT(Model):
 
     @property
     def path_shares(self) -> Sequence[float]:
-        """As `Model.path_shares`: of each block's attention and MLP."""
         blocks: list[Block] = [block for block in self.blocks if isinstance(block, Block)]
         return [block.drop_path for block in blocks for _ in range(2)]
 

@@ -95,7 +95,6 @@ class ResNet(Model):
 
     @classmethod
     def named(cls, name: str) -> ResNetShape | None:
-        """As `Model.named`: `ResNet152x2`, `AxialResNet50`."""
         match = re.fullmatch(r"(Axial)?ResNet([0-9]+)(?:x([1-9][0-9]{0,2}))?", name)
         if match is None or match[2] not in _BLOCKS:
             return None
@@ -140,9 +139,6 @@ class ResNet(Model):
 def small_stages(shape: ResNetShape) -> dict[str, Any]:
     """The keys that reduce each stage to one narrow unit."""
     return {"blocks": [1] * len(shape.blocks), "width_factor": 1}
-
-
-# ---- Operations ------------------------------------------------------------------------------------------------------
 
 
 def feature_operations(shape: ResNetShape, image_size: int, drop_path: float = 0.0) -> list[Operation]:

@@ -43,9 +43,6 @@ _FILE = re.compile(rf"{_NAME}|\.{_NAME}\.[0-9a-f]{{8}}\.part")
 _Result = TypeVar("_Result")
 
 
-# ---- A folder --------------------------------------------------------------------------------------------------------
-
-
 class LocalFiles:
     """The files of a checkpoint in a folder, whose path or URL is `where`. Any rank may call any method."""
 
@@ -167,9 +164,6 @@ def _remove_files(folder: Path) -> None:
             if _FILE.fullmatch(path.name):
                 path.unlink()
         folder.rmdir()
-
-
-# ---- A URL -----------------------------------------------------------------------------------------------------------
 
 
 class RemoteFiles:
@@ -294,8 +288,6 @@ def _fetch(url: str, entry: FileEntry, path: Path) -> None:
             raise CheckpointError(f"{url}: {os.strerror(errno.ENOENT)}") from None
     part.rename(path)
 
-
-# ---- Either ----------------------------------------------------------------------------------------------------------
 
 Directory = LocalDirectory | RemoteDirectory
 Files = LocalFiles | RemoteFiles

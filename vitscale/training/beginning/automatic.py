@@ -93,9 +93,6 @@ def overlapping(recipe: Recipe, world_size: int | None) -> tuple[bool, str]:
     return True, f"as {world_size} ranks train in stage {settings.zero_stage}"
 
 
-# ---- What a machine can do -------------------------------------------------------------------------------------------
-
-
 def missing_for_compiling(device_type: str) -> str:
     """What this machine lacks for `parallelism.compile` on CUDA or the CPU, in words; empty if nothing."""
     if torch.__version__.startswith("2.10."):

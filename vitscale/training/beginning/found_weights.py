@@ -137,9 +137,6 @@ def digests(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-# ---- What must be the same -------------------------------------------------------------------------------------------
-
-
 def check_model(named: Named, weights: OpenWeights, model: Model, whose: str, normalise: Normalise, field: str) -> None:
     """Compare what no parameter's shape shows, such as the number of heads, and how images are normalised.
 

@@ -139,9 +139,6 @@ def has_begun(recipe: Recipe, run_dir: Path) -> bool:
     return False
 
 
-# ---- Where each parameter comes from ---------------------------------------------------------------------------------
-
-
 class _Assignment:
     """Where each parameter of a model comes from, all keys accounted for; nothing is read yet.
 
@@ -250,9 +247,6 @@ def _other_pixels(ours: MAE, weights: OpenWeights) -> list[str]:
 def _layers(keys: list[str]) -> list[str]:
     """The layers that keys of any format belong to, in their order."""
     return list(dict.fromkeys(re.sub(r"[./](weight|bias|kernel|scale)$", "", key) for key in keys))
-
-
-# ---- Teachers --------------------------------------------------------------------------------------------------------
 
 
 def check_teacher(recipe: Recipe, class_names: list[str]) -> None:

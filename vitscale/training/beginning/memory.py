@@ -207,9 +207,6 @@ def optimizer_share(sizes: Sequence[int], stage: int, world_size: int) -> int:
     return 2 * math.ceil(sum(sizes) / (2 * world_size))
 
 
-# ---- Micro-batches ---------------------------------------------------------------------------------------------------
-
-
 def largest_micro_batch(
     recipe: Recipe, num_classes: int, world_size: int, available_bytes: float, device: DeviceType = "cpu"
 ) -> int | None:

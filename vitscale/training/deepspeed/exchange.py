@@ -128,8 +128,6 @@ class Exchange:
         order = {parameter: number for number, parameter in enumerate(self._engine.module.parameters())}
         return sorted(buckets, key=lambda bucket: -min(order[parameter] for parameter in bucket.places))
 
-    # ---- Gradients ---------------------------------------------------------------------------------------------------
-
     @property
     def _is_last(self) -> bool:
         """Whether this micro-batch is the last one of the step."""
@@ -203,8 +201,6 @@ class Exchange:
             for bucket in self._buckets:
                 share, bucket.share = bucket.share, None
                 self._optimizer.averaged_gradients[bucket.index] = Partition([share], share)
-
-    # ---- Weights -----------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
         """Begin to send every rank's weights to all ranks; readers outside of modules call `settle` first."""

@@ -101,8 +101,6 @@ class Learner:
             compile_blocks(objective, activation_budget=self._recipe.parallelism.activation_budget)
         return objective
 
-    # ---- Checkpoints -------------------------------------------------------------------------------------------------
-
     def load(self, reader: CheckpointReader | None) -> None:
         """Take everything from a checkpoint, or begin with the initial weights.
 
@@ -130,8 +128,6 @@ class Learner:
         """What this rank saves; the tensors are views."""
         averages = {average_kind(name): average.values for name, average in self._averages.items()}
         return self.engine.owned(self._world.rank, self._world.size, averages)
-
-    # ---- Learning ----------------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, step: int, loss_limit: float | None = None, audited: bool = False) -> Update:
         """Learn from one global batch, unless its gradient is not finite or its loss is above the limit.
@@ -278,8 +274,6 @@ class Learner:
         if self._recipe.model.draws:
             key = f"{self._recipe.seed}:{step}:{self._world.rank}:{micro_step}"
             torch.manual_seed(xxhash.xxh64_intdigest(key.encode()) >> 1)
-
-    # ---- Looking -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -68,9 +68,6 @@ class Claim:
         self._lock.close()
 
 
-# ---- The run's own checkpoint ----------------------------------------------------------------------------------------
-
-
 def checkpoint_to_resume(
     plan: RunPlan, run_dir: Path, store: CheckpointStore, say: Callable[[str], None]
 ) -> CheckpointReader | None:
@@ -122,9 +119,6 @@ def _warn_of_other_decoder(index: CheckpointIndex, say: Callable[[str], None]) -
             f"WARNING: images were decoded by libjpeg-turbo {decoder} so far, and are decoded by {ours} "
             "from now on: pixels may differ in their last bits"
         )
-
-
-# ---- A branch's trunk ------------------------------------------------------------------------------------------------
 
 
 def check_branch(plan: RunPlan, run_dir: Path) -> None:

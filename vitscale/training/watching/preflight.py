@@ -85,9 +85,6 @@ def preflight(plan: RunPlan, run_dir: Path, world: World) -> list[str]:
     return [*(f"WARNING: {warning}" for warning in warnings), summary]
 
 
-# ---- The ranks -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Rank:
     """What one rank sees."""
@@ -201,9 +198,6 @@ def _describe(indices: Sequence[int], ranks: Sequence[_Rank]) -> str:
     return "; ".join(named) + more
 
 
-# ---- Devices ---------------------------------------------------------------------------------------------------------
-
-
 def _check_load(world: World, ranks: Sequence[_Rank]) -> list[str]:
     loaded = [index for index, rank in enumerate(ranks) if rank.load > _WORTH_A_WARNING]
     if world.device.type == "cuda" or not loaded:
@@ -282,9 +276,6 @@ def _check_memory(
     ]
 
 
-# ---- Folders ---------------------------------------------------------------------------------------------------------
-
-
 def _check_shared(folder: Path, world: World, ranks: Sequence[_Rank]) -> None:
     """Raise `RecipeError` unless all ranks see what rank 0 writes into the folder."""
     folder_of_main, name = on_rank_zero(lambda: (str(folder), f".preflight-{secrets.token_hex(8)}"))
@@ -350,9 +341,6 @@ def _check_room(recipe: Recipe, directory: LocalDirectory, checkpoint_bytes: int
             f"{keep}, and one more exists while it is written)"
         ]
     return free, []
-
-
-# ---- Words -----------------------------------------------------------------------------------------------------------
 
 
 def _count(number: int, noun: str) -> str:
