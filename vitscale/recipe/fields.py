@@ -290,7 +290,7 @@ def _kind(field: dict[str, Any]) -> str:
     if "enum" in field:
         return any_of(field["enum"])
     if "const" in field:
-        return str(field["const"])
+        return _in_yaml(field["const"])
     if field["type"] == "array" and "enum" in field["items"]:
         return f"list of {_kind(field['items'])}"
     if field["type"] == "array":

@@ -76,9 +76,7 @@ class Parallelism(Block):
     these, on CUDA"""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """torch's implementation of attention on CUDA; auto: cuDNN's on Hopper where it is known to be right, else flash"""
-    fused_gelu: bool = False
-    """one Triton kernel for the backward pass of an MLP's GELU and the gradient of the bias before it: less memory
-    traffic; CUDA only, and not yet run there"""
+    fused_gelu: Literal[False] = Field(False, description="of earlier recipes")
     activation_budget: float | None = Field(None, gt=0, le=1)
     """with compile: share of a block's activations that may be kept for the backward pass; what is cheapest is
     recomputed. null: torch's choice; memory plans do not count what this saves"""
@@ -96,8 +94,6 @@ class Parallelism(Block):
             yield "offload: optimizer needs zero_stage 1, 2 or 3"
         if self.compiles and self.zero_stage == 3:
             yield "compile: true needs zero_stage 0, 1 or 2: stage 3 gathers weights within a block"
-        if self.fused_gelu and self.zero_stage == 3:
-            yield "fused_gelu: true needs zero_stage 0, 1 or 2: stage 3 gathers weights layer by layer"
         if self.activation_budget is not None and not self.compile:
             yield f"activation_budget: {self.activation_budget:g} needs compile: true, which applies it"
 
@@ -264,8 +260,6 @@ class Recipe(Block):
         if known("model", "precision") and self.precision == "fp8" and self.model.num_blocks == 0:
             yield f"precision: fp8 is for the dense layers of Transformer blocks, and a {self.model.title} has none"
         if known("precision", "parallelism"):
-            if self.precision == "fp8" and self.parallelism.fused_gelu:
-                yield "parallelism.fused_gelu: true needs precision bf16 or fp32: with fp8, float8 computes the layer"
             if self.precision == "fp8" and self.parallelism.zero_stage == 3:
                 yield "precision: fp8 needs parallelism.zero_stage 0, 1 or 2"
             if self.precision == "fp32" and self.parallelism.reduce_dtype == "bf16":

@@ -93,10 +93,6 @@ class Learner:
 
             layers = train_in_float8(torch.nn.ModuleList(objective.units()), self._world.device)
             self._say(f"{layers} dense layers train in float8")
-        if self._recipe.parallelism.fused_gelu:
-            from vitscale.models.vit.fused_gelu import fuse_gelu  # only those who ask for it need Triton
-
-            fuse_gelu(objective)
         if self._recipe.parallelism.compiles:
             compile_blocks(objective, activation_budget=self._recipe.parallelism.activation_budget)
         return objective

@@ -112,11 +112,6 @@ def _look_around(plan: RunPlan, world: World) -> _Rank:
     free, has_bf16 = None, has_bf16_instructions()
     if world.device.type == "cuda":
         free, has_bf16 = torch.cuda.mem_get_info(world.device)[0], torch.cuda.is_bf16_supported(False)
-    is_fused, without_compiler = recipe.parallelism.fused_gelu, ""
-    if is_fused and world.device.type != "cuda":
-        without_compiler = "GPU"
-    elif recipe.parallelism.compiles or is_fused:
-        without_compiler = missing_for_compiling(world.device.type)
     return _Rank(
         host=socket.gethostname(),
         identity=identity,
@@ -124,7 +119,7 @@ def _look_around(plan: RunPlan, world: World) -> _Rank:
         host_memory=available_memory(),
         load=os.getloadavg()[0] / usable_cores(),
         has_bf16=has_bf16,
-        without_compiler=without_compiler,
+        without_compiler=missing_for_compiling(world.device.type) if recipe.parallelism.compiles else "",
         without_float8=_without_float8(world.device) if recipe.precision == "fp8" else "",
     )
 
@@ -228,9 +223,8 @@ def _check_bf16(recipe: Recipe, world: World, ranks: Sequence[_Rank]) -> list[st
 
 def _check_able(ranks: Sequence[_Rank], recipe: Recipe) -> None:
     """Raise `MachineError` or `RecipeError` if a rank cannot do what the recipe asks for."""
-    compiled = "fused_gelu" if recipe.parallelism.fused_gelu else "compile"
     for key, reasons in {
-        f"parallelism.{compiled}": [one.without_compiler and f"has no {one.without_compiler}" for one in ranks],
+        "parallelism.compile": [one.without_compiler and f"has no {one.without_compiler}" for one in ranks],
         "precision fp8": [one.without_float8 for one in ranks],
     }.items():
         for reason in sorted({*reasons} - {""}):
