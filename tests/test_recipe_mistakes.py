@@ -159,8 +159,6 @@ ACROSS = {
     "parallelism.reduce_dtype=bf16": "parallelism.reduce_dtype: bf16",
     "selection.metric=validation/top9": "selection.metric 'validation/top9'",
     "selection.mode=max": "selection needs evaluation.every",
-    "evaluation.inspect={every: {steps: 5}, images: photos}": "evaluation.inspect",
-    "logging.trackers=[]": "evaluation.inspect",
     "schedule.momentum={to: 2}": "momentum.to 2",
     "schedule.end_lr=0.5": "end_lr",
     "schedule.decay=cosine": "end_lr",
@@ -171,8 +169,8 @@ ACROSS = {
     ("broken", "hidden"),
     [
         ([], ["end_lr", "momentum.to 2"]),  # a block's own lines come before what it has to do with others
-        (["data.image_size=tall"], ["end_lr", "parallelism.reduce_dtype", "selection.metric", "inspect"]),
-        (["selection.mode=most"], ["end_lr", "parallelism.reduce_dtype", "data.image_size 8", "inspect"]),
+        (["data.image_size=tall"], ["end_lr", "parallelism.reduce_dtype", "selection.metric"]),
+        (["selection.mode=most"], ["end_lr", "parallelism.reduce_dtype", "data.image_size 8"]),
         (["model.patch=9", "logging.evry=1"], ["parallelism.reduce_dtype", "selection.metric", "selection needs"]),
     ],
 )

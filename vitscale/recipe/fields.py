@@ -22,7 +22,14 @@ _WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": F
 _UNBOUNDED = 2**31  # limits from here on are those of number types, and are not shown
 _OF_TEACHER = "objective.teacher."
 _DURATION = "duration"
-_TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "object": "block"}
+_TYPES = {
+    "integer": "integer",
+    "number": "number",
+    "string": "text",
+    "boolean": "true or false",
+    "object": "block",
+    "null": "null",
+}
 
 _NEAR, _VERY_NEAR = 0.7, 0.85  # difflib cutoffs for a key of the same block and of another block
 _SHOWN = 3
@@ -296,7 +303,7 @@ def _kind(field: dict[str, Any]) -> str:
     if field["type"] == "array":
         kind, _, bounds = _kind(field["items"]).partition(" ")
         return f"list of {kind}s {bounds}".rstrip()
-    return " ".join([_TYPES[field["type"]], *_bounds(field)])
+    return " ".join([_TYPES.get(field["type"], field["type"]), *_bounds(field)])
 
 
 def any_of(words: Sequence[str]) -> str:

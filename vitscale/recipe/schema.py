@@ -281,8 +281,6 @@ class Recipe(Block):
                 f"evaluation.validation measures classes, and objective.kind: {self.objective.kind} has none; use "
                 f"evaluation.fewshot or .knn"
             )
-        if known("evaluation", "logging") and self.evaluation.inspect is not None and not self.logging.trackers:
-            yield "evaluation.inspect draws into trackers, and logging.trackers is empty"
         if known("selection", "evaluation") and self.selection is not None:
             yield from self._check_selection(self.selection)
         init = self.init if known("init", "model") else None

@@ -25,7 +25,6 @@ from vitscale.evaluation.splits import check_splits
 from vitscale.ground.errors import MachineError, RecipeError, StorageError
 from vitscale.ground.files.durable import make_folder
 from vitscale.ground.machine import available_memory, has_bf16_instructions, usable_cores
-from vitscale.ground.page import check_drawing
 from vitscale.ground.ranks import gather, on_rank_zero, write_on_rank_zero
 from vitscale.ground.wording import listed
 from vitscale.recipe import Recipe, changes
@@ -234,8 +233,6 @@ def _check_able(ranks: Sequence[_Rank], recipe: Recipe) -> None:
         raise RecipeError(
             f"logging.trackers: rank 0 lacks what they need: pip install {' '.join(absent)}, or leave them out"
         ).on_all_ranks()
-    if recipe.evaluation.inspect is not None:
-        on_rank_zero(lambda: check_drawing("evaluation.inspect"))
 
 
 def _check_memory(
