@@ -16,7 +16,7 @@ from vitscale.data.order import TrainOrder
 from vitscale.data.shards import Manifest
 from vitscale.ground.errors import RecipeError
 from vitscale.models import initial_value
-from vitscale.models.weights.table import table
+from vitscale.models.weights.foreign import table
 from vitscale.objectives import Objective, build_objective
 from vitscale.training.beginning.found_weights import Named, find_weights
 from vitscale.training.beginning.initial_weights import _Assignment, check_initial_weights

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from vitscale.models.anatomy import Anatomy
 from vitscale.models.initialise import Initialiser, constant, lecun_normal, normal
 from vitscale.models.layers import CHANNELS, OutputLayer, check_layers, check_size, drop_path, no_record, run_block
-from vitscale.models.model import Model
-from vitscale.models.outputs import Outputs
+from vitscale.models.model import Model, Outputs
 from vitscale.models.resnet.axial import AxialAttention2d
 from vitscale.models.resnet.weights import ResNetWeights, recognise
 from vitscale.models.weights.source import Source

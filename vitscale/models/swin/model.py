@@ -24,8 +24,7 @@ from vitscale.models.layers import (
     no_record,
     run_block,
 )
-from vitscale.models.model import Model
-from vitscale.models.outputs import Outputs
+from vitscale.models.model import Model, Outputs
 from vitscale.models.swin.weights import SwinWeights, recognise
 from vitscale.models.swin.windows import WindowAttention
 from vitscale.models.vit.encoder import MLP

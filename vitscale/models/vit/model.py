@@ -33,8 +33,7 @@ from vitscale.models.layers import (
     no_record,
     run_block,
 )
-from vitscale.models.model import Model
-from vitscale.models.outputs import BlockTokens, Outputs
+from vitscale.models.model import BlockTokens, Model, Outputs
 from vitscale.models.resnet.model import Features, resnet_initialiser
 from vitscale.models.vit.encoder import AttentionPool, AxialBlock, Block, norm_of
 from vitscale.models.vit.grids import apart, masks_of, side_by_side, sizes_of
