@@ -11,13 +11,12 @@ from vitscale.ground.extensions import by_kind
 from vitscale.ground.storage import is_url
 from vitscale.recipe.data import Batch, Data, EvalCrop
 from vitscale.recipe.datasets import find_dataset
+from vitscale.recipe.decoders import IJEPA, MAE
 from vitscale.recipe.dino import Dino
 from vitscale.recipe.durations import Duration, Interval
 from vitscale.recipe.evaluation import Evaluation, Selection
 from vitscale.recipe.families import ModelBlock
-from vitscale.recipe.ijepa import IJEPA
 from vitscale.recipe.joint_embedding import Contrastive, LeJEPA
-from vitscale.recipe.mae import MAE
 from vitscale.recipe.masked_patches import MaskedPatches
 from vitscale.recipe.objectives import Classification, Context, Distillation, Objective, with_kind
 from vitscale.recipe.optimizers import AnyOptimizer, Kept, Optimizer, Shape

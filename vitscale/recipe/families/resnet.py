@@ -91,7 +91,7 @@ class ResNet(Model):
         if not self.shape().blocks:
             yield "blocks []: a ResNet needs a stage; only the stem of a hybrid may be a root alone"
         if self.pool == "cls":
-            yield self.refusal("pool", self.pool, self.name)
+            yield self.refusal("pool", self.pool)
 
     @classmethod
     def named(cls, name: str) -> ResNetShape | None:
@@ -99,13 +99,6 @@ class ResNet(Model):
         if match is None or match[2] not in _BLOCKS:
             return None
         return ResNetShape(_BLOCKS[match[2]], int(match[3] or 1), mixing="axial" if match[1] else "conv")
-
-    @classmethod
-    def refusal(cls, key: str, value: Any, name: str | None) -> str:
-        lacks = {"pool": "class token", "dropout": "dropout", "position": "position embeddings"}.get(key)
-        if lacks is not None:
-            return f"{key} {value!r}: this is a ResNet, which has no {lacks}"
-        return f"{key} is a dimension of Transformers, and {name or 'this'} is a ResNet"
 
     def shape(self) -> ResNetShape:
         named = None if self.name is None else self.named(self.name)

@@ -125,13 +125,6 @@ class Swin(Model):
         family, _, size = name.partition("-")
         return SwinShape(*_SIZES[size], window=7) if family == "Swin" and size in _SIZES else None
 
-    @classmethod
-    def refusal(cls, key: str, value: Any, name: str | None) -> str:
-        lacks = {"pool": "class token", "dropout": "dropout", "position": "position embeddings"}.get(key)
-        if lacks is not None:
-            return f"{key} {value!r}: this is a Swin, which has no {lacks}"
-        return f"{key} is a dimension of other families, and {name or 'this'} is a Swin"
-
     @property
     def representation_width(self) -> int:
         return self.shape().channels
