@@ -251,6 +251,8 @@ class Classification(Objective):
 class Teacher(Block):
     """The teacher model: never updated, and not part of checkpoints or exports."""
 
+    key: ClassVar[str] = "objective.teacher"  # where a recipe has it
+
     # `from` is a Python keyword, hence the alias.
     source: Annotated[str | None, Field(alias="from", min_length=1)] = None
     """its weights, with their head: a run's directory, the folder of one checkpoint, or weights in any format that

@@ -32,6 +32,8 @@ class Init(Block):
     They are read once, when the run begins: a resumed run reads its own checkpoints, and no longer needs them.
     """
 
+    key: ClassVar[str] = "init"  # where a recipe has it
+
     # `from` is a Python keyword, hence the alias.
     source: Annotated[str, Field(min_length=1, alias="from")]
     """a run's directory (its newest checkpoint), the folder of one checkpoint, or weights in any format that `vitscale
