@@ -81,8 +81,11 @@ class Model(nn.Module):
             image_size: side of the square input in pixels.
             num_classes: K; None for a backbone without a head, whatever the block says.
             checkpoint_every: recompute every k-th block's activations in the backward pass; 0 keeps all of them.
+
+        By default for a class that takes all of these, the block's shape in its place, and the block's `drop_path`.
         """
-        raise NotImplementedError
+        sizes: dict[str, Any] = {"image_size": image_size, "num_classes": num_classes}
+        return cls(block.shape(), **sizes, drop_path=block.drop_path, checkpoint_every=checkpoint_every)
 
     def initialiser(self, name: str) -> Initialiser:
         """How the parameter `name` is filled at the start of training. Raises `KeyError` for an unknown one."""

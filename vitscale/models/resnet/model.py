@@ -8,7 +8,7 @@ Shape legend: B batch, H W image height and width, C channels, h w rows and colu
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from vitscale.models.model import Model, Outputs
 from vitscale.models.resnet.axial import AxialAttention2d
 from vitscale.models.resnet.weights import ResNetWeights, recognise
 from vitscale.models.weights.source import Source
-from vitscale.recipe import families
 from vitscale.recipe.families.resnet import GROUPS, ResNetShape
 
 GROUP_NORM_EPS = {"v1": 1e-6, "v2": 1e-5}
@@ -240,16 +239,6 @@ class ResNet(Model):
         self.features = Features(shape, image_size=image_size, checkpoint_every=checkpoint_every, drop_path=drop_path)
         self.norm = GroupNorm(shape.channels, "v2") if shape.variant == "v2" else None
         self.head = OutputLayer(shape.channels, num_classes) if num_classes is not None else None
-
-    @classmethod
-    def of(cls, block: families.ResNet, *, image_size: int, num_classes: int | None, checkpoint_every: int) -> Self:
-        return cls(
-            block.shape(),
-            image_size=image_size,
-            num_classes=num_classes,
-            drop_path=block.drop_path,
-            checkpoint_every=checkpoint_every,
-        )
 
     def forward(self, images_BHWC: Tensor) -> Outputs:
         """Tokens (B, h w, C): the last feature map, row by row; its mean (B, C); logits (B, K)."""

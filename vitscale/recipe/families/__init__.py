@@ -86,7 +86,7 @@ def _validated(content: Any) -> Model:
             value = own.pop(key)
             whole = unset | value if isinstance(unset, dict) and isinstance(value, dict) else value
             if whole != unset:
-                raise ValueError(family.refusal(key, value))
+                raise ValueError(family.refusal(key, value, content.get("name")))
     model = family.model_validate(own)
     if model.family is not None and model.name is not None and family.named(model.name) is None:
         raise ValueError(f"name {model.name!r}: {model.family} knows no such model")

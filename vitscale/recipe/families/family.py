@@ -64,8 +64,8 @@ class Model(Block):
         return None
 
     @classmethod
-    def refusal(cls, key: str, value: Any) -> str:
-        """The message that a model of this family cannot have another family's key."""
+    def refusal(cls, key: str, value: Any, name: str | None) -> str:
+        """The message that a model of this family, called `name`, cannot have another family's key."""
         lacks = {"pool": "class token", "dropout": "dropout", "position": "position embeddings"}.get(key, "such key")
         return f"{key} {value!r}: this is a {cls.title}, which has no {lacks}"
 

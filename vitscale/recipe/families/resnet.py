@@ -91,7 +91,7 @@ class ResNet(Model):
         if not self.shape().blocks:
             yield "blocks []: a ResNet needs a stage; only the stem of a hybrid may be a root alone"
         if self.pool == "cls":
-            yield self.refusal("pool", self.pool)
+            yield self.refusal("pool", self.pool, self.name)
 
     @classmethod
     def named(cls, name: str) -> ResNetShape | None:

@@ -180,9 +180,9 @@ class ViT(Model):
         return shape_of(name)
 
     @classmethod
-    def refusal(cls, key: str, value: Any) -> str:
+    def refusal(cls, key: str, value: Any, name: str | None) -> str:
         if key == "window":
-            return f"window {value!r} belongs to a Swin, and a Transformer attends to the whole image"
+            return f"window {value!r} belongs to a Swin, and {name or 'this'} attends to the whole image"
         return f"{key} belongs to ResNets; the stem of a hybrid is v1 with convolutions"
 
     def shape(self) -> ViTShape:
