@@ -67,7 +67,7 @@ class Model(Block):
     def refusal(cls, key: str, value: Any, name: str | None) -> str:
         """The message that a model of this family, called `name`, cannot have another family's key."""
         lacks = {"pool": "class token", "dropout": "dropout", "position": "position embeddings"}.get(key, "such key")
-        return f"{key} {value!r}: this is a {cls.title}, which has no {lacks}"
+        return f"{key} {value!r}: {name or 'this'} is a {cls.title}, which has no {lacks}"
 
     @abstractmethod
     def shape(self) -> Shape:
