@@ -289,7 +289,6 @@ def _default(value: Any) -> str:
 
 
 def _kind(field: dict[str, Any]) -> str:
-    """A field's type and bounds, in words."""
     if "anyOf" in field:
         return " or ".join(_kind(option) for option in field["anyOf"] if option.get("type") != "null")
     if "$ref" in field:

@@ -177,7 +177,6 @@ class Features(nn.Module):
             self.stages.append(units)
 
     def units(self) -> list[nn.Module]:
-        """The units of all stages, in order."""
         return [unit for stage in self.stages for unit in stage.children()]
 
     def layers(self) -> dict[str, nn.Module]:

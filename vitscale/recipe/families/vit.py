@@ -215,7 +215,6 @@ class ViT(Model):
 
     @property
     def has_class_token(self) -> bool:
-        """Whether there is a class token among the tokens."""
         return has_class_token(self.pool_or_default()) and self.shape().class_token
 
     @property

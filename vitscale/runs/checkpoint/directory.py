@@ -133,7 +133,6 @@ class LocalDirectory:
         return LocalFiles(self._folder(step))
 
     def read_index(self, step: int) -> CheckpointIndex:
-        """Read a checkpoint's index."""
         return read_index(self._folder(step), step)
 
     def write_index(self, index: CheckpointIndex) -> None:

@@ -187,7 +187,6 @@ class Exchange:
 
     @torch.no_grad()
     def _end_backward(self, *_: Any) -> None:
-        """Called by the engine after every backward pass."""
         if not self._is_in_backward:  # nothing that is trained had a part in the loss
             self._begin_backward()
         if self._sends_each or self._is_last:
@@ -216,7 +215,6 @@ class Exchange:
         refresh()
 
     def settle(self) -> None:
-        """Wait until all weights have arrived."""
         self._await(self._buckets)
 
     def _await(self, buckets: Iterable[_Bucket], *_: Any) -> None:

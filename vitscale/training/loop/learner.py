@@ -239,7 +239,6 @@ class Learner:
         return Anomaly(update.anomaly, step + 1, batch.position, mean, update.rate, norm, ranks)
 
     def mean_loss(self, update: Update) -> float:
-        """The mean loss over the global batch."""
         return gather_numbers([update.loss_sum.item()], self._world.device).sum().item() / update.samples
 
     def _to_device(self, rows: Tensor) -> Tensor:

@@ -64,7 +64,6 @@ class Claim:
         return False
 
     def close(self) -> None:
-        """Release the claim."""
         self._lock.close()
 
 

@@ -247,7 +247,6 @@ class Trainer:
         self.state = replace(self.state, anomalies=known.leaving_out(self.state.position, batch.position + 1))
 
     def _rewind(self) -> None:
-        """Go back to the newest checkpoint."""
         self._begin("writing the checkpoint")
         self.saves.wait()
         self._begin("verifying checkpoints")

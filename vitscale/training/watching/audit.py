@@ -362,7 +362,6 @@ def _updates(recipe: Recipe, engine: Engine, rates: Rates) -> dict[str, Update]:
 
 
 def describe(findings: Sequence[Discrepancy], step: int) -> str:
-    """What an audit has found, in words."""
     lines = []
     for check, group in groupby(findings, key=lambda finding: finding.check):
         of_check = list(map(str, group))
@@ -372,7 +371,6 @@ def describe(findings: Sequence[Discrepancy], step: int) -> str:
 
 
 def error(findings: Sequence[Discrepancy], step: int) -> AuditError:
-    """The error that ends the run."""
     return AuditError(
         f"{describe(findings, step)}. DeepSpeed or a device computes wrongly; repeat the command to continue from "
         "the last checkpoint. If it happens again, change parallelism, or set check.audit: warn to continue regardless"

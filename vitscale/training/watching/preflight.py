@@ -177,7 +177,6 @@ def _check_agreement(ranks: Sequence[_Rank], recipe: Recipe) -> None:
 
 
 def _describe(indices: Sequence[int], ranks: Sequence[_Rank]) -> str:
-    """Some ranks and their machines, in words."""
     by_host: dict[str, list[int]] = {}
     for index in indices:
         by_host.setdefault(ranks[index].host, []).append(index)
