@@ -7,7 +7,7 @@ import torch
 from vitscale.ground.weight_formats import Format
 from vitscale.models.vit import ViT
 from vitscale.models.weights import huggingface
-from vitscale.models.weights.table import table
+from vitscale.models.weights.foreign import table
 
 
 def _values(model: ViT, form: Format) -> dict[str, torch.Tensor]:

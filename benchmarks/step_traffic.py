@@ -6,10 +6,9 @@
 Needs triton, which torch's wheels for CPUs come without (`pip install --target TRITON triton==3.9.0` for torch 2.13).
 Inductor writes the block's kernels for CUDA as it would on an H100, told the properties of one, and counts each
 kernel's bytes itself; nothing is run. A change that adds a pass over the activations shows at once. Contenders: `ours`,
-with bf16 weights, compiled as training compiles it; `fused`, the same with `parallelism.fused_gelu`; `timm`, timm's
-block as people train it: fp32 weights and residual stream under bf16 autocast. Products and attention are calls of
-libraries: they are no kernels here, and their bytes are not counted. Attention is called as on CPUs, with the same
-tensors.
+with bf16 weights, compiled as training compiles it; `timm`, timm's block as people train it: fp32 weights and residual
+stream under bf16 autocast. Products and attention are calls of libraries: they are no kernels here, and their bytes are
+not counted. Attention is called as on CPUs, with the same tensors.
 
 The MFU is a prediction, by parts: products and attention at the rates below, the kernels' bytes at the rate of memory,
 2 us for a kernel, and the optimizer's update. What lies before and after the blocks is left out. No rate was measured
@@ -39,7 +38,7 @@ from vitscale.models.vit import ViT
 from vitscale.recipe import validate_recipe
 from vitscale.recipe.families import ViTShape, architecture
 
-MOST_BYTES = {("ViT-H/14", 128, 257): {"ours": 4.83e9, "fused": 4.49e9}}
+MOST_BYTES = {("ViT-H/14", 128, 257): {"ours": 4.83e9}}
 PRODUCTS = 690e12  # FLOP/s in bf16, both cards; 798 and 788 are published for 8192 x 8192 x 8192 on an H100 and an H200
 ATTENTION = 223e12  # FLOP/s of cuDNN's, forward and backward, its recomputation counted: an estimate
 MEMORY = {"h100": 2.7e12, "h200": 3.87e12}  # bytes/s: 0.8 of the datasheets
@@ -119,10 +118,6 @@ def make_block(shape: ViTShape, who: str, backend: Callable) -> nn.Module:
     """A block that gives its graph to a backend of torch.compile."""
     if who != "timm":
         model = ViT(shape, image_size=shape.patch_size, num_classes=None).to(torch.bfloat16)
-        if who == "fused":
-            from vitscale.models.vit.fused_gelu import fuse_gelu  # which needs triton
-
-            fuse_gelu(model)
         compile_blocks(model, backend)
         return model.blocks[0]
     from timm.models.vision_transformer import Block
@@ -279,7 +274,7 @@ def main() -> None:
     shape = architecture(options.model)
     assert isinstance(shape, ViTShape), "only Vision Transformers have such blocks"
     results: dict[str, Any] = {}
-    for who in ("ours", "fused", "timm"):
+    for who in ("ours", "timm"):
         graphs = graphs_of(shape, who, options.batch, options.tokens)
         results[who] = {
             name: traffic(code_for_cuda(name, *graph), own_kernels(graph[0])) for name, graph in graphs.items()

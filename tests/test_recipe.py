@@ -393,3 +393,9 @@ def test_a_recipe_that_comes_along_is_called_by_its_name_others_by_their_path(tm
     for name in list_recipes():
         assert recipe_name(find_recipe(name)) == name
     assert recipe_name(tmp_path / "b16_jft.yaml") == str(tmp_path / "b16_jft.yaml")
+
+
+def test_a_run_that_drew_while_it_trained_is_still_read():
+    content = load_recipe("b16_jft").dump()
+    content["evaluation"]["inspect"] = {"every": {"steps": 5}, "images": "photos", "count": 128}
+    assert validate_recipe(content, "the run's recipe") == load_recipe("b16_jft")

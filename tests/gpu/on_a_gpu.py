@@ -113,21 +113,6 @@ def erasing(device: torch.device) -> None:
         assert torch.equal(operation(images.to(device), keys).cpu(), operation(images, keys))
 
 
-def fused_gelu(device: torch.device) -> None:
-    """Both gradients of the fused kernel, with sizes of H/14 and with odd ones, against autograd's in fp64."""
-    from vitscale.models.vit.fused_gelu import gelu_backward
-
-    for shape in ((4, 257, 5120), (2, 300, 129)):
-        for form in ("tanh", "none"):
-            before, towards = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
-            exact = before.double().requires_grad_()
-            F.gelu(exact, approximate=form).backward(towards.double())
-            assert exact.grad is not None
-            found = gelu_backward(towards, before, form == "tanh")
-            for one, other in zip(found, (exact.grad, exact.grad.flatten(0, -2).sum(0)), strict=True):
-                assert torch.allclose(one.double(), other, rtol=2**-8, atol=1e-3), (shape, form)
-
-
 def speed(device: torch.device) -> None:
     """Batches grow until memory ends, twice; the largest that fits is found, and the device is as usable as before."""
     from inference_speed import throughputs
@@ -147,7 +132,6 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     "compiled": compiled,
     "erasing": erasing,
     "float8": float8,
-    "fused_gelu": fused_gelu,
     "memory": memory,
     "speed": speed,
 }

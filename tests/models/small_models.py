@@ -6,7 +6,7 @@ from vitscale.models import Model
 from vitscale.models.resnet import ResNet
 from vitscale.models.swin import Swin
 from vitscale.models.vit import ViT
-from vitscale.recipe.families import ResNetShape, Shape, SwinShape, architecture
+from vitscale.recipe.families import Position, ResNetShape, Shape, SwinShape, architecture
 
 # The authors' own test table, 1000 classes, output layer alone.
 AUTHORS_COUNTS = {
@@ -35,6 +35,7 @@ def build(shape: Shape, image_size: int = 224, num_classes: int = 1000, **option
         return Swin(shape, image_size=image_size, num_classes=num_classes, **options)
     pool = "mean" if shape.attention == "axial" else "cls"
     options = {"head": "linear", "pool": pool} | options
+    options["position"] = Position.model_validate(options.get("position", {}))  # a recipe's keys, or the block
     return ViT(shape, image_size=image_size, num_classes=num_classes, **options)
 
 

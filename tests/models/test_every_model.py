@@ -145,15 +145,15 @@ def blocks_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, tuple]]:
 TWO_UNITS = {"blocks": [2]}  # one that projects its shortcut, one that does not
 FAMILIES: list[tuple[str, dict, dict]] = [  # name, what replaces its dimensions, options
     ("ViT-Ti/16", {}, {}),
-    ("ViT-Ti/16", {}, {"position": "relative"}),
-    ("ViT-Ti/16", {}, {"position": "2d", "position_at": "every_layer"}),
+    ("ViT-Ti/16", {}, {"position": {"kind": "relative"}}),
+    ("ViT-Ti/16", {}, {"position": {"kind": "2d", "at": "every_layer"}}),
     ("Axial-ViT-b/16", {}, {}),
     ("R26+ViT-S/32", {}, {}),
     ("ResNet50x1", TWO_UNITS, {}),
     ("AxialResNet50", TWO_UNITS, {}),
     ("Swin-T", {"blocks": [2, 2]}, {"drop_path": 0.3}),
-    ("DINOv3-S/16", {}, {"position": "rope", "drop_path": 0.3}),
-    ("EVA02-B/14", {}, {"position": "1d_rope", "pool": "normed_mean", "drop_path": 0.3}),
+    ("DINOv3-S/16", {}, {"position": {"kind": "rope"}, "drop_path": 0.3}),
+    ("EVA02-B/14", {}, {"position": {"kind": "1d_rope"}, "pool": "normed_mean", "drop_path": 0.3}),
 ]
 
 

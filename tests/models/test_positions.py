@@ -1,12 +1,14 @@
 """Position embeddings against scipy's zoom, against their definitions written out, and against one another."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from models.small_models import build, images, with_values
 
 from vitscale.models.vit.positions import TwoDPositions, relative_logits, resample_positions, sincos_positions
-from vitscale.recipe.families import ViTShape
+from vitscale.recipe.families import Position, ViTShape
 
 
 def model(depth: int = 2, **options):
@@ -98,7 +100,7 @@ def test_relative_logits_by_definition(tokens):
 
 def test_relative_attention_by_definition():
     """Appendix D.3: logits of content and of the offset's embedding, summed before the softmax."""
-    attention = model(position="relative").blocks[0].attention
+    attention = model(position=Position(kind="relative")).blocks[0].attention
     x = torch.randn(2, 17, 48, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         query, key, value = (part.view(2, 17, 3, 16).transpose(1, 2) for part in attention.qkv(x).chunk(3, dim=-1))
@@ -115,11 +117,11 @@ def test_the_places_of_absolute_positions_agree_where_they_must(kind):
     pixels = images(32)
     with torch.no_grad():
         # Before a single block the stem and the beginning of the layer are one place.
-        stem, shared = model(1, position=kind), model(1, position=kind, position_at="shared")
+        stem, shared = model(1, position=Position(kind=kind)), model(1, position=Position(kind=kind, at="shared"))
         shared.load_state_dict(stem.state_dict())
         assert torch.equal(stem(pixels).logits, shared(pixels).logits)
         # Layers that happen to have learned the same are layers that share.
-        shared, every = model(position=kind, position_at="shared"), model(position=kind, position_at="every_layer")
+        shared, every = (model(position=Position(kind=kind, at=at)) for at in ("shared", "every_layer"))
         state = shared.state_dict()
         of_layers = {
             name: state[name.split(".", 2)[2]] if "pos_embedding" in name else state[name]
@@ -127,13 +129,13 @@ def test_the_places_of_absolute_positions_agree_where_they_must(kind):
         }
         every.load_state_dict(of_layers)
         assert torch.equal(shared(pixels).logits, every(pixels).logits)
-        stem = model(position=kind)
+        stem = model(position=Position(kind=kind))
         stem.load_state_dict(state)
         assert not torch.allclose(shared(pixels).logits, stem(pixels).logits, atol=1e-2)
 
 
 def test_without_positions_the_patches_are_a_bag():
-    bag, ordered = model(position="none"), model()
+    bag, ordered = model(position=Position(kind="none")), model()
     pixels = images(32)
     shuffled = pixels.view(2, 4, 8, 4, 8, 3)[:, [2, 0, 3, 1]].reshape(2, 32, 32, 3)
     with torch.no_grad():
@@ -146,16 +148,17 @@ def test_without_positions_the_patches_are_a_bag():
 def test_every_kind_learns_in_every_attention(kind, attention):
     shape = ViTShape(8, 48, 2, 96, 3, attention)
     for at in ("stem", "every_layer", "shared") if kind in ("1d", "2d") else ("stem",):
-        trained = with_values(build(shape, image_size=32, num_classes=7, position=kind, position_at=at))
+        trained = with_values(build(shape, image_size=32, num_classes=7, position=Position(kind=kind, at=at)))
         trained(images(32)).logits.square().sum().backward()
         assert all(parameter.grad.abs().max() > 0 for parameter in trained.parameters())
 
 
-@pytest.mark.parametrize("at", ["stem", "every_layer", "shared"])
-@pytest.mark.parametrize("kind", ["none", "1d", "2d"])
+@pytest.mark.parametrize(
+    ("kind", "at"), [("none", "stem"), *itertools.product(["1d", "2d"], ["stem", "every_layer", "shared"])]
+)
 def test_gradients_of_single_images_add_up(kind, at):
     """Of a batch of one, the gradients of several parameters may be one tensor, to which torch would add twice."""
-    together, added = (model(position=kind, position_at=at) for _ in range(2))
+    together, added = (model(position=Position(kind=kind, at=at)) for _ in range(2))
     pixels = images(32)
     sum(together(one).logits.square().sum() for one in pixels.split(1)).backward()
     for one in pixels.split(1):

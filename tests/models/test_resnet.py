@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from vitscale.models import initial_value
 from vitscale.models.resnet.model import GroupNorm, ResNet, StdConv
-from vitscale.models.weights.table import table
+from vitscale.models.weights.foreign import table
 from vitscale.objectives import build_objective
 from vitscale.recipe.families import ResNetShape, ViTShape
 

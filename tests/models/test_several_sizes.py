@@ -12,19 +12,19 @@ SIZES = [(32, 2), (16, 3), (27, 1), (8, 2), (32, 1)]  # side and images of each 
 FORMS = {
     "class token": ({}, {}),
     "pre-training head": ({}, {"head": "pretrain"}),
-    "mean": ({}, {"pool": "mean", "position": "2d"}),
-    "map": ({"sub_norm": "mlp"}, {"pool": "map", "position": "sincos"}),
+    "mean": ({}, {"pool": "mean", "position": {"kind": "2d"}}),
+    "map": ({"sub_norm": "mlp"}, {"pool": "map", "position": {"kind": "sincos"}}),
     "normed mean": ({"norm": "rms"}, {"pool": "normed_mean"}),
     "distilled": ({"distilled": True}, {}),
-    "shared positions": ({}, {"position_at": "shared"}),
+    "shared positions": ({}, {"position": {"at": "shared"}}),
     "dinov2": ({"registers": 4, "layer_scale": 0.1, "mlp": "exact_gelu"}, {}),
     "dinov3": (
         {"registers": 4, "qkv_bias": "no_key", "layer_scale": 0.1},
-        {"position": "rope", "position_base": 100.0},
+        {"position": {"kind": "rope"}},
     ),
     "vit5": (
         {"registers": 4, "mlp": "swiglu", "sub_norm": "all", "qk_norm": True, "class_position": False},
-        {"position": "1d_rope", "position_base": 1e4, "position_unit": "patch", "registers_base": 100.0},
+        {"position": {"kind": "1d_rope", "unit": "patch", "registers_base": 100.0}},
     ),
 }
 
@@ -126,8 +126,8 @@ def test_float8_takes_tokens_side_by_side():
     [
         ({"attention": "axial"}, {}),
         ({"stem": ResNetShape((1,), variant="v1")}, {}),
-        ({}, {"position": "relative"}),
-        ({}, {"position_at": "every_layer"}),
+        ({}, {"position": {"kind": "relative"}}),
+        ({}, {"position": {"at": "every_layer"}}),
     ],
 )
 def test_models_of_one_size_refuse_several(parts, options):

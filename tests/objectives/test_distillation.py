@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitscale.flops import recipe_work
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.ranks import Sums
-from vitscale.models.weights.table import table
+from vitscale.models.weights.foreign import table
 from vitscale.objectives import Losses, Objective, Plan, build_objective, build_teacher
 from vitscale.objectives.mixing import partners_of
 from vitscale.training.beginning.memory import expected_memory

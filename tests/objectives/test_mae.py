@@ -16,7 +16,7 @@ from vitscale.data.image_operations import to_model_input
 from vitscale.ground.errors import CheckpointError
 from vitscale.models import initial_value, initialise
 from vitscale.models.weights import Description, load_weights, open_weights, parameters_beside, write_weights
-from vitscale.models.weights.table import table
+from vitscale.models.weights.foreign import table
 from vitscale.objectives import build_objective
 from vitscale.objectives.mae import exact_pixels, tells_levels_apart
 from vitscale.recipe import Muon, Normalise

@@ -16,9 +16,9 @@ from vitscale.data.order import TrainOrder
 from vitscale.data.shards import Manifest
 from vitscale.ground.errors import RecipeError
 from vitscale.models import initial_value
-from vitscale.models.weights.table import table
+from vitscale.models.weights.foreign import table
 from vitscale.objectives import Objective, build_objective
-from vitscale.training.beginning.found_weights import Named, find_weights
+from vitscale.training.beginning.found_weights import find_weights
 from vitscale.training.beginning.initial_weights import _Assignment, check_initial_weights
 
 STAGES = range(4)
@@ -180,5 +180,5 @@ def test_a_decoder_with_other_heads_is_refused(root):
 def test_a_decoder_of_other_targets_is_told_of(root, norm_pix):
     continued = begins(root / "runs" / "zero3") | {"objective": {"kind": "mae", **DECODER, "norm_pix": norm_pix}}
     recipe = make_recipe(root, **continued)
-    found = _Assignment(recipe, [], find_weights(Named.by_init(recipe.init)))
+    found = _Assignment(recipe, [], find_weights(recipe.init))
     assert any("norm_pix" in note for note in found.notes) == (not norm_pix)

@@ -5,10 +5,8 @@ import threading
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
-from PIL import Image
 from ranks import make_recipe
 
 from vitscale.ground.errors import RecipeError
@@ -111,34 +109,6 @@ def test_what_fails_is_a_warning_and_disturbs_nobody_else(tmp_path, caplog, monk
     assert record.levelname == "WARNING" and name in record.getMessage()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4 == len(notebook(tmp_path)) - 1
     RELEASED.set()
-
-
-def draw(run_dir: Path, names: list[str]) -> np.ndarray:
-    """A picture of steps 2 and 4, and numbers between."""
-    picture = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
-    writer = MetricsWriter(run_dir, 0, names)
-    for step in (2, 4):
-        writer.pictures(step, {"inspect/filters": picture})
-        writer.training(step, {"loss": float(step)})
-    writer.close()
-    return picture
-
-
-def test_mlflow_gets_pictures_by_name_and_step(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow.set_tracking_uri((tmp_path / "store").as_uri())
-    picture = draw(tmp_path, ["mlflow"])
-    found = sorted((tmp_path / "store").rglob("inspect/filters/*.png"))
-    assert [path.name for path in found] == ["00000002.png", "00000004.png"]
-    assert all((np.asarray(Image.open(path).convert("RGB")) == picture).all() for path in found)
-
-
-def test_a_tracker_that_takes_no_pictures_says_so_once_and_gets_the_numbers(tmp_path, caplog):
-    draw(tmp_path, ["notebook"])
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "evaluation.inspect" in caplog.records[0].getMessage()
-    assert notebook(tmp_path) == [[2, {"train/loss": 2.0}], [4, {"train/loss": 4.0}], "finished"]
 
 
 def test_every_tracker_of_a_recipe_is_one_of_accelerates():

@@ -16,7 +16,7 @@ from ranks import STEPS, asked, job, launch, make_recipe, on_ranks, quick_of
 
 from vitscale.ground.errors import RecipeError
 from vitscale.models import build_model
-from vitscale.models.weights.table import table
+from vitscale.models.weights.foreign import table
 from vitscale.objectives import build_objective
 from vitscale.recipe import Muon, differences, load_recipe, validate_recipe
 from vitscale.training.beginning.memory import expected_memory

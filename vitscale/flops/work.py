@@ -41,7 +41,6 @@ class Work:
 
     @property
     def params(self) -> int:
-        """All parameters."""
         return sum(operation.params for operation in self.operations)
 
     def recomputed(self, every: int) -> "Work":

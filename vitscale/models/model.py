@@ -1,7 +1,10 @@
-"""The contract of a family's module: what it computes, and what is asked of it."""
+"""The contract of a family's module: what it computes, and what is asked of it.
+
+Shape legend: B batch, T tokens, D width of the representation, K classes, n blocks.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -9,11 +12,38 @@ from torch import Tensor, nn
 from vitscale.models.anatomy import Anatomy
 from vitscale.models.initialise import Initialiser
 from vitscale.models.layers import OutputLayer
-from vitscale.models.outputs import BlockTokens
 
 if TYPE_CHECKING:
     from vitscale.models.weights.foreign import ForeignWeights
     from vitscale.models.weights.source import Source
+
+
+class Outputs(NamedTuple):
+    """On any device and in any floating dtype, the logits in fp32.
+
+    Attributes:
+        tokens: (B, T, D), after the final norm; a class token comes first, a distillation token next.
+        pooled: (B, D), the representation: what linear read-outs see, before the tanh of the pre-training head.
+        logits: (B, K); None from a backbone without a head.
+        heads: (B, 2, K), the logits of class and distillation token, whose mean `logits` is; None from other models.
+    """
+
+    tokens: Tensor
+    pooled: Tensor
+    logits: Tensor | None
+    heads: Tensor | None = None
+
+
+class BlockTokens(NamedTuple):
+    """What a linear head reads of the last blocks, each after the final norm.
+
+    Attributes:
+        tokens: (B, n, D), one of each block, the last block first: the class token, or else the mean of its patches.
+        patches: (B, D), the mean of the last block's patches; None if the tokens are such means, or there are none.
+    """
+
+    tokens: Tensor
+    patches: Tensor | None
 
 
 class Model(nn.Module):
@@ -51,8 +81,11 @@ class Model(nn.Module):
             image_size: side of the square input in pixels.
             num_classes: K; None for a backbone without a head, whatever the block says.
             checkpoint_every: recompute every k-th block's activations in the backward pass; 0 keeps all of them.
+
+        By default for a class that takes all of these, the block's shape in its place, and the block's `drop_path`.
         """
-        raise NotImplementedError
+        sizes: dict[str, Any] = {"image_size": image_size, "num_classes": num_classes}
+        return cls(block.shape(), **sizes, drop_path=block.drop_path, checkpoint_every=checkpoint_every)
 
     def initialiser(self, name: str) -> Initialiser:
         """How the parameter `name` is filled at the start of training. Raises `KeyError` for an unknown one."""

@@ -2,5 +2,3 @@
 
 from vitscale.objectives.build import build_objective, build_teacher, objective_class
 from vitscale.objectives.objective import Agreed, Losses, Objective, Plan, Rows
-
-__all__ = ["Agreed", "Losses", "Objective", "Plan", "Rows", "build_objective", "build_teacher", "objective_class"]

@@ -189,7 +189,6 @@ class Classification(Objective):
         return cls(backbone, CrossEntropy.of(recipe), num_classes, head_bias, mixer, settings.kept(recipe.context))
 
     def check(self, batch: "Batch") -> None:
-        """As `Objective.check`: labels outside the classes."""
         self.cross_entropy.check_labels(batch.labels, self.num_classes)
 
     def plan(self, keys: np.ndarray, step: int) -> Plan:
@@ -221,7 +220,6 @@ class Classification(Objective):
         return outputs
 
     def initialiser(self, name: str) -> Initialiser:
-        """As `Objective.initialiser`; the output layer begins with its bias."""
         return constant(self.head_bias) if name in ("head.bias", "head_dist.bias") else super().initialiser(name)
 
 

@@ -53,7 +53,6 @@ class Contrastive(JointEmbedding):
         self.temperature, self.by_labels = settings.temperature, settings.loss == "sup_con"
 
     def check(self, batch: "Batch") -> None:
-        """As `Objective.check`: samples without a label, where labels say what attracts."""
         if self.by_labels and (missing := int((batch.labels < 0).sum())):
             raise DataError(
                 f"{missing} of {len(batch.labels)} samples of a batch have no label, and objective.loss: sup_con "

@@ -30,7 +30,6 @@ class Distillation(Classification):
 
     @classmethod
     def of(cls, recipe: Recipe, num_classes: int) -> Self:
-        """As `Objective.of`; without the teacher."""
         objective = super().of(recipe, num_classes)
         settings = recipe.objective
         assert isinstance(settings, recipes.Distillation)

@@ -52,7 +52,6 @@ class IJEPA(Objective):
 
     @classmethod
     def of(cls, recipe: Recipe, num_classes: int) -> Self:
-        """As `Objective.of`; the classes play no part."""
         settings, every = recipe.objective, recipe.parallelism.activation_checkpointing
         assert isinstance(settings, recipes.IJEPA)
         return cls(build_model(recipe, None), settings, settings.kept(recipe.context), recipe.seed, every)
@@ -96,7 +95,6 @@ class IJEPA(Objective):
         return Losses(each.mean(dim=(1, 2)))
 
     def units(self) -> Sequence[nn.Module]:
-        """As `Objective.units`: the predictor's blocks, too."""
         return [*super().units(), *self.predictor.blocks]
 
     def rules(self, form: Format) -> Sequence[Rule]:

@@ -91,7 +91,6 @@ class MaskedAutoencoder(Objective):
 
     @classmethod
     def of(cls, recipe: Recipe, num_classes: int) -> Self:
-        """As `Objective.of`; the classes play no part."""
         settings, backbone = recipe.objective, build_model(recipe, None)
         assert isinstance(settings, MAE)
         every, normalise = recipe.parallelism.activation_checkpointing, recipe.data.normalise
@@ -105,7 +104,6 @@ class MaskedAutoencoder(Objective):
         return order_BN[:, : self.kept], order_BN[:, self.kept :]
 
     def losses(self, views: Sequence[Tensor], labels: Tensor, plan: Plan) -> Losses:
-        """As `Objective.losses`: the means of squares over removed patches."""
         images, (kept_BK, removed_BR) = views[0][:, 0], plan
         predicted = self.decoder(self.backbone(images, kept=kept_BK).tokens, self.mask, kept_BK, removed_BR)
         target = rows(self.backbone.patchify(images), removed_BR).float()
@@ -117,7 +115,6 @@ class MaskedAutoencoder(Objective):
         return Losses((predicted - target).square().mean(dim=(1, 2)))
 
     def units(self) -> Sequence[nn.Module]:
-        """As `Objective.units`: the decoder's blocks, too."""
         return [*super().units(), *self.decoder.blocks]
 
     def rules(self, form: Format) -> Sequence[Rule]:

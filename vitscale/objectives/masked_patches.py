@@ -44,7 +44,6 @@ class MaskedPatchPrediction(Objective):
 
     @classmethod
     def of(cls, recipe: Recipe, num_classes: int) -> Self:
-        """As `Objective.of`; the classes play no part."""
         settings, backbone = recipe.objective, build_model(recipe, None)
         assert isinstance(settings, MaskedPatches)
         return cls(backbone, settings, settings.counts(recipe.context))

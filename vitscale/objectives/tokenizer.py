@@ -162,7 +162,6 @@ def files_of(settings: Tokenizer) -> tuple[Path, Path]:
 
 
 def _content(settings: Tokenizer) -> tuple[dict[str, Entry], dict[str, Any]]:
-    """The tensors of a folder and its config.json."""
     config, weights = files_of(settings)
     if missing := [file.name for file in (config, weights) if not file.is_file()]:
         raise CheckpointError(

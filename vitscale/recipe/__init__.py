@@ -7,11 +7,11 @@ before anything starts. Nothing is silently ignored.
 from vitscale.recipe.comparing import FREE_ON_BRANCHING, FREE_ON_RESUME, changes, differences, recipe_sha256
 from vitscale.recipe.data import MICRO_MAX_ON_CPU, Cache, Crop, Data, EvalCrop, Normalise, View
 from vitscale.recipe.datasets import DATA_ROOT_VARIABLE, find_dataset
+from vitscale.recipe.decoders import IJEPA, MAE
 from vitscale.recipe.dino import IBOT, Dino
 from vitscale.recipe.durations import Course, Duration, Ramp
 from vitscale.recipe.evaluation import Evaluator
 from vitscale.recipe.fields import explain_fields, json_schema
-from vitscale.recipe.ijepa import IJEPA
 from vitscale.recipe.image_operations import (
     ColorJitter,
     GaussianBlur,
@@ -24,7 +24,6 @@ from vitscale.recipe.image_operations import (
     ThreeAugment,
 )
 from vitscale.recipe.joint_embedding import Contrastive, JointEmbedding, LeJEPA
-from vitscale.recipe.mae import MAE
 from vitscale.recipe.objectives import Classification, Context, Distillation, Mixing, Objective, Teacher
 from vitscale.recipe.optimizers import SGD, Adafactor, AdamW, Kept, Lamb, Muon, Optimizer, group_of, is_frozen, matches
 from vitscale.recipe.reading import (

@@ -119,22 +119,18 @@ class Dino(OfViews):
 
     @property
     def together(self) -> int:
-        """As `Objective.together`: a group."""
         return self.group
 
     @property
     def prepares(self) -> Literal["average"]:
-        """As `Objective.prepares`: the teacher's pass."""
         return "average"
 
     @property
     def besides(self) -> tuple[str, ...]:
-        """As `Objective.besides`: the teacher of Gram anchoring."""
         return () if self.gram is None else (self.gram.average,)
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """As `Objective.reads`: the prototypes of the teacher's heads."""
         has_own = self.ibot is not None and self.ibot.prototypes is not None
         return ("dino.last.weight", *(("ibot.last.weight",) if has_own else ()))
 
@@ -171,8 +167,6 @@ class Dino(OfViews):
         assert self.ibot is not None
         crops = self.group * self.num_globals(context)
         return masked_counts(crops, self.patches(context).grid ** 2, self.ibot.probability, self.ibot.shares)
-
-    # ---- Costs -------------------------------------------------------------------------------------------------------
 
     def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:
         """As `Objective.model_operations`: those of all views of an image, and of the teachers on the global ones."""
@@ -217,7 +211,6 @@ class Dino(OfViews):
         return own or self.prototypes
 
     def smoke_form(self) -> Self:
-        """As `Objective.smoke_form`: with two images a group and small heads."""
         whole_run = self.teacher_temperature.model_copy(update={"over": None})
         small: dict[str, Any] = {"group": 2, "hidden": 16, "bottleneck": 8, "prototypes": 64}
         small |= {"teacher_temperature": whole_run}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny
+from pydantic import Field, SerializeAsAny, model_validator
 
 from vitscale.ground.block import Block
 from vitscale.ground.extensions import by_kind
@@ -52,16 +52,6 @@ class KNN(Block):
     def _contradictions(self) -> Iterator[str]:
         if len(set(self.k)) != len(self.k):
             yield f"k {self.k}: a number stands there twice"
-
-
-class Inspect(Block):
-    """Figures of the model's inner workings, sent to the trackers: attention distance and entropy, norms of tokens,
-    filters.
-    """
-
-    every: Interval = Field(description="how often")
-    images: str = Field(description="a dataset, as data.train: the model sees its first images")
-    count: int = Field(128, ge=1, le=10_000, description="number of images, rounded up to whole batches of all ranks")
 
 
 class Evaluator(Block):
@@ -130,7 +120,14 @@ class Evaluation(Block):
     batch: int = Field(64, ge=1, description="images per rank and forward pass")
     overlap: Literal["refuse", "allow"] = "refuse"
     """evaluated samples that are training samples: refuse: an error; allow: a warning"""
-    inspect: Inspect | None = None
+    inspect: None = Field(None, description="of earlier recipes: `vitscale inspect` draws what it drew")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_runs(cls, content: Any) -> Any:
+        # A run's recipe has every default written out: such a one may have drawn while it trained.
+        is_resolved = isinstance(content, dict) and content.keys() >= cls.model_fields.keys() - {*cls._later_keys}
+        return content | {"inspect": None} if is_resolved else content
 
     @property
     def measures(self) -> bool:

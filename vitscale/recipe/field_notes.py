@@ -7,7 +7,7 @@ from vitscale.recipe.comparing import FREE_ON_BRANCHING, FREE_ON_RESUME
 NO_UNIT = "none"
 
 _KEYS_BY_UNIT = {
-    "images": "batch.global batch.micro_max evaluation.batch evaluation.inspect.count objective.group",
+    "images": "batch.global batch.micro_max evaluation.batch objective.group",
     "images per class": "evaluation.fewshot.shots",
     "views per sample": "data.repeats data.views.N.count",
     "batches": "data.prefetch",

@@ -22,7 +22,14 @@ _WHOLE_WORDS: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": F
 _UNBOUNDED = 2**31  # limits from here on are those of number types, and are not shown
 _OF_TEACHER = "objective.teacher."
 _DURATION = "duration"
-_TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "object": "block"}
+_TYPES = {
+    "integer": "integer",
+    "number": "number",
+    "string": "text",
+    "boolean": "true or false",
+    "object": "block",
+    "null": "null",
+}
 
 _NEAR, _VERY_NEAR = 0.7, 0.85  # difflib cutoffs for a key of the same block and of another block
 _SHOWN = 3
@@ -228,9 +235,6 @@ def _each_once(found: Iterable[Block]) -> Iterator[Block]:
         yield replace(block, meaning=f"As `{place}`.", fields=()) if is_known else block
 
 
-# ---- From the schema -------------------------------------------------------------------------------------------------
-
-
 def _blocks(
     schema: dict[str, Any], block: dict[str, Any], key: str, given: dict[str, Any] | None, variant: str = ""
 ) -> Iterator[Block]:
@@ -285,7 +289,6 @@ def _default(value: Any) -> str:
 
 
 def _kind(field: dict[str, Any]) -> str:
-    """A field's type and bounds, in words."""
     if "anyOf" in field:
         return " or ".join(_kind(option) for option in field["anyOf"] if option.get("type") != "null")
     if "$ref" in field:
@@ -293,13 +296,13 @@ def _kind(field: dict[str, Any]) -> str:
     if "enum" in field:
         return any_of(field["enum"])
     if "const" in field:
-        return str(field["const"])
+        return _in_yaml(field["const"])
     if field["type"] == "array" and "enum" in field["items"]:
         return f"list of {_kind(field['items'])}"
     if field["type"] == "array":
         kind, _, bounds = _kind(field["items"]).partition(" ")
         return f"list of {kind}s {bounds}".rstrip()
-    return " ".join([_TYPES[field["type"]], *_bounds(field)])
+    return " ".join([_TYPES.get(field["type"], field["type"]), *_bounds(field)])
 
 
 def any_of(words: Sequence[str]) -> str:
@@ -332,9 +335,6 @@ def _in_yaml(value: Any) -> str:
 def without_indices(key: str) -> str:
     """A key with every list index replaced by N."""
     return re.sub(r"\.\d+(?=\.|$)", ".N", key)
-
-
-# ---- In words --------------------------------------------------------------------------------------------------------
 
 
 def _section(block: Block) -> str:

@@ -1,18 +1,13 @@
-"""What the `objective` blocks share whose model has no head: of views, and of a decoder beside the model."""
+"""What the `objective` blocks share whose model has no head, and those among them that compare views."""
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
-from vitscale.ground.operations import Operation, block_of, dense, parameters
-from vitscale.recipe.families import Patches, ViTShape
-from vitscale.recipe.families.vit import axes_by_head
-from vitscale.recipe.families.vit_shape import block_operations, norm_parameters
+from vitscale.ground.operations import Operation
+from vitscale.recipe.families import Patches
 from vitscale.recipe.objectives import Context, Objective
-
-_MLP_RATIO = 4  # of a decoder's width, as in the code of MAE and of I-JEPA
 
 
 class Headless(Objective):
@@ -38,9 +33,6 @@ class Headless(Objective):
         if patches is None:
             raise ValueError(f"objective.kind: {self.kind} needs a model that cuts the picture itself into patches")
         return patches
-
-
-# ---- Of views --------------------------------------------------------------------------------------------------------
 
 
 class OfViews(Headless):
@@ -115,76 +107,3 @@ def operations_on_views(context: Context, num_classes: int | None) -> list[Opera
         for side, count in counts.items()
         for each in times(count, context.model.operations(side, num_classes))
     ]
-
-
-# ---- With a decoder --------------------------------------------------------------------------------------------------
-
-
-class WithDecoder(Headless):
-    """The base of objectives whose model sees a part of the patches, and a decoder beside it predicts others."""
-
-    needs_whole_patches: ClassVar[bool] = True
-    part: ClassVar[str]  # the decoder's name, with which its keys begin: `part`_width, _depth and _heads
-
-    def _contradictions(self) -> Iterator[str]:
-        width, heads, unit = self.decoder_shape.width, self.decoder_shape.num_heads, math.lcm(4, self._of_part("heads"))
-        if width % unit:
-            yield (
-                f"{self.part}_width {width}: expected a multiple of 4, for sines and cosines by row and by column, and "
-                f"of {self.part}_heads, {heads}; use for example {max(width // unit, 1) * unit}"
-            )
-
-    def check(self, context: Context) -> None:
-        self.patches(context)
-        super().check(context)
-        if context.model.pool_or_default() == "map":
-            raise ValueError(f"model.pool map: with objective.kind: {self.kind} nothing trains it; use cls or mean")
-        self.check_kept(context)
-        try:
-            self.model_operations(context, None)
-        except ValueError as error:
-            raise ValueError(f"objective.kind: {self.kind}: {error}") from None
-
-    def check_kept(self, context: Context) -> None:
-        """Raise `ValueError` if the model would see no patches, or there would be none to predict."""
-        raise NotImplementedError
-
-    def _of_part(self, key: str) -> int:
-        value: int = getattr(self, f"{self.part}_{key}")
-        return value
-
-    @property
-    def decoder_shape(self) -> ViTShape:
-        """The dimensions of the decoder's blocks, which are those of its authors."""
-        width, depth, heads = (self._of_part(key) for key in ("width", "depth", "heads"))
-        return ViTShape(1, width, depth, _MLP_RATIO * width, heads, mlp="exact_gelu")
-
-    def axes(self, parameter: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """As `Objective.axes`: those of the decoder's own heads."""
-        return axes_by_head(self.decoder_shape, parameter, shape)
-
-    def kept(self, context: Context) -> int:
-        raise NotImplementedError
-
-    def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:
-        """As `Objective.model_operations`: only on the patches that the model sees."""
-        return context.model.operations_of_part(context.data.image_size, num_classes, self.kept(context))
-
-    def decoder_operations(self, context: Context, predicted: int, outputs: int, sequences: int = 1) -> list[Operation]:
-        """The decoder's operations on one image: it predicts so many patches in each of its sequences."""
-        patches, shape = self.patches(context), self.decoder_shape
-        tokens = context.model.num_tokens(context.data.image_size)
-        assert tokens is not None, "a model with patches has tokens"
-        seen = tokens - patches.grid**2 + self.kept(context)
-        block = block_operations(shape, sequences=sequences, T=seen + predicted, relative=False)
-        operations = [dense("", sequences * seen, patches.width, shape.width), parameters("", shape.width)]
-        for index in range(shape.depth):
-            operations += block_of(block, index, needs_output=False)
-        operations.append(parameters("", norm_parameters(shape, shape.width)))
-        operations.append(dense("", sequences * predicted, shape.width, outputs))
-        return [replace(operation, part=self.part) for operation in operations]
-
-    def smoke_form(self) -> Self:
-        """As `Objective.smoke_form`: with a small decoder."""
-        small = {"width": 32, "depth": 1, "heads": 2}
-        return self.model_copy(update={f"{self.part}_{key}": value for key, value in small.items()})

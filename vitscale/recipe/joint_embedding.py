@@ -39,12 +39,10 @@ class JointEmbedding(OfViews):
 
     @property
     def together(self) -> int:
-        """As `Objective.together`: a group, unless that is the whole batch."""
         return 1 if self.group == "global" else self.group
 
     @property
     def prepares(self) -> Literal["weights", "average"] | None:
-        """As `Objective.prepares`: if the whole global batch is one group."""
         return "weights" if self.group == "global" else None
 
     def complaint(self, figures: Mapping[str, Any]) -> str | None:
@@ -70,11 +68,9 @@ class JointEmbedding(OfViews):
         return context.batch.global_size if self.group == "global" else self.group
 
     def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:
-        """As `Objective.model_operations`: those of all views of an image, and of the pass before."""
         return self._and_prepared(operations_on_views(context, num_classes))
 
     def operations(self, context: Context) -> Sequence[Operation]:
-        """As `Objective.operations`: the projection, and what compares its outputs."""
         views, width = num_views(context), context.model.representation_width
         projection = [
             dense("projection", views, width, self.hidden),

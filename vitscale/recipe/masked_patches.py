@@ -29,7 +29,6 @@ class Counts(NamedTuple):
 
     @property
     def corrupted(self) -> int:
-        """All three together."""
         return sum(self)
 
 

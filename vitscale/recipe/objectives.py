@@ -242,16 +242,16 @@ class Classification(Objective):
 
     @property
     def together(self) -> int:
-        """As `Objective.together`: 2 if images are mixed."""
         return 1 if self.mixing is None else 2
 
     def partner(self, slot: int) -> int | None:
-        """As `Objective.partner`: slots 2k and 2k + 1 are mixed."""
         return None if self.mixing is None else slot ^ 1
 
 
 class Teacher(Block):
     """The teacher model: never updated, and not part of checkpoints or exports."""
+
+    key: ClassVar[str] = "objective.teacher"  # where a recipe has it
 
     # `from` is a Python keyword, hence the alias.
     source: Annotated[str | None, Field(alias="from", min_length=1)] = None
@@ -285,7 +285,6 @@ class Distillation(Classification):
 
     @property
     def prepares(self) -> Literal["weights", "average"] | None:
-        """As `Objective.prepares`: the teacher is asked first."""
         return "weights"
 
     @property

@@ -303,7 +303,7 @@ def _line(details: Any, inside: str) -> str:
     if kind == "value_error":
         return f"{key or inside[:-1] or 'recipe'}: {facts['error']}"
     if kind == "literal_error":
-        offered = re.findall(r"'([^']*)'", facts["expected"])
+        offered = re.findall(r"'([^']*)'", facts["expected"]) or [facts["expected"].lower()]
         hint = _did_you_mean(difflib.get_close_matches(str(value), offered, n=1))
         return f"{key}: {value!r}: expected {any_of(offered)}{hint and f'; {hint}'}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):

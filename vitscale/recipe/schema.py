@@ -11,13 +11,12 @@ from vitscale.ground.extensions import by_kind
 from vitscale.ground.storage import is_url
 from vitscale.recipe.data import Batch, Data, EvalCrop
 from vitscale.recipe.datasets import find_dataset
+from vitscale.recipe.decoders import IJEPA, MAE
 from vitscale.recipe.dino import Dino
 from vitscale.recipe.durations import Duration, Interval
 from vitscale.recipe.evaluation import Evaluation, Selection
 from vitscale.recipe.families import ModelBlock
-from vitscale.recipe.ijepa import IJEPA
 from vitscale.recipe.joint_embedding import Contrastive, LeJEPA
-from vitscale.recipe.mae import MAE
 from vitscale.recipe.masked_patches import MaskedPatches
 from vitscale.recipe.objectives import Classification, Context, Distillation, Objective, with_kind
 from vitscale.recipe.optimizers import AnyOptimizer, Kept, Optimizer, Shape
@@ -32,6 +31,8 @@ class Init(Block):
 
     They are read once, when the run begins: a resumed run reads its own checkpoints, and no longer needs them.
     """
+
+    key: ClassVar[str] = "init"  # where a recipe has it
 
     # `from` is a Python keyword, hence the alias.
     source: Annotated[str, Field(min_length=1, alias="from")]
@@ -76,9 +77,7 @@ class Parallelism(Block):
     these, on CUDA"""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """torch's implementation of attention on CUDA; auto: cuDNN's on Hopper where it is known to be right, else flash"""
-    fused_gelu: bool = False
-    """one Triton kernel for the backward pass of an MLP's GELU and the gradient of the bias before it: less memory
-    traffic; CUDA only, and not yet run there"""
+    fused_gelu: Literal[False] = Field(False, description="of earlier recipes")
     activation_budget: float | None = Field(None, gt=0, le=1)
     """with compile: share of a block's activations that may be kept for the backward pass; what is cheapest is
     recomputed. null: torch's choice; memory plans do not count what this saves"""
@@ -96,8 +95,6 @@ class Parallelism(Block):
             yield "offload: optimizer needs zero_stage 1, 2 or 3"
         if self.compiles and self.zero_stage == 3:
             yield "compile: true needs zero_stage 0, 1 or 2: stage 3 gathers weights within a block"
-        if self.fused_gelu and self.zero_stage == 3:
-            yield "fused_gelu: true needs zero_stage 0, 1 or 2: stage 3 gathers weights layer by layer"
         if self.activation_budget is not None and not self.compile:
             yield f"activation_budget: {self.activation_budget:g} needs compile: true, which applies it"
 
@@ -264,8 +261,6 @@ class Recipe(Block):
         if known("model", "precision") and self.precision == "fp8" and self.model.num_blocks == 0:
             yield f"precision: fp8 is for the dense layers of Transformer blocks, and a {self.model.title} has none"
         if known("precision", "parallelism"):
-            if self.precision == "fp8" and self.parallelism.fused_gelu:
-                yield "parallelism.fused_gelu: true needs precision bf16 or fp32: with fp8, float8 computes the layer"
             if self.precision == "fp8" and self.parallelism.zero_stage == 3:
                 yield "precision: fp8 needs parallelism.zero_stage 0, 1 or 2"
             if self.precision == "fp32" and self.parallelism.reduce_dtype == "bf16":
@@ -287,8 +282,6 @@ class Recipe(Block):
                 f"evaluation.validation measures classes, and objective.kind: {self.objective.kind} has none; use "
                 f"evaluation.fewshot or .knn"
             )
-        if known("evaluation", "logging") and self.evaluation.inspect is not None and not self.logging.trackers:
-            yield "evaluation.inspect draws into trackers, and logging.trackers is empty"
         if known("selection", "evaluation") and self.selection is not None:
             yield from self._check_selection(self.selection)
         init = self.init if known("init", "model") else None

@@ -56,8 +56,6 @@ def smoke_form(recipe: Recipe, data_root: Path, world_size: int = 1) -> Recipe:
             task |= {"train": TRAIN, "test": TEST}
     if recipe.evaluation.knn is not None:
         evaluation["knn"] |= {"train": TRAIN, "test": TEST}
-    if recipe.evaluation.inspect is not None:
-        evaluation["inspect"] |= {"every": {"steps": 2}, "images": TEST}
     for number, evaluator in enumerate(recipe.evaluation.evaluators):
         evaluation["evaluators"][number] |= evaluator.on_smoke_data(TRAIN, TEST)
     return validate_recipe(content, "the smoke form")

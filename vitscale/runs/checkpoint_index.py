@@ -199,9 +199,6 @@ def _checksum(content: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-# ---- The checkpoints of a folder or URL ------------------------------------------------------------------------------
-
-
 def steps_among(names: Iterable[str]) -> list[int]:
     """The steps of the checkpoint folders among `names`, in order."""
     numbers = (int(name[5:]) for name in names if name.startswith("step-") and name[5:].isdecimal())

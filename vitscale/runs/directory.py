@@ -85,9 +85,6 @@ def check_recipe(began_with: Recipe, recipe: Recipe, where: str) -> None:
         )
 
 
-# ---- The newest checkpoint that the run knows of ---------------------------------------------------------------------
-
-
 class Newest(NamedTuple):
     """The newest checkpoint that a run has noted: its step, and the path or URL of the folder of all checkpoints."""
 
@@ -121,9 +118,6 @@ def missing_checkpoints(recipe: Recipe, run_dir: Path, newest: Newest) -> Checkp
         f"{'no checkpoint is there any more' if now == newest.place else moved}. Restore the checkpoints, or the "
         f"setting; or begin again in another --run-dir"
     )
-
-
-# ---- Who writes there ------------------------------------------------------------------------------------------------
 
 
 def claim(run_dir: Path, recipe: Recipe) -> ExitStack:

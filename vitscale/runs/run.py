@@ -122,8 +122,6 @@ class Run(RunFiles):
         """The directory's name."""
         return self.directory.resolve().name
 
-    # ---- What came of it ---------------------------------------------------------------------------------------------
-
     @property
     def total_steps(self) -> int | None:
         """Steps of the whole run; None if they depend on the number of samples and nothing tells that."""
@@ -188,8 +186,6 @@ class Run(RunFiles):
     @cached_property
     def _lines(self) -> list[Row]:
         return [line for line in self.metrics.rows if number(line.get("exaflops"))]
-
-    # ---- What it began with ------------------------------------------------------------------------------------------
 
     @cached_property
     def parent(self) -> "Run | None":

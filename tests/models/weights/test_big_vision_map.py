@@ -10,7 +10,7 @@ from models.weights.exported import TINY, described, differing, valued, write
 
 from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models.weights import describe, load_weights, open_weights
-from vitscale.models.weights.table import table, their_shapes
+from vitscale.models.weights.foreign import table, their_shapes
 
 D, HEADS, MLP = TINY["width"], TINY["num_heads"], TINY["mlp_dim"]
 d = D // HEADS

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models.weights import Description, describe, load_weights, open_weights
-from vitscale.models.weights.table import table, their_shapes
+from vitscale.models.weights.foreign import table, their_shapes
 from vitscale.recipe.families import model_of
 
 timm = pytest.importorskip("timm")

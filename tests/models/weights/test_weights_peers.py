@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models.weights import HEAD, describe, load_weights, open_weights
-from vitscale.models.weights.table import table, their_shapes
+from vitscale.models.weights.foreign import table, their_shapes
 
 timm = pytest.importorskip("timm")
 SIZE, CLASSES = 64, 7

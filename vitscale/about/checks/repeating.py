@@ -26,7 +26,7 @@ def bare_recipe(recipe: Recipe, evaluation: Mapping[str, Any] | None = None) -> 
     """The run's recipe without everything that does not affect its steps; with this `evaluation`, if any."""
     content = recipe.dump()
     content["logging"] |= {"every": 1, "trackers": [], "batch_digest": True}
-    content["evaluation"] = {**(evaluation or {}), "inspect": None}
+    content["evaluation"] = dict(evaluation or {})
     content["selection"] = None
     content["checkpoint"] = {"keep": 1_000_000, "tail": None}
     del content["profile"]

@@ -38,7 +38,7 @@ from vitscale.runs.metrics import Row
 from vitscale.runs.names import DONE_FILE, METRICS_FILE, RECIPE_FILE
 from vitscale.runs.reading import count, number, read_object
 from vitscale.runs.run import Run
-from vitscale.training.beginning.found_weights import Named, digests, find_weights
+from vitscale.training.beginning.found_weights import digests, find_weights
 from vitscale.training.beginning.run_plan import plan_run
 from vitscale.training.loop.state import SelectionState
 
@@ -198,7 +198,7 @@ class _Verification:
         """Check that the weights that the run began with, if its recipe names any, are still there."""
         if (init := self.trained.init) is not None:
             try:
-                found = find_weights(Named.by_init(init)).files or digests(Path(init.source))
+                found = find_weights(init).files or digests(Path(init.source))
                 is_same = found == _identity(self.newest)["init"]
                 told = f"{init.source} has {'' if is_same else 'NOT '}the weights that the run began with"
                 yield Finding("init.from", is_same, told)

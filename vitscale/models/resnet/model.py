@@ -8,7 +8,7 @@ Shape legend: B batch, H W image height and width, C channels, h w rows and colu
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,10 @@ from torch.nn import functional as F
 from vitscale.models.anatomy import Anatomy
 from vitscale.models.initialise import Initialiser, constant, lecun_normal, normal
 from vitscale.models.layers import CHANNELS, OutputLayer, check_layers, check_size, drop_path, no_record, run_block
-from vitscale.models.model import Model
-from vitscale.models.outputs import Outputs
+from vitscale.models.model import Model, Outputs
 from vitscale.models.resnet.axial import AxialAttention2d
 from vitscale.models.resnet.weights import ResNetWeights, recognise
 from vitscale.models.weights.source import Source
-from vitscale.recipe import families
 from vitscale.recipe.families.resnet import GROUPS, ResNetShape
 
 GROUP_NORM_EPS = {"v1": 1e-6, "v2": 1e-5}
@@ -179,7 +177,6 @@ class Features(nn.Module):
             self.stages.append(units)
 
     def units(self) -> list[nn.Module]:
-        """The units of all stages, in order."""
         return [unit for stage in self.stages for unit in stage.children()]
 
     def layers(self) -> dict[str, nn.Module]:
@@ -242,16 +239,6 @@ class ResNet(Model):
         self.norm = GroupNorm(shape.channels, "v2") if shape.variant == "v2" else None
         self.head = OutputLayer(shape.channels, num_classes) if num_classes is not None else None
 
-    @classmethod
-    def of(cls, block: families.ResNet, *, image_size: int, num_classes: int | None, checkpoint_every: int) -> Self:
-        return cls(
-            block.shape(),
-            image_size=image_size,
-            num_classes=num_classes,
-            drop_path=block.drop_path,
-            checkpoint_every=checkpoint_every,
-        )
-
     def forward(self, images_BHWC: Tensor) -> Outputs:
         """Tokens (B, h w, C): the last feature map, row by row; its mean (B, C); logits (B, K)."""
         if self.shape.mixing == "axial":
@@ -265,7 +252,6 @@ class ResNet(Model):
         return Outputs(x_BChw.flatten(2).transpose(1, 2), pooled_BC, logits)
 
     def feature_maps(self, images: Tensor, layers: Sequence[int] | None = None) -> list[Tensor]:
-        """As `Model.feature_maps`: of the stages."""
         layers = range(1, len(self.shape.blocks) + 1) if layers is None else layers
         check_layers(layers, len(self.shape.blocks))
         maps: dict[str, Tensor] = {}
@@ -274,7 +260,6 @@ class ResNet(Model):
 
     @property
     def path_shares(self) -> Sequence[float]:
-        """As `Model.path_shares`: of each unit."""
         return [unit.drop_path for unit in self.features.units()]  # type: ignore[misc]
 
     def units(self) -> Sequence[nn.Module]:
@@ -290,7 +275,6 @@ class ResNet(Model):
         )
 
     def filters(self) -> Tensor:
-        """As `Model.filters`: those of the root."""
         return self.features.filters()
 
     @classmethod

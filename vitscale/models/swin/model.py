@@ -5,7 +5,7 @@ classes.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,13 +24,11 @@ from vitscale.models.layers import (
     no_record,
     run_block,
 )
-from vitscale.models.model import Model
-from vitscale.models.outputs import Outputs
+from vitscale.models.model import Model, Outputs
 from vitscale.models.swin.weights import SwinWeights, recognise
 from vitscale.models.swin.windows import WindowAttention
 from vitscale.models.vit.encoder import MLP
 from vitscale.models.weights.source import Source
-from vitscale.recipe import families
 from vitscale.recipe.families import SwinShape, ViTShape
 from vitscale.recipe.families.swin import MLP_RATIO
 
@@ -118,16 +116,6 @@ class Swin(Model):
         self.head = OutputLayer(shape.channels, num_classes) if num_classes is not None else None
 
     @classmethod
-    def of(cls, block: families.Swin, *, image_size: int, num_classes: int | None, checkpoint_every: int) -> Self:
-        return cls(
-            block.shape(),
-            image_size=image_size,
-            num_classes=num_classes,
-            drop_path=block.drop_path,
-            checkpoint_every=checkpoint_every,
-        )
-
-    @classmethod
     def recognise(cls, source: Source) -> tuple[dict[str, Any], int | None] | None:
         return recognise(source)
 
@@ -164,7 +152,6 @@ class Swin(Model):
 
     @property
     def path_shares(self) -> Sequence[float]:
-        """As `Model.path_shares`: of each block's attention and MLP."""
         blocks: list[Block] = list(self.blocks)  # type: ignore[arg-type]
         return [block.drop_path for block in blocks for _ in range(2)]
 

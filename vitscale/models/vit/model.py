@@ -33,15 +33,11 @@ from vitscale.models.layers import (
     no_record,
     run_block,
 )
-from vitscale.models.model import Model
-from vitscale.models.outputs import BlockTokens, Outputs
+from vitscale.models.model import BlockTokens, Model, Outputs
 from vitscale.models.resnet.model import Features, resnet_initialiser
 from vitscale.models.vit.encoder import AttentionPool, AxialBlock, Block, norm_of
 from vitscale.models.vit.grids import apart, masks_of, side_by_side, sizes_of
 from vitscale.models.vit.positions import (
-    PositionAt,
-    PositionKind,
-    SincosTable,
     absolute_positions,
     patch_rotation,
     position_values,
@@ -73,13 +69,7 @@ class ViT(Model):
         dropout: rate after position embedding, attention output and both MLP layers (appendix B.1).
         drop_path, drop_path_rule: share of samples for which the last block's attention, and its MLP, is left out while
             training; that of the blocks before it grows from 0 in equal steps, or is the same.
-        position, position_at: how and where positions are told (appendix D.3). `relative` and `rope` are told in every
-            attention, `1d_rope` there too.
-        position_table: the frequencies of `sincos`.
-        position_base: the base of the frequencies of `rope` and `1d_rope`.
-        position_unit: the unit in which `1d_rope` counts its radians.
-        position_stretch: (rescale, jitter) of `rope` in training, by `stretches` of `Model`.
-        registers_base: the base of the rotations of registers, which form a square; None if they are not rotated.
+        position: how and where positions are told (appendix D.3), as the recipe's block says it.
         checkpoint_every: recompute every k-th block's activations in the backward pass; 0 keeps all of them. The units
             of a hybrid's stem are counted by themselves.
     """
@@ -95,28 +85,18 @@ class ViT(Model):
         dropout: float = 0.0,
         drop_path: float = 0.0,
         drop_path_rule: families.DropPathRule = "growing",
-        position: PositionKind = "1d",
-        position_at: PositionAt = "stem",
-        position_table: SincosTable = "big_vision",
-        position_base: float = 100.0,
-        position_unit: Literal["image", "patch"] = "image",
-        position_stretch: tuple[float, float] = (1.0, 1.0),
-        registers_base: float | None = None,
+        position: families.Position | None = None,
         checkpoint_every: int = 0,
     ) -> None:
         super().__init__()
-        D, grid = shape.width, shape.grid(image_size)
+        D, grid, told = shape.width, shape.grid(image_size), position or families.Position()
         class_token = families.has_class_token(pool) and shape.class_token
         self.shape = shape
         self.image_size = image_size
         self.pool = pool
-        self.position = position
-        self.position_at = position_at
-        self.position_table: SincosTable = position_table
-        self.position_base = position_base
-        self.position_unit: Literal["image", "patch"] = position_unit
-        self.stretch = position_stretch
-        self.registers_base = registers_base
+        self.position, self.position_at, self.position_table = told.kind, told.at, told.table
+        self.position_base, self.position_unit = told.base or 0.0, told.unit or "image"
+        self.stretch, self.registers_base = (told.rescale, told.jitter), told.registers_base
         self.checkpoint_every = checkpoint_every
 
         self.stem = None
@@ -126,13 +106,13 @@ class ViT(Model):
         self.cls = nn.Parameter(torch.empty(1, 1, D)) if class_token else None
         self.dist = nn.Parameter(torch.empty(1, 1, D)) if shape.distilled else None
         self.registers = nn.Parameter(torch.empty(1, shape.registers, D)) if shape.registers else None
-        in_blocks, of_class = position_at == "every_layer", (class_token + shape.distilled) * shape.class_position
-        self.pos_embedding = None if in_blocks else absolute_positions(position, grid, D, of_class)
+        in_blocks, of_class = told.at == "every_layer", (class_token + shape.distilled) * shape.class_position
+        self.pos_embedding = None if in_blocks else absolute_positions(told.kind, grid, D, of_class)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList()
         for index in range(shape.depth):
-            own = absolute_positions(position, grid, D, class_token) if in_blocks else None
-            relative = position == "relative"
+            own = absolute_positions(told.kind, grid, D, class_token) if in_blocks else None
+            relative = told.kind == "relative"
             if shape.attention == "axial":
                 self.blocks.append(AxialBlock(shape, dropout, grid=grid, relative=relative, pos_embedding=own))
             else:
@@ -158,13 +138,7 @@ class ViT(Model):
             dropout=block.dropout,
             drop_path=block.drop_path,
             drop_path_rule=block.drop_path_rule,
-            position=block.position.kind,
-            position_at=block.position.at,
-            position_table=block.position.table,
-            position_base=block.position.base or 0.0,
-            position_unit=block.position.unit or "image",
-            position_stretch=(block.position.rescale, block.position.jitter),
-            registers_base=block.position.registers_base,
+            position=block.position,
             checkpoint_every=checkpoint_every,
         )
 
@@ -174,7 +148,6 @@ class ViT(Model):
 
     @property
     def path_shares(self) -> Sequence[float]:
-        """As `Model.path_shares`: of each block's attention and MLP."""
         blocks: list[Block] = [block for block in self.blocks if isinstance(block, Block)]
         return [block.drop_path for block in blocks for _ in range(2)]
 

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 PositionKind = Literal["none", "1d", "2d", "sincos", "relative", "rope", "1d_rope"]
 SincosTable = Literal["big_vision", "mae"]
-PositionAt = Literal["stem", "every_layer", "shared"]
 _EVA_SIDE = 16  # patches of the images of 224 pixels that EVA-02 was pre-trained on
 
 

@@ -49,9 +49,6 @@ def recognise(source: Source) -> tuple[dict[str, Any], int | None] | None:
     return _of_timm(source, shapes) if source.form == "timm" else None
 
 
-# ---- timm ------------------------------------------------------------------------------------------------------------
-
-
 def _of_timm(source: Source, shapes: Shapes) -> tuple[dict[str, Any], int | None] | None:
     name, arguments = model_arguments(source.config)
     patches, out = shapes.get("patch_embed.proj.weight", ()), shapes.get("blocks.0.mlp.fc2.weight", ())
@@ -134,9 +131,6 @@ def _pool(source: Source, shapes: Shapes, name: str, arguments: dict[str, Any]) 
     return pool
 
 
-# ---- transformers ----------------------------------------------------------------------------------------------------
-
-
 def _of_transformers(source: Source, shapes: Shapes) -> tuple[dict[str, Any], int | None]:
     config, kind = source.config, source.config["model_type"]
     embeddings = {key.rpartition("embeddings.")[2]: shape for key, shape in shapes.items()}
@@ -182,9 +176,6 @@ def _of_transformers(source: Source, shapes: Shapes) -> tuple[dict[str, Any], in
         raise contradicted(source, "biases of query, key, value, proj and mlp", biases, "those of a DINOv3")
     block |= {"qkv_bias": _BIASES[biases[:3]], "position": {"kind": "rope", "base": config["rope_theta"]}}
     return block, source.image_size or _whole(source, config.get("image_size", 224), "image_size")
-
-
-# ---- What both need --------------------------------------------------------------------------------------------------
 
 
 def _length(shapes: Shapes, key: str, axis: int = 1) -> int:

@@ -114,9 +114,8 @@ class ViTWeights(ForeignWeights):
                 return f"timm holds 1d positions and rotations of EVA-02 alone, with other {named}; use safetensors"
             return None
         if model.position not in ("1d", "sincos") or model.position_at != "stem":
-            return (
-                f"{form} holds 1d and sincos position embeddings at the stem, not {_positions(model)}; use safetensors"
-            )
+            own = f"kind: {model.position} at: {model.position_at}"
+            return f"{form} holds 1d and sincos position embeddings at the stem, and this has {own}; use safetensors"
         if form == "npz" and (table := model.position_table) != "big_vision":
             theirs = f"its readers use those of big_vision, not of {table}"
             return f"npz holds no positions of sincos, and {theirs}; use safetensors"
@@ -255,18 +254,6 @@ class ViTWeights(ForeignWeights):
             "num_channels": CHANNELS,
             "qkv_bias": True,
         }
-
-
-def _positions(model: "ViT") -> str:
-    if model.position not in ("1d", "2d"):
-        return {
-            "none": "a model without any",
-            "relative": "relative ones",
-            "rope": "rotations",
-            "1d_rope": "1d ones and rotations",
-        }[model.position]
-    place = {"stem": "", "every_layer": " in every layer", "shared": " shared by all layers"}[model.position_at]
-    return f"{model.position} ones{place}"
 
 
 def _parts_without_place(model: "ViT", form: Format) -> list[str]:

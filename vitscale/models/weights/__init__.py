@@ -6,9 +6,9 @@ read in both directions. Reading and writing hold one parameter at a time.
 
 from vitscale.ground.weight_formats import Format
 from vitscale.models.weights.description import FUNCTIONS, Description, describe, own_description, recognised
+from vitscale.models.weights.foreign import HEAD
 from vitscale.models.weights.opening import open_weights
 from vitscale.models.weights.preprocessing import WHOLE_PICTURE
 from vitscale.models.weights.reading import Reader, has_head, load_weights, parameters, parameters_beside
 from vitscale.models.weights.source import Entry, Source
-from vitscale.models.weights.table import HEAD
 from vitscale.models.weights.writing import loading_lines, write_weights

@@ -15,9 +15,9 @@ from vitscale.ground.extensions import implementation
 from vitscale.ground.wording import describe_mistake, shortened
 from vitscale.models.build import build_of_block
 from vitscale.models.model import Model
+from vitscale.models.weights.foreign import table
 from vitscale.models.weights.preprocessing import WHOLE_PICTURE
 from vitscale.models.weights.source import MOST_PIXELS, Source
-from vitscale.models.weights.table import table
 from vitscale.recipe import EvalCrop, Normalise, validate_model
 from vitscale.recipe.families import DIMENSIONS, FAMILIES, REGISTRY, Shape, architecture
 

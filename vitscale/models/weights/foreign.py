@@ -1,14 +1,19 @@
 """The contract of a family with other libraries' formats: names and layouts of its parameters, and configurations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.weight_formats import Format
-from vitscale.models.weights.rules import Rule
+from vitscale.models.model import Model
+from vitscale.models.weights.rules import Rule, same
+
+HEAD = (*("head.weight", "head.bias", "pre_logits.weight", "pre_logits.bias"), *("head_dist.weight", "head_dist.bias"))
+"""Our parameters that only a head has: those that `--drop-head` leaves out."""
 
 
 @dataclass(frozen=True)
@@ -83,3 +88,25 @@ class ForeignWeights:
     def backbone(self) -> Backbone:
         """transformers' backbone that computes the maps of `Model.feature_maps`. Raises `RecipeError` without one."""
         raise RecipeError("transformers has no backbone that computes what this model does; use safetensors")
+
+
+def table(model: Model, form: Format) -> list[Rule]:
+    """One rule for each parameter of a model, except `pre_logits` if a format has none.
+
+    Raises `RecipeError` saying what the format can hold.
+    """
+    if form == "safetensors":
+        return [same(name, name) for name, _ in model.named_parameters()]
+    if (reason := model.foreign().refusal(form)) is not None:
+        raise RecipeError(reason)
+    return list(model.foreign().rules(form))
+
+
+def their_shapes(model: nn.Module, rules: Iterable[Rule]) -> dict[str, tuple[int, ...]]:
+    """Key -> shape of every array in a table of this model, or of what an objective adds to one."""
+    ours = {name: torch.empty(parameter.shape, device="meta") for name, parameter in model.named_parameters()}
+    shapes = {}
+    for rule in rules:
+        for key, part in zip(rule.theirs, rule.split(ours[rule.ours]), strict=True):
+            shapes[key] = tuple(part.shape)
+    return shapes

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from vitscale.ground.errors import CheckpointError
 from vitscale.models.model import Model
-from vitscale.models.weights.foreign import Resampling
+from vitscale.models.weights.foreign import HEAD, Resampling, table, their_shapes
 from vitscale.models.weights.rules import Rule
 from vitscale.models.weights.source import Entry, Source
-from vitscale.models.weights.table import HEAD, table, their_shapes
 
 Report = Callable[[str], None]
 

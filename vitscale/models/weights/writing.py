@@ -18,13 +18,12 @@ from vitscale.ground.weight_formats import Format
 from vitscale.models.model import Model
 from vitscale.models.weights import huggingface, timm_hub
 from vitscale.models.weights.description import METADATA_KEY, PROBLEM_TYPES, Description
-from vitscale.models.weights.foreign import Backbone
+from vitscale.models.weights.foreign import HEAD, Backbone, table, their_shapes
 from vitscale.models.weights.npz import write_npz
 from vitscale.models.weights.preprocessing import WHOLE_PICTURE
 from vitscale.models.weights.reading import Report
 from vitscale.models.weights.rules import Rule
 from vitscale.models.weights.source import some
-from vitscale.models.weights.table import HEAD, table, their_shapes
 from vitscale.models.weights.torch_files import CONFIG, SAFETENSORS, TORCH_SUFFIXES, WEIGHTS, write_safetensors
 from vitscale.recipe import Normalise
 

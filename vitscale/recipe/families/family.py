@@ -58,8 +58,6 @@ class Model(Block):
     head_bias: float | None = None
     """initial bias of the output layer; default: -10 with head: pretrain and the sigmoid loss, else 0"""
 
-    # ---- What it is --------------------------------------------------------------------------------------------------
-
     @classmethod
     def named(cls, name: str) -> Shape | None:
         """The dimensions that a name of this family implies; None for any other name."""
@@ -68,7 +66,8 @@ class Model(Block):
     @classmethod
     def refusal(cls, key: str, value: Any, name: str | None) -> str:
         """The message that a model of this family, called `name`, cannot have another family's key."""
-        return f"{key} {value!r}: this is a {cls.title}, which has no such key"
+        lacks = {"pool": "class token", "dropout": "dropout", "position": "position embeddings"}.get(key, "such key")
+        return f"{key} {value!r}: {name or 'this'} is a {cls.title}, which has no {lacks}"
 
     @abstractmethod
     def shape(self) -> Shape:
@@ -102,8 +101,6 @@ class Model(Block):
         """D of `vitscale.models.Outputs.pooled`. Raises `ValueError` for families that do not say."""
         raise ValueError(f"a {self.title} does not say how wide its representation is")
 
-    # ---- On images of a size -----------------------------------------------------------------------------------------
-
     def check_image_size(self, image_size: int) -> None:
         """Raise `ValueError` if images of this size, in pixels, are too small."""
 
@@ -134,8 +131,6 @@ class Model(Block):
     def operations_of_part(self, image_size: int, num_classes: int | None, patches: int) -> Sequence[Operation]:
         """As `operations`, with blocks that see only `patches` patches. Raises `ValueError` if they need them all."""
         raise ValueError(f"a {self.title} needs all its patches")
-
-    # ---- What can be done with it ------------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
@@ -175,8 +170,6 @@ class Model(Block):
 
         It takes the same code path and runs in seconds on any machine.
         """
-
-    # ---- For subclasses ----------------------------------------------------------------------------------------------
 
     def given(self, keys: Sequence[str]) -> dict[str, Any]:
         """The keys that are set, with their values."""

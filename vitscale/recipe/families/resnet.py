@@ -95,18 +95,10 @@ class ResNet(Model):
 
     @classmethod
     def named(cls, name: str) -> ResNetShape | None:
-        """As `Model.named`: `ResNet152x2`, `AxialResNet50`."""
         match = re.fullmatch(r"(Axial)?ResNet([0-9]+)(?:x([1-9][0-9]{0,2}))?", name)
         if match is None or match[2] not in _BLOCKS:
             return None
         return ResNetShape(_BLOCKS[match[2]], int(match[3] or 1), mixing="axial" if match[1] else "conv")
-
-    @classmethod
-    def refusal(cls, key: str, value: Any, name: str | None) -> str:
-        lacks = {"pool": "class token", "dropout": "dropout", "position": "position embeddings"}.get(key)
-        if lacks is not None:
-            return f"{key} {value!r}: this is a ResNet, which has no {lacks}"
-        return f"{key} is a dimension of Transformers, and {name or 'this'} is a ResNet"
 
     def shape(self) -> ResNetShape:
         named = None if self.name is None else self.named(self.name)
@@ -140,9 +132,6 @@ class ResNet(Model):
 def small_stages(shape: ResNetShape) -> dict[str, Any]:
     """The keys that reduce each stage to one narrow unit."""
     return {"blocks": [1] * len(shape.blocks), "width_factor": 1}
-
-
-# ---- Operations ------------------------------------------------------------------------------------------------------
 
 
 def feature_operations(shape: ResNetShape, image_size: int, drop_path: float = 0.0) -> list[Operation]:

@@ -120,20 +120,10 @@ class Swin(Model):
         if shape.width % shape.num_heads:
             yield f"width {shape.width} does not divide into num_heads {shape.num_heads}"
 
-    # ---- What it is --------------------------------------------------------------------------------------------------
-
     @classmethod
     def named(cls, name: str) -> SwinShape | None:
-        """As `Model.named`: `Swin-T`."""
         family, _, size = name.partition("-")
         return SwinShape(*_SIZES[size], window=7) if family == "Swin" and size in _SIZES else None
-
-    @classmethod
-    def refusal(cls, key: str, value: Any, name: str | None) -> str:
-        lacks = {"pool": "class token", "dropout": "dropout", "position": "position embeddings"}.get(key)
-        if lacks is not None:
-            return f"{key} {value!r}: this is a Swin, which has no {lacks}"
-        return f"{key} is a dimension of other families, and {name or 'this'} is a Swin"
 
     @property
     def representation_width(self) -> int:
@@ -147,10 +137,7 @@ class Swin(Model):
         shape = self.shape()
         return f"Swin{list(shape.blocks)} D{shape.width} /{shape.patch_size} window {shape.window}"
 
-    # ---- On images of a size -----------------------------------------------------------------------------------------
-
     def positions_of(self, image_size: int) -> object:
-        """As `Model.positions_of`: the windows of all stages."""
         shape = self.shape()
         return [shape.window_of(stage, image_size) for stage in range(len(shape.blocks))]
 
@@ -170,8 +157,6 @@ class Swin(Model):
         if num_classes is not None:
             operations.append(dense("head", 1, shape.channels, num_classes))
         return operations
-
-    # ---- What can be done with it ------------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:

@@ -174,8 +174,6 @@ class ViT(Model):
             if is_set:
                 yield f"{key}: axial attention, which works on a grid, does not have it; use attention: full"
 
-    # ---- What it is --------------------------------------------------------------------------------------------------
-
     @classmethod
     def named(cls, name: str) -> ViTShape | None:
         """As `Model.named`: `ViT-L/16`, `R50+ViT-B/16`, `Axial-ViT-B/32`, `DINOv3-S/16`."""
@@ -217,17 +215,13 @@ class ViT(Model):
 
     @property
     def has_class_token(self) -> bool:
-        """Whether there is a class token among the tokens."""
         return has_class_token(self.pool_or_default()) and self.shape().class_token
 
     @property
     def representation_width(self) -> int:
         return self.shape().width
 
-    # ---- On images of a size -----------------------------------------------------------------------------------------
-
     def check_image_size(self, image_size: int) -> None:
-        """As `Model.check_image_size`: at least one patch has to fit in."""
         shape = self.shape()
         size, patch = shape.cut_size(image_size), shape.patch_size
         if size < patch:
@@ -246,7 +240,6 @@ class ViT(Model):
                 raise ValueError(f"model.{key} takes images of one size")
 
     def describe_border(self, image_size: int) -> str | None:
-        """As `Model.describe_border`: the pixels right of and below the last whole patch."""
         shape = self.shape()
         unseen, grid = shape.cut_size(image_size) % shape.patch_size, shape.grid(image_size)
         if unseen == 0:
@@ -318,8 +311,6 @@ class ViT(Model):
                 operations.append(dense("pre_logits", 1, D, D))
             operations += [dense("head", 1, D, num_classes)] * (2 if shape.distilled else 1)
         return operations
-
-    # ---- What can be done with it ------------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:

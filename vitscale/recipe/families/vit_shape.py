@@ -150,9 +150,6 @@ def shape_of(name: str) -> ViTShape | None:
     return replace(shape, patch_size=patch_size, stem=ResNetShape(blocks, variant="v1"))
 
 
-# ---- Operations ------------------------------------------------------------------------------------------------------
-
-
 def block_operations(shape: ViTShape, *, sequences: int, T: int, relative: bool) -> list[Operation]:
     """One encoder block over independent sequences of T tokens: the whole image, or its rows or columns."""
     D, offsets = shape.width, 2 * T - 1

@@ -43,9 +43,6 @@ _FILE = re.compile(rf"{_NAME}|\.{_NAME}\.[0-9a-f]{{8}}\.part")
 _Result = TypeVar("_Result")
 
 
-# ---- A folder --------------------------------------------------------------------------------------------------------
-
-
 class LocalFiles:
     """The files of a checkpoint in a folder, whose path or URL is `where`. Any rank may call any method."""
 
@@ -136,7 +133,6 @@ class LocalDirectory:
         return LocalFiles(self._folder(step))
 
     def read_index(self, step: int) -> CheckpointIndex:
-        """Read a checkpoint's index."""
         return read_index(self._folder(step), step)
 
     def write_index(self, index: CheckpointIndex) -> None:
@@ -167,9 +163,6 @@ def _remove_files(folder: Path) -> None:
             if _FILE.fullmatch(path.name):
                 path.unlink()
         folder.rmdir()
-
-
-# ---- A URL -----------------------------------------------------------------------------------------------------------
 
 
 class RemoteFiles:
@@ -294,8 +287,6 @@ def _fetch(url: str, entry: FileEntry, path: Path) -> None:
             raise CheckpointError(f"{url}: {os.strerror(errno.ENOENT)}") from None
     part.rename(path)
 
-
-# ---- Either ----------------------------------------------------------------------------------------------------------
 
 Directory = LocalDirectory | RemoteDirectory
 Files = LocalFiles | RemoteFiles

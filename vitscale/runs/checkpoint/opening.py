@@ -144,9 +144,6 @@ def of_file(path: Path) -> OpenWeights:
     return OpenWeights(f"{path} ({source.form})", source, own_description(source), {"form": source.form})
 
 
-# ---- The door --------------------------------------------------------------------------------------------------------
-
-
 def kind_of(source: str) -> Kind:
     """What a source is, by what lies there. Raises `RecipeError` if nothing does and no model has this name."""
     path = Path(source)

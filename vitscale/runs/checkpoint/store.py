@@ -160,9 +160,6 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder} is of another model:\n{listed}").on_all_ranks()
 
 
-# ---- Saving and finding ----------------------------------------------------------------------------------------------
-
-
 def alone(value: object) -> list:
     """The `Gather` of a single process."""
     return [value]

@@ -3,12 +3,10 @@
 import os
 import shutil
 import sysconfig
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -16,8 +14,6 @@ from vitscale.ground.machine import has_bf16_instructions
 from vitscale.recipe import Recipe, override, read_recipe
 from vitscale.runs.names import RECIPE_FILE
 
-_MATRIX_SIDE = 192  # the width of ViT-Ti: small enough that slow arithmetic takes milliseconds
-_ROUNDS = 5
 _SEVERAL = 2  # ranks
 
 
@@ -93,9 +89,6 @@ def overlapping(recipe: Recipe, world_size: int | None) -> tuple[bool, str]:
     return True, f"as {world_size} ranks train in stage {settings.zero_stage}"
 
 
-# ---- What a machine can do -------------------------------------------------------------------------------------------
-
-
 def missing_for_compiling(device_type: str) -> str:
     """What this machine lacks for `parallelism.compile` on CUDA or the CPU, in words; empty if nothing."""
     if torch.__version__.startswith("2.10."):
@@ -116,20 +109,3 @@ def missing_for_compiling(device_type: str) -> str:
         if cpp_builder.get_cpp_compiler():
             return ""
     return "C++ compiler (g++, or what CXX names)"
-
-
-def slowness_of_bf16() -> float:
-    """The time of a matrix product in bf16 over that in fp32 on this CPU, from a quick measurement."""
-    return _product_s(torch.bfloat16) / _product_s(torch.float32)
-
-
-def _product_s(dtype: torch.dtype) -> float:
-    """Median seconds of a product of matrices."""
-    factor = torch.ones(_MATRIX_SIDE, _MATRIX_SIDE, dtype=dtype)
-    factor @ factor  # the first one sets the arithmetic up
-    seconds = []
-    for _ in range(_ROUNDS):
-        began = time.perf_counter()
-        factor @ factor
-        seconds.append(time.perf_counter() - began)
-    return median(seconds)

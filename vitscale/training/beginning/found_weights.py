@@ -3,9 +3,9 @@
 They are what `init` starts from, or what a teacher of `objective` computes with.
 """
 
-import dataclasses
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.ground.files.digests import file_digests
 from vitscale.ground.ranks import from_rank_zero, gather, on_rank_zero
 from vitscale.models.weights.huggingface import distinct
-from vitscale.recipe import Init, Normalise, read_recipe
+from vitscale.recipe import Init, Normalise, Teacher, read_recipe
 from vitscale.recipe.families import Model
 from vitscale.runs.checkpoint import CheckpointIndex, CheckpointStore, checkpoint_directory
 from vitscale.runs.checkpoint.opening import OpenWeights, checkpoint_step, of_checkpoint, of_file
@@ -25,18 +25,8 @@ from vitscale.training.deepspeed.distributed import World
 _READ_WITH_WEIGHTS = (".safetensors", ".bin", ".json")  # what is read of a folder in another library's format
 
 
-@dataclasses.dataclass(frozen=True)
-class Named:
-    """How the block `key` of a recipe names weights."""
-
-    key: str
-    source: str  # a run, a checkpoint of one, or a file or folder of weights
-    step: int | None  # the checkpoint of a run; None for its newest
-
-    @classmethod
-    def by_init(cls, init: Init) -> "Named":
-        """The weights that a run begins with."""
-        return cls("init", init.source, init.step)
+Named = Init | Teacher
+"""A block of a recipe that names weights: `source` is a run, a checkpoint of one, or a file or folder of weights."""
 
 
 def find_weights(named: Named) -> OpenWeights:
@@ -47,7 +37,7 @@ def find_weights(named: Named) -> OpenWeights:
     store, step = find_checkpoint(named)
     if store is None:
         return of_file(_path(named))
-    return of_checkpoint(named.source, store.root, read_found_index(named, store, step), _not_read_yet)
+    return of_checkpoint(str(named.source), store.root, read_found_index(named, store, step), _not_read_yet)
 
 
 def open_found(named: Named, world: World, say: Callable[[str], None]) -> OpenWeights:
@@ -58,11 +48,11 @@ def open_found(named: Named, world: World, say: Callable[[str], None]) -> OpenWe
     store, step = find_checkpoint(named, world)
     if store is None:
         path = _path(named)
-        return dataclasses.replace(of_file(path), files=on_rank_zero(lambda: digests(path)))
+        return replace(of_file(path), files=on_rank_zero(lambda: digests(path)))
     reader = store.newest(lambda problem: say(f"WARNING: {problem}")) if step is None else store.open(step)
     if reader is None:
         raise _no_checkpoint(named, store).on_all_ranks()
-    return of_checkpoint(named.source, str(reader.folder), reader.index, reader.read)
+    return of_checkpoint(str(named.source), str(reader.folder), reader.index, reader.read)
 
 
 def find_checkpoint(named: Named, world: World | None = None) -> tuple[CheckpointStore | None, int | None]:
@@ -94,7 +84,7 @@ def find_checkpoint(named: Named, world: World | None = None) -> tuple[Checkpoin
 
 
 def _path(named: Named) -> Path:
-    return Path(os.path.expanduser(named.source))  # noqa: PTH111 (without an error where there is no home)
+    return Path(os.path.expanduser(str(named.source)))  # noqa: PTH111 (without an error where there is no home)
 
 
 def read_found_index(named: Named, store: CheckpointStore, step: int | None) -> CheckpointIndex:
@@ -135,9 +125,6 @@ def digests(path: Path) -> dict[str, str]:
         return {file.name: file_digests(file).sha256 for file in sorted(files)}
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-# ---- What must be the same -------------------------------------------------------------------------------------------
 
 
 def check_model(named: Named, weights: OpenWeights, model: Model, whose: str, normalise: Normalise, field: str) -> None:

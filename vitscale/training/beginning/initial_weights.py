@@ -21,14 +21,13 @@ from vitscale.models import Model, initialise, weight_dtype
 from vitscale.models.weights import FUNCTIONS, HEAD, Reader, load_weights, parameters, parameters_beside, recognised
 from vitscale.objectives import Objective, build_objective, build_teacher
 from vitscale.objectives.tokenizer import files_of, load_tokenizer, open_tokenizer
-from vitscale.recipe import MAE, Dino, Recipe, families, read_recipe, validate_recipe
+from vitscale.recipe import MAE, Dino, Recipe, Teacher, families, read_recipe, validate_recipe
 from vitscale.recipe.masked_patches import MaskedPatches, Tokenizer
 from vitscale.runs.checkpoint import checkpoint_directory
 from vitscale.runs.checkpoint.opening import OpenWeights
 from vitscale.runs.directory import read_newest
 from vitscale.runs.names import RECIPE_FILE
 from vitscale.training.beginning.found_weights import (
-    Named,
     check_classes,
     check_model,
     digests,
@@ -41,7 +40,7 @@ from vitscale.training.deepspeed.fragments import Source as FragmentSource
 from vitscale.training.deepspeed.fragments import in_pieces
 
 _OUTPUT_LAYERS = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
-_TEACHER, _TOKENIZER = "objective.teacher", "objective.targets"
+_TEACHER, _TOKENIZER = Teacher.key, "objective.targets"
 _TEACHERS_HEAD = "the head of the teacher is needed, with the classes of data.train"
 _ADVICE = "leave the whole head out, as for fine-tuning: model.head: linear and init.head: zero"
 
@@ -63,7 +62,7 @@ def settle_functions(recipe: Recipe, run_dir: Path) -> tuple[Recipe, str | None]
     if saved.exists():
         source: families.Model | None = read_recipe(saved).model
     else:
-        weights = find_weights(Named.by_init(recipe.init))
+        weights = find_weights(recipe.init)
         if weights.description is None:
             weights = replace(weights, description=recognised(weights.source))
         source = weights.model
@@ -89,7 +88,7 @@ def check_initial_weights(recipe: Recipe, class_names: list[str], run_dir: Path)
     """
     if recipe.init is None or recipe.init.continues or has_begun(recipe, run_dir):
         return
-    _Assignment(recipe, class_names, find_weights(Named.by_init(recipe.init)))
+    _Assignment(recipe, class_names, find_weights(recipe.init))
 
 
 def initial_source(
@@ -109,7 +108,7 @@ def initial_source(
     """
     if recipe.init is None:
         return initial, None
-    weights = open_found(Named.by_init(recipe.init), world, say)
+    weights = open_found(recipe.init, world, say)
     try:
         assignment = _Assignment(recipe, class_names, weights)
     except VitscaleError as error:
@@ -137,9 +136,6 @@ def has_begun(recipe: Recipe, run_dir: Path) -> bool:
     with suppress(OSError):  # the run itself will say that it cannot read its checkpoints
         return bool(checkpoint_directory(recipe, run_dir).steps())
     return False
-
-
-# ---- Where each parameter comes from ---------------------------------------------------------------------------------
 
 
 class _Assignment:
@@ -184,7 +180,7 @@ class _Assignment:
         added = [name for name, _ in objective.named_weights() if name not in names and name not in self.readers]
         self.fresh += dict.fromkeys(name.partition(".")[0] for name in added)  # what the objective adds
         normalise = recipe.data.normalise
-        check_model(Named.by_init(init), weights, recipe.model, "the recipe's", normalise, "data.normalise")
+        check_model(init, weights, recipe.model, "the recipe's", normalise, "data.normalise")
         if weights.normalise is None:
             self.notes.append(f"does not say how its images are normalised; here they are by {in_yaml(normalise)}")
         if init.head == "keep":
@@ -255,25 +251,21 @@ def _layers(keys: list[str]) -> list[str]:
     return list(dict.fromkeys(re.sub(r"[./](weight|bias|kernel|scale)$", "", key) for key in keys))
 
 
-# ---- Teachers --------------------------------------------------------------------------------------------------------
-
-
 def check_teacher(recipe: Recipe, class_names: list[str]) -> None:
     """Check the teacher, or a tokenizer, by names and shapes alone, before the ranks meet.
 
     Raises `RecipeError` if there are no such weights or they contradict the recipe, and `CheckpointError` if they are
     damaged or of another model.
     """
-    if recipe.objective.learns_from is not None:
-        num_classes = recipe.objective.learns_from.model.num_classes
-        if num_classes not in (None, len(class_names)):
-            raise RecipeError(
-                f"{_TEACHER}.model.num_classes is {num_classes}, but data.train has {len(class_names)} "
-                "classes, and the teacher's are the same; leave it out"
-            )
+    named = recipe.objective.learns_from
+    if named is not None and (num_classes := named.model.num_classes) not in (None, len(class_names)):
+        raise RecipeError(
+            f"{_TEACHER}.model.num_classes is {num_classes}, but data.train has {len(class_names)} classes, and the "
+            "teacher's are the same; leave it out"
+        )
     if (tokenizer := _tokenizer(recipe)) is not None:
         open_tokenizer(*tokenizer)
-    if (named := _named_teacher(recipe)) is not None:
+    if named is not None and named.source is not None:
         with torch.device("meta"):
             teacher = build_teacher(recipe, len(class_names))
         assert teacher is not None
@@ -302,8 +294,8 @@ def load_teacher(
     teacher = build_teacher(recipe, len(class_names))
     if teacher is None:
         return None, None
-    named, identity = _named_teacher(recipe), None
-    if named is None:
+    named, identity = recipe.objective.learns_from, None
+    if named is None or named.source is None:
         initialise(teacher, recipe.seed)
         say(
             "WARNING: objective.teacher has no from: its weights are random initial values, from which "
@@ -344,17 +336,10 @@ def _tokenizer(recipe: Recipe) -> tuple[Tokenizer, int] | None:
     return settings.targets, patches.grid
 
 
-def _named_teacher(recipe: Recipe) -> Named | None:
-    settings = recipe.objective.learns_from
-    if settings is None or settings.source is None:
-        return None
-    return Named(_TEACHER, settings.source, settings.step)
-
-
-def _check_teacher(recipe: Recipe, class_names: list[str], named: Named, weights: OpenWeights, teacher: Model) -> None:
-    settings = recipe.objective.learns_from
-    assert settings is not None
+def _check_teacher(
+    recipe: Recipe, class_names: list[str], named: Teacher, weights: OpenWeights, teacher: Model
+) -> None:
     parameters(teacher, weights.source, report=lambda note: None, advice=_TEACHERS_HEAD)
-    normalise = settings.normalise or recipe.data.normalise
-    check_model(named, weights, settings.model, f"{_TEACHER}.model's", normalise, f"{_TEACHER}.normalise")
+    normalise = named.normalise or recipe.data.normalise
+    check_model(named, weights, named.model, f"{_TEACHER}.model's", normalise, f"{_TEACHER}.normalise")
     check_classes(weights, class_names, f"{_TEACHER}.from", "a teacher names the classes of ")

@@ -207,19 +207,14 @@ def optimizer_share(sizes: Sequence[int], stage: int, world_size: int) -> int:
     return 2 * math.ceil(sum(sizes) / (2 * world_size))
 
 
-# ---- Micro-batches ---------------------------------------------------------------------------------------------------
-
-
 def largest_micro_batch(
     recipe: Recipe, num_classes: int, world_size: int, available_bytes: float, device: DeviceType = "cpu"
 ) -> int | None:
     """The largest micro-batch, up to the recipe's, that needs at most `available_bytes`; None if none does."""
-    micro, accumulation = recipe.split(world_size)
-    per_rank, together = micro * accumulation, recipe.objective.together
-    for size in (size for size in range(micro, 0, -1) if per_rank % size == 0 and size % together == 0):
-        if expected_memory(recipe, num_classes, world_size, size, device).device_bytes <= available_bytes:
-            return size
-    return None
+    most, _ = recipe.split(world_size)
+    sizes = [size for size in recipe.micro_batches(world_size) if size <= most]
+    memory = ((size, expected_memory(recipe, num_classes, world_size, size, device)) for size in reversed(sizes))
+    return next((size for size, needed in memory if needed.device_bytes <= available_bytes), None)
 
 
 def settle_micro_max(recipe: Recipe, run_dir: Path, local_rank: int, world_size: int) -> tuple[Recipe, str | None]:
@@ -251,8 +246,7 @@ def fitting_micro_batch(recipe: Recipe, num_classes: int, world_size: int, devic
     It divides the rank's part of the global batch. If none is expected to fit, the smallest.
     """
     micro, accumulation = recipe.split(world_size)
-    per_rank, together = micro * accumulation, recipe.objective.together
-    sizes = [size for size in range(together, min(per_rank, _MOST) + 1, together) if per_rank % size == 0]
+    per_rank, sizes = micro * accumulation, [size for size in recipe.micro_batches(world_size) if size <= _MOST]
     parameters, tensors = model_parameters(recipe, num_classes), tensors_by_micro_batch(recipe, num_classes, sizes[-1])
 
     def fits(size: int) -> bool:

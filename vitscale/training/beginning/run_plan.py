@@ -4,7 +4,6 @@ All of it is a function of the recipe, the manifests and the world size, so that
 without a process group, a model or a first step.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,11 +15,9 @@ from vitscale.data.loader import Loader, training_loader, training_order
 from vitscale.data.order import TrainOrder
 from vitscale.data.shards import Manifest
 from vitscale.evaluation import Evaluator, build_evaluators
-from vitscale.evaluation.build import evaluation_loader
 from vitscale.ground.errors import RecipeError
 from vitscale.objectives import objective_class
 from vitscale.recipe import Average, Course, Duration, Recipe
-from vitscale.training.beginning.inspections import Inspections
 from vitscale.training.deepspeed.config import derive_config
 from vitscale.training.deepspeed.distributed import World
 from vitscale.training.optimizers.schedule import Rates, course, learning_rate
@@ -35,7 +32,6 @@ class Due(NamedTuple):
     compare_computation: bool
     save: bool
     evaluate: bool
-    inspect: bool
 
 
 @dataclass(frozen=True)
@@ -50,10 +46,8 @@ class RunPlan:
     accumulation: int  # micro-batches in a step
     config: dict[str, Any]  # DeepSpeed's
     evaluators: list[Evaluator]  # in the order in which they run
-    inspections: Inspections | None  # those of `evaluation.inspect`
     total_steps: int  # of the whole run
     evaluate_every: int | None  # steps; None for at the end only
-    inspect_every: int | None  # steps; None for never
     checkpoint_every: int | None  # steps; None for at the end only
     keep_every: int | None  # steps between checkpoints that are kept for good; None for none
     tail: int | None  # the step shortly before the end whose checkpoint is kept, too; None for none
@@ -74,7 +68,6 @@ class RunPlan:
             compare_computation=is_at(self.recipe.check.recompute_every),
             save=step in (last, self.tail) or is_at(self.checkpoint_every),
             evaluate=step == self.total_steps or is_at(self.evaluate_every),
-            inspect=is_at(self.inspect_every),
         )
 
 
@@ -109,7 +102,6 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> RunPlan:
 
     total, rates = schedule_in_steps(recipe, manifest.num_samples)
     warnings = [*_schedule_warnings(recipe, total, manifest.num_samples), *filter(None, [recipe.describe_border()])]
-    inspect = recipe.evaluation.inspect
     checkpoint_every = interval("checkpoint.every", recipe.checkpoint.every)
     tail = total - (interval("checkpoint.tail", recipe.checkpoint.tail) or 0)
     last_regular = 0 if checkpoint_every is None else (total - 1) // checkpoint_every * checkpoint_every
@@ -125,10 +117,8 @@ def plan_run(recipe: Recipe, rank: int, world_size: int) -> RunPlan:
         accumulation=accumulation,
         config=config,
         evaluators=build_evaluators(recipe, manifest.class_names, rank=rank, world=world_size),
-        inspections=_inspections(recipe, rank, world_size),
         total_steps=total,
         evaluate_every=interval("evaluation.every", recipe.evaluation.every),
-        inspect_every=interval("evaluation.inspect.every", None if inspect is None else inspect.every),
         checkpoint_every=checkpoint_every,
         keep_every=interval("checkpoint.keep_every", recipe.checkpoint.keep_every),
         tail=tail if max(recipe.first_step, last_regular) < tail < total else None,
@@ -231,12 +221,3 @@ def _schedule_warnings(recipe: Recipe, total: int, num_samples: int) -> Iterator
     for average in recipe.averages:
         if average.every is not None and (first := steps(average.start) or steps(average.every)) > total:
             yield f"averages ({average.name}) first becomes a copy after {first:,} {whole}: it never does"
-
-
-def _inspections(recipe: Recipe, rank: int, world_size: int) -> Inspections | None:
-    inspect = recipe.evaluation.inspect
-    if inspect is None:
-        return None
-    manifest = Manifest.load(recipe.dataset_path(inspect.images))
-    make_loader = evaluation_loader(recipe, manifest, recipe.data.eval_crop, rank=rank, world=world_size)
-    return Inspections(make_loader, math.ceil(inspect.count / (recipe.evaluation.batch * world_size)))

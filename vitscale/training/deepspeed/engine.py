@@ -140,8 +140,6 @@ class Engine:
             for group in self.deepspeed.optimizer.averaged_gradients:
                 self.deepspeed.optimizer.averaged_gradients[group] = None
 
-    # ---- State -------------------------------------------------------------------------------------------------------
-
     def moment_kinds(self) -> list[str]:
         """Kinds of tensors that the optimizer keeps for parameters that it updates."""
         return sorted({kind for kept in self._kept.values() for kind in kept})
@@ -245,8 +243,6 @@ class Engine:
             state[key] = torch.zeros(shape, dtype=dtype, device=flat.device)
         else:
             state[key].zero_()  # padding between and behind the parameters too
-
-    # ---- Weights -----------------------------------------------------------------------------------------------------
 
     def settle_weights(self) -> None:
         """Wait until all weights have been gathered; needed before reading them other than by a forward pass."""

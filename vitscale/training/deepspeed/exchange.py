@@ -128,8 +128,6 @@ class Exchange:
         order = {parameter: number for number, parameter in enumerate(self._engine.module.parameters())}
         return sorted(buckets, key=lambda bucket: -min(order[parameter] for parameter in bucket.places))
 
-    # ---- Gradients ---------------------------------------------------------------------------------------------------
-
     @property
     def _is_last(self) -> bool:
         """Whether this micro-batch is the last one of the step."""
@@ -189,7 +187,6 @@ class Exchange:
 
     @torch.no_grad()
     def _end_backward(self, *_: Any) -> None:
-        """Called by the engine after every backward pass."""
         if not self._is_in_backward:  # nothing that is trained had a part in the loss
             self._begin_backward()
         if self._sends_each or self._is_last:
@@ -203,8 +200,6 @@ class Exchange:
             for bucket in self._buckets:
                 share, bucket.share = bucket.share, None
                 self._optimizer.averaged_gradients[bucket.index] = Partition([share], share)
-
-    # ---- Weights -----------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
         """Begin to send every rank's weights to all ranks; readers outside of modules call `settle` first."""
@@ -220,7 +215,6 @@ class Exchange:
         refresh()
 
     def settle(self) -> None:
-        """Wait until all weights have arrived."""
         self._await(self._buckets)
 
     def _await(self, buckets: Iterable[_Bucket], *_: Any) -> None:

@@ -84,9 +84,6 @@ def pieces_of(optimizer: Any, names: Mapping[nn.Parameter, str]) -> Iterator[Pie
             raise TypeError(f"cannot access the fragments of DeepSpeed's {other}")
 
 
-# ---- The gradients that an optimizer is given ------------------------------------------------------------------------
-
-
 def stepped(pieces: Iterable[Piece], optimizer: torch.optim.Optimizer) -> Iterator[Piece]:
     """The pieces that a torch optimizer is about to update: those that have a gradient.
 

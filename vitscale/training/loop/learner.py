@@ -93,15 +93,9 @@ class Learner:
 
             layers = train_in_float8(torch.nn.ModuleList(objective.units()), self._world.device)
             self._say(f"{layers} dense layers train in float8")
-        if self._recipe.parallelism.fused_gelu:
-            from vitscale.models.vit.fused_gelu import fuse_gelu  # only those who ask for it need Triton
-
-            fuse_gelu(objective)
         if self._recipe.parallelism.compiles:
             compile_blocks(objective, activation_budget=self._recipe.parallelism.activation_budget)
         return objective
-
-    # ---- Checkpoints -------------------------------------------------------------------------------------------------
 
     def load(self, reader: CheckpointReader | None) -> None:
         """Take everything from a checkpoint, or begin with the initial weights.
@@ -130,8 +124,6 @@ class Learner:
         """What this rank saves; the tensors are views."""
         averages = {average_kind(name): average.values for name, average in self._averages.items()}
         return self.engine.owned(self._world.rank, self._world.size, averages)
-
-    # ---- Learning ----------------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, step: int, loss_limit: float | None = None, audited: bool = False) -> Update:
         """Learn from one global batch, unless its gradient is not finite or its loss is above the limit.
@@ -247,7 +239,6 @@ class Learner:
         return Anomaly(update.anomaly, step + 1, batch.position, mean, update.rate, norm, ranks)
 
     def mean_loss(self, update: Update) -> float:
-        """The mean loss over the global batch."""
         return gather_numbers([update.loss_sum.item()], self._world.device).sum().item() / update.samples
 
     def _to_device(self, rows: Tensor) -> Tensor:
@@ -278,8 +269,6 @@ class Learner:
         if self._recipe.model.draws:
             key = f"{self._recipe.seed}:{step}:{self._world.rank}:{micro_step}"
             torch.manual_seed(xxhash.xxh64_intdigest(key.encode()) >> 1)
-
-    # ---- Looking -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

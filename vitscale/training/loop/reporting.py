@@ -15,7 +15,6 @@ from vitscale.flops import accounting, hardware
 from vitscale.flops.work import recipe_work
 from vitscale.ground.ranks import gather, gather_numbers, sum_integers
 from vitscale.runs.done import write_done
-from vitscale.training.beginning.inspections import Pictures
 from vitscale.training.beginning.run_plan import RunPlan
 from vitscale.training.deepspeed import distributed
 from vitscale.training.deepspeed.profile import StepTimer
@@ -149,11 +148,6 @@ class Report:
         if self._metrics is not None and values:
             self._metrics.evaluation(step, values)
             self.say(f"step {step:,}  " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()))
-
-    def pictures(self, step: int, pictures: Pictures) -> None:
-        """Hand figures of the model's inside after `step` updates to the trackers."""
-        if self._metrics is not None and pictures:
-            self._metrics.pictures(step, pictures)
 
     def done(self, state: RunState, values: Mapping[str, float], *, stopped_early: bool) -> None:
         """Write the file that marks the run as done; called on rank 0 only. Raises OSError."""

@@ -27,7 +27,7 @@ from vitscale.runs.checkpoint import CheckpointIndex, CheckpointReader, Checkpoi
 from vitscale.runs.checkpoint.opening import trained_recipe
 from vitscale.runs.checkpoint_index import data_root
 from vitscale.runs.names import DONE_FILE, METRICS_FILE, RECIPE_FILE
-from vitscale.training.beginning.found_weights import Named, find_checkpoint, read_found_index
+from vitscale.training.beginning.found_weights import find_checkpoint, read_found_index
 from vitscale.training.beginning.initial_weights import has_begun
 from vitscale.training.beginning.run_plan import RunPlan, schedule_in_steps
 from vitscale.training.deepspeed.distributed import World
@@ -64,11 +64,7 @@ class Claim:
         return False
 
     def close(self) -> None:
-        """Release the claim."""
         self._lock.close()
-
-
-# ---- The run's own checkpoint ----------------------------------------------------------------------------------------
 
 
 def checkpoint_to_resume(
@@ -124,9 +120,6 @@ def _warn_of_other_decoder(index: CheckpointIndex, say: Callable[[str], None]) -
         )
 
 
-# ---- A branch's trunk ------------------------------------------------------------------------------------------------
-
-
 def check_branch(plan: RunPlan, run_dir: Path) -> None:
     """Check a branch before the ranks meet; runs that are no branch or have already begun pass.
 
@@ -136,10 +129,10 @@ def check_branch(plan: RunPlan, run_dir: Path) -> None:
     init = plan.recipe.init
     if init is None or not init.continues or has_begun(plan.recipe, run_dir):
         return
-    store, step = find_checkpoint(Named.by_init(init))
+    store, step = find_checkpoint(init)
     if store is None:
         raise _no_run(init)
-    index = read_found_index(Named.by_init(init), store, step)
+    index = read_found_index(init, store, step)
     _check(plan, init, index, validate_recipe(index.recipe, f"the recipe in {store.root}"))
 
 
@@ -152,7 +145,7 @@ def trunk_checkpoint(plan: RunPlan, world: World, say: Callable[[str], None]) ->
     """
     init = plan.recipe.init
     assert init is not None
-    store, step = find_checkpoint(Named.by_init(init), world)
+    store, step = find_checkpoint(init, world)
     if store is None or step is None:
         raise _no_run(init).on_all_ranks()
     reader = store.open(step)

@@ -138,7 +138,6 @@ class StepBorder:
         self.line_is_overdue, self._saved_at = True, time.monotonic()
 
     def saved(self) -> None:
-        """Note that a save has begun."""
         self.save_is_overdue, self._saved_at = False, time.monotonic()
 
     def is_end(self, wanted: bool, saves: Saves, step_s: float = 0.0) -> bool:

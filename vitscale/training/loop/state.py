@@ -69,7 +69,6 @@ class SelectionState:
         return replace(self, best=best, best_step=best_step)
 
     def is_out_of_patience(self, rule: schema.Selection | None) -> bool:
-        """Whether the run is to end early."""
         return rule is not None and rule.patience is not None and self.without_better >= rule.patience
 
 
@@ -88,7 +87,6 @@ class RunState:
         return cls(index.step, index.position, SelectionState.of(index.selection), AnomalyRecord.of(index.anomalies))
 
     def after(self, batch: Batch) -> "RunState":
-        """The state after one more batch was trained on."""
         return replace(self, step=self.step + 1, position=batch.position + 1)
 
 

@@ -203,8 +203,6 @@ class Trainer:
                 self._evaluate_and_select()
                 if self._is_out_of_patience():
                     return False
-            if due.inspect:
-                self._inspect()
         if self.recipe.profile.steps:
             with pace.paused():
                 self._begin("profiling")
@@ -249,7 +247,6 @@ class Trainer:
         self.state = replace(self.state, anomalies=known.leaving_out(self.state.position, batch.position + 1))
 
     def _rewind(self) -> None:
-        """Go back to the newest checkpoint."""
         self._begin("writing the checkpoint")
         self.saves.wait()
         self._begin("verifying checkpoints")
@@ -284,14 +281,6 @@ class Trainer:
             self.saves.saver.amend(step, selection.state())
         elif self._is_out_of_patience() or selection.best_step == step:
             self.save()
-
-    def _inspect(self) -> None:
-        """Send the trackers figures of the inside of the model, with its weights or their average."""
-        inspections, model = self.plan.inspections, self.learner.objective.backbone
-        assert inspections is not None, "an inspection is due"
-        with self.learner.evaluating():
-            embedding = self.learner.reading(model.anatomy().embedding)
-            self.report.pictures(self.state.step, inspections.draw(model, self._predict, embedding))
 
     def _forget_best(self, step: int) -> None:
         self.state = replace(self.state, selection=self.state.selection.without(step))

@@ -119,8 +119,6 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """The device of all that is updated."""
         return next(iter(self._parts)).device
 
-    # ---- What ranks ask each other -----------------------------------------------------------------------------------
-
     def summed(self, values: Tensor) -> Tensor:
         """Sum over the ranks that have different pieces, in place."""
         if self._world_size > 1:

@@ -142,8 +142,6 @@ class Audit:
         name, start, length = ("", 0, 0) if where is None else (where.name, where.start, where.length)
         self._findings.append(Discrepancy(check, self._world.rank, what, name, start, length, missing or None))
 
-    # ---- Gradients ---------------------------------------------------------------------------------------------------
-
     def watch(self, losses: Tensor) -> None:
         """Watch a micro-batch's losses (b,); called before its backward pass."""
 
@@ -197,8 +195,6 @@ class Audit:
     def _state(self, piece: Piece) -> dict[str, Tensor]:
         state, kinds = self._engine.optimizer.state[piece.flat], self._engine.kinds_as_parameter(piece.name)
         return {MASTER: piece.view(piece.flat)} | {kind: piece.view(state[kind]) for kind in kinds}
-
-    # ---- The end -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def end(self, *, samples: int, gradient_norm: float, was_made: bool) -> list[Discrepancy]:
@@ -278,8 +274,6 @@ class Audit:
                 what = f"{where} changed from {was:.9g} to {is_now:.9g} instead of {wanted:.9g}{more}"
                 self._find("update", what, piece)
 
-    # ---- Weights -----------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def _compare_weights(self, when: str) -> list[int]:
         """Compare this rank's weights with the owners' masters, rounded. Returns the masters' checksums by fragment."""
@@ -306,8 +300,6 @@ class Audit:
             return None
         share: Tensor = parameter.ds_tensor.detach()[: place.length]
         return share
-
-    # ---- Words -------------------------------------------------------------------------------------------------------
 
     def _explained(self, findings: list[Discrepancy], samples: int) -> list[Discrepancy]:
         """The findings, causes first, naming the rank whose part of the gradient was left out or counted twice."""
@@ -370,7 +362,6 @@ def _updates(recipe: Recipe, engine: Engine, rates: Rates) -> dict[str, Update]:
 
 
 def describe(findings: Sequence[Discrepancy], step: int) -> str:
-    """What an audit has found, in words."""
     lines = []
     for check, group in groupby(findings, key=lambda finding: finding.check):
         of_check = list(map(str, group))
@@ -380,7 +371,6 @@ def describe(findings: Sequence[Discrepancy], step: int) -> str:
 
 
 def error(findings: Sequence[Discrepancy], step: int) -> AuditError:
-    """The error that ends the run."""
     return AuditError(
         f"{describe(findings, step)}. DeepSpeed or a device computes wrongly; repeat the command to continue from "
         "the last checkpoint. If it happens again, change parallelism, or set check.audit: warn to continue regardless"

@@ -24,13 +24,12 @@ import vitscale
 from vitscale.evaluation.splits import check_splits
 from vitscale.ground.errors import MachineError, RecipeError, StorageError
 from vitscale.ground.files.durable import make_folder
-from vitscale.ground.machine import available_memory, has_bf16_instructions, usable_cores
-from vitscale.ground.page import check_drawing
+from vitscale.ground.machine import available_memory, has_bf16_instructions
 from vitscale.ground.ranks import gather, on_rank_zero, write_on_rank_zero
-from vitscale.ground.wording import listed
+from vitscale.ground.wording import counted, listed
 from vitscale.recipe import Recipe, changes
 from vitscale.runs.checkpoint import LocalDirectory, checkpoint_directory
-from vitscale.training.beginning.automatic import missing_for_compiling, slowness_of_bf16
+from vitscale.training.beginning.automatic import missing_for_compiling
 from vitscale.training.beginning.memory import Memory, expected_memory, largest_micro_batch
 from vitscale.training.beginning.run_plan import RunPlan
 from vitscale.training.beginning.tensors import DeviceType
@@ -39,7 +38,6 @@ from vitscale.training.deepspeed.fragments import checkpoint_bytes
 from vitscale.training.deepspeed.lean_deepspeed import deepspeed
 from vitscale.training.watching.trackers import absent_packages
 
-_WORTH_A_WARNING = 1.5  # times as slow
 _SHARED_WITHIN_SECONDS = 5.0  # a network file system may be late with what another machine has written
 _OF_EACH_MACHINE = ("root", "cache")  # keys of `data` that may differ: where the data lie, not what they are
 _NAMED = 4
@@ -63,7 +61,7 @@ def preflight(plan: RunPlan, run_dir: Path, world: World) -> list[str]:
     memory = Memory(**on_rank_zero(lambda: asdict(expected_memory(*size))))
     _check_able(ranks, recipe)
     warnings = on_rank_zero(lambda: check_splits(recipe, plan.manifest))
-    warnings += _check_load(world, ranks) + _check_bf16(recipe, world, ranks)
+    warnings += _check_bf16(recipe, world, ranks)
     on_host = Counter(rank.host for rank in ranks)  # each rank may take an equal part of its machine's memory
     host = [None if rank.host_memory is None else rank.host_memory // on_host[rank.host] for rank in ranks]
     # What each rank has for its model; on the CPU that is host memory.
@@ -79,13 +77,10 @@ def preflight(plan: RunPlan, run_dir: Path, world: World) -> list[str]:
         warnings += about_room
         needs += f", checkpoints {_decimal(of_checkpoint)} each of {_decimal(free)} free"
     hosts = len({rank.host for rank in ranks})
-    who = f"{_count(len(ranks), 'rank')} on {_count(hosts, 'host')} {'agree' if len(ranks) > 1 else 'ready'}"
-    threads = f"{_count(torch.get_num_threads(), 'thread')} each; " if device == "cpu" else ""
+    who = f"{counted(len(ranks), 'rank')} on {counted(hosts, 'host')} {'agree' if len(ranks) > 1 else 'ready'}"
+    threads = f"{counted(torch.get_num_threads(), 'thread')} each; " if device == "cpu" else ""
     summary = f"preflight: {who}; {threads}{needs} ({time.monotonic() - began:.1f} s)"
     return [*(f"WARNING: {warning}" for warning in warnings), summary]
-
-
-# ---- The ranks -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,6 @@ class _Rank:
     identity: dict[str, str]  # what must be the same on all ranks, in words -> its digest or version
     device_memory: int | None  # bytes free on its CUDA device; None on CPUs
     host_memory: int | None  # bytes free on its machine, for all its ranks together; None if unknown
-    load: float  # processes that wanted a core in the last minute, for each core that it may use
     has_bf16: bool | None  # whether the device has bf16 arithmetic of its own; None if unknown
     without_compiler: str  # what it lacks for compiling; empty if nothing, or if there is nothing to compile
     without_float8: str  # why it cannot train in float8; empty if it can, or need not
@@ -115,19 +109,13 @@ def _look_around(plan: RunPlan, world: World) -> _Rank:
     free, has_bf16 = None, has_bf16_instructions()
     if world.device.type == "cuda":
         free, has_bf16 = torch.cuda.mem_get_info(world.device)[0], torch.cuda.is_bf16_supported(False)
-    is_fused, without_compiler = recipe.parallelism.fused_gelu, ""
-    if is_fused and world.device.type != "cuda":
-        without_compiler = "GPU"
-    elif recipe.parallelism.compiles or is_fused:
-        without_compiler = missing_for_compiling(world.device.type)
     return _Rank(
         host=socket.gethostname(),
         identity=identity,
         device_memory=free,
         host_memory=available_memory(),
-        load=os.getloadavg()[0] / usable_cores(),
         has_bf16=has_bf16,
-        without_compiler=without_compiler,
+        without_compiler=missing_for_compiling(world.device.type) if recipe.parallelism.compiles else "",
         without_float8=_without_float8(world.device) if recipe.precision == "fp8" else "",
     )
 
@@ -172,7 +160,7 @@ def _check_agreement(ranks: Sequence[_Rank], recipe: Recipe) -> None:
         (usual, number), *others = Counter(values).most_common()  # of equally common ones, rank 0's is the usual one
         for value, _ in others:
             where = _describe([index for index, other in enumerate(values) if other == value], ranks)
-            problems.append(f"  {what}: {value} on {where}, {usual} on {_count(number, 'other rank')}")
+            problems.append(f"  {what}: {value} on {where}, {usual} on {counted(number, 'other rank')}")
     if not problems:
         return
     # All ranks see the same problems, so all come here.
@@ -189,7 +177,6 @@ def _check_agreement(ranks: Sequence[_Rank], recipe: Recipe) -> None:
 
 
 def _describe(indices: Sequence[int], ranks: Sequence[_Rank]) -> str:
-    """Some ranks and their machines, in words."""
     by_host: dict[str, list[int]] = {}
     for index in indices:
         by_host.setdefault(ranks[index].host, []).append(index)
@@ -197,21 +184,8 @@ def _describe(indices: Sequence[int], ranks: Sequence[_Rank]) -> str:
         f"{'rank' if len(of_host) == 1 else 'ranks'} {listed(of_host, _NAMED)} on {host}"
         for host, of_host in list(by_host.items())[:_NAMED]
     ]
-    more = f"; and on {_count(len(by_host) - _NAMED, 'more host')}" if len(by_host) > _NAMED else ""
+    more = f"; and on {counted(len(by_host) - _NAMED, 'more host')}" if len(by_host) > _NAMED else ""
     return "; ".join(named) + more
-
-
-# ---- Devices ---------------------------------------------------------------------------------------------------------
-
-
-def _check_load(world: World, ranks: Sequence[_Rank]) -> list[str]:
-    loaded = [index for index, rank in enumerate(ranks) if rank.load > _WORTH_A_WARNING]
-    if world.device.type == "cuda" or not loaded:
-        return []
-    return [
-        f"the machine of {_describe(loaded, ranks)} has other work, {ranks[loaded[0]].load:.1f} processes for each "
-        "core in the last minute: steps will take longer"
-    ]
 
 
 def _check_bf16(recipe: Recipe, world: World, ranks: Sequence[_Rank]) -> list[str]:
@@ -223,20 +197,16 @@ def _check_bf16(recipe: Recipe, world: World, ranks: Sequence[_Rank]) -> list[st
         raise MachineError(
             f"precision {recipe.precision}: the device of {where} does not compute in it; use {advice}"
         ).on_all_ranks()
-    slowness = slowness_of_bf16()
-    if slowness < _WORTH_A_WARNING:  # torch has found another way
-        return []
     return [
         f"precision {recipe.precision}: the processor of {where} has no instructions for it, and multiplies matrices "
-        f"{slowness:.0f} times as slowly as in fp32; a run of its own (another --run-dir) with {advice} is faster"
+        f"many times as slowly as in fp32; a run of its own (another --run-dir) with {advice} is faster"
     ]
 
 
 def _check_able(ranks: Sequence[_Rank], recipe: Recipe) -> None:
     """Raise `MachineError` or `RecipeError` if a rank cannot do what the recipe asks for."""
-    compiled = "fused_gelu" if recipe.parallelism.fused_gelu else "compile"
     for key, reasons in {
-        f"parallelism.{compiled}": [one.without_compiler and f"has no {one.without_compiler}" for one in ranks],
+        "parallelism.compile": [one.without_compiler and f"has no {one.without_compiler}" for one in ranks],
         "precision fp8": [one.without_float8 for one in ranks],
     }.items():
         for reason in sorted({*reasons} - {""}):
@@ -246,8 +216,6 @@ def _check_able(ranks: Sequence[_Rank], recipe: Recipe) -> None:
         raise RecipeError(
             f"logging.trackers: rank 0 lacks what they need: pip install {' '.join(absent)}, or leave them out"
         ).on_all_ranks()
-    if recipe.evaluation.inspect is not None:
-        on_rank_zero(lambda: check_drawing("evaluation.inspect"))
 
 
 def _check_memory(
@@ -280,9 +248,6 @@ def _check_memory(
         f"one rank is expected to need {_binary(memory.device_bytes)} with {plan.micro_batch} images at a time, but "
         f"{where} has {_binary(least)}; {advice}",
     ]
-
-
-# ---- Folders ---------------------------------------------------------------------------------------------------------
 
 
 def _check_shared(folder: Path, world: World, ranks: Sequence[_Rank]) -> None:
@@ -350,13 +315,6 @@ def _check_room(recipe: Recipe, directory: LocalDirectory, checkpoint_bytes: int
             f"{keep}, and one more exists while it is written)"
         ]
     return free, []
-
-
-# ---- Words -----------------------------------------------------------------------------------------------------------
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _binary(size: float) -> str:

@@ -21,8 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from vitscale.ground.files.durable import write_text
 from vitscale.runs.metrics import OF_EVALUATIONS, MetricsLines, rows_up_to
 from vitscale.runs.names import METRICS_FILE
@@ -74,10 +72,6 @@ class MetricsWriter:
         """Write what `evaluation.evaluate` returned after `step` updates."""
         self.training(step, {f"{OF_EVALUATIONS}{key}": value for key, value in values.items()})
 
-    def pictures(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
-        """Hand pictures uint8 (height, width, 3) to the trackers. Steps that are done again draw them again."""
-        self._put((step, pictures))
-
     def _put(self, item: "_Item | None") -> None:
         for follower in self._followers:
             follower.items.put(item)
@@ -89,8 +83,8 @@ class MetricsWriter:
             follower.leave(seconds)
 
 
-_Item = tuple[int, Mapping[str, Any]]
-"""A step, and numbers or pictures of it."""
+_Item = tuple[int, Mapping[str, float]]
+"""A step, and its numbers."""
 
 
 class _Known(NamedTuple):
@@ -110,7 +104,6 @@ class _Follower:
         self._known_file = run_dir / _FOLDER / f"{name}.json"
         self._known = _Known(None, 0)
         self._is_left = False
-        self._has_told = False  # about taking no pictures
         # A daemon: the process can end while a server does not answer.
         self._thread = threading.Thread(target=self._follow, name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -181,7 +174,7 @@ class _Follower:
         tracker.start()
         return tracker
 
-    def _log(self, tracker: Any, step: int, values: Mapping[str, Any]) -> None:
+    def _log(self, tracker: Any, step: int, values: Mapping[str, float]) -> None:
         if self._is_left:  # another follower may have this run by now
             return
         if self._name != "tensorboard" and step > self._known.step:
@@ -190,20 +183,7 @@ class _Follower:
             self._known = self._known._replace(step=step)
             self._known_file.parent.mkdir(exist_ok=True)
             write_text(self._known_file, json.dumps(self._known._asdict()) + "\n")
-        pictures = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
-        if not pictures:
-            tracker.log(values, step=step)
-        elif self._name == "mlflow":
-            from mlflow import MlflowClient
-
-            for name, picture in pictures.items():
-                MlflowClient().log_image(str(_run_of(tracker)), picture, f"{name}/{step:08d}.png")
-        elif hasattr(tracker, "log_images"):
-            layout = {"dataformats": "NHWC"} if self._name == "tensorboard" else {}
-            tracker.log_images({name: picture[None] for name, picture in pictures.items()}, step=step, **layout)
-        elif not self._has_told:
-            self._has_told = True
-            _log.warning("logging.trackers: %s takes no pictures: evaluation.inspect is not drawn there", self._name)
+        tracker.log(values, step=step)
 
     def _read_known(self) -> _Known:
         known = read_object(self._known_file) or {}

@@ -67,7 +67,6 @@ class Watchdog(threading.Thread):
         return ", ".join(missing) or "another rank, though all of them still answer"
 
     def _look(self) -> list[str]:
-        """The ranks that no longer answer, each in words."""
         try:
             store = _connect()
             before = self._messages(store)
