@@ -107,6 +107,8 @@ def test_a_recipe_asks_for_it_and_chooses_by_it(tmp_path):
         ([], {"epochs": 3}, "evaluation.evaluators.0.epochs"),
         ([], {"name": "a\nERROR: b"}, "evaluation.evaluators.0.name"),
         ([], {"name": "a" * 201}, "evaluation.evaluators.0.name"),
+        ([], {"name": "a/b"}, "evaluators.0.name"),
+        ([], {"name": "validation"}, "evaluators.0.name"),
         ([], {"kind": "attentive", "limit_gb": 0}, "evaluation.evaluators.0.limit_gb"),
         ([], {"limit_gb": 1}, "evaluation.evaluators.0.limit_gb"),
         ([], {"kind": "linea"}, "evaluation.evaluators.0.kind"),

@@ -150,6 +150,11 @@ class Evaluation(Block):
     """evaluated samples that are training samples: refuse: an error; allow: a warning"""
     inspect: Inspect | None = None
 
+    def _contradictions(self) -> Iterator[str]:
+        for number, name in enumerate(each.name for each in self.evaluators):
+            if "/" in name or name in ("validation", "fewshot", "knn"):
+                yield f"evaluators.{number}.name {name!r}: expected one without /, and not validation, fewshot or knn"
+
     @property
     def measures(self) -> bool:
         """Whether there is anything to evaluate."""
