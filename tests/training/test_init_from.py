@@ -337,7 +337,7 @@ def test_the_mask_of_dinov2_s_authors_is_taken_where_there_is_one(data, tmp_path
     block = {**BASE["model"], "layer_scale": 1e-5, "mlp": "exact_gelu", "pool": "cls", "head": "linear"}
     description = described(block, SMALL, None)
     model = valued(description)
-    tensors = load_file(write(model, description, "timm", tmp_path))
+    tensors = load_file(write(model, description, "timm", tmp_path, drop_head=True))
     mask = tensors["mask_token"] = torch.randn(1, block["width"])
     torch.save(tensors, tmp_path / "dinov2.pth")
     objective = {"kind": "mae", "decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}
@@ -354,6 +354,8 @@ def test_the_mask_of_dinov2_s_authors_is_taken_where_there_is_one(data, tmp_path
         recipe, [], lambda kind, name, start, length: begun[name].flatten()[start : start + length], world, said.append
     )
     for name, value in model.named_parameters():
+        if name.startswith("head."):
+            continue
         assert torch.equal(source("master", name, 0, value.numel()), value.detach().flatten()), name
     if "mask" in begun:
         assert torch.equal(source("master", "mask", 0, block["width"]), mask[0]) == is_taken
