@@ -292,6 +292,8 @@ def test_state_may_have_another_shape_than_its_parameter_or_not_be_there(store):
         store.open(4)
     with pytest.raises(ValueError, match="shapes"):
         replace(factored, state_shapes={"master": {"c": None}})
+    with pytest.raises(ValueError, match="twice"):
+        replace(factored, kinds=[*factored.kinds, factored.kinds[0]])
 
 
 def test_only_an_index_with_other_shapes_needs_the_version_that_has_them(store):

@@ -9,9 +9,10 @@ from vitscale.data.shards import Manifest
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.evaluation import build_evaluators, evaluate
 from vitscale.evaluation.heads import RATES
-from vitscale.evaluation.linear import LinearHeads
+from vitscale.evaluation.linear import AttentiveHeads, LinearHeads
 from vitscale.evaluation.splits import check_splits
 from vitscale.ground.errors import DataError, RecipeError
+from vitscale.models import Outputs
 from vitscale.recipe import override, smoke_form
 
 K = 7
@@ -45,6 +46,38 @@ def test_accuracy_is_near_scikit_learn_s_and_the_test_set_chooses_nothing():
     assert other["linear/lr"] == found["linear/lr"] and other["linear/top1"] != found["linear/top1"]
 
 
+def test_attentive_heads_learn_from_tokens_as_linear_ones_from_a_representation():
+    """One token, the representation: what attention sees is the token, and the answer a linear function of it."""
+    train, test = split(400, K, seed=2), split(400, K, seed=3)
+    found = evaluate([AttentiveHeads("attentive", train.loader(8), test.loader(16), CLASSES, 400)], scaled)
+    linear = evaluate([LinearHeads("linear", train.loader(8), test.loader(16), CLASSES)], scaled)
+    assert list(found) == ["attentive/top1", "attentive/lr"]
+    assert found["attentive/top1"] == pytest.approx(linear["linear/top1"], abs=0.04)
+
+
+def test_attentive_heads_see_patches_alone_and_memory_is_bounded(tmp_path):
+    write_generated_dataset(tmp_path / "train", [24], seed=1)
+    write_generated_dataset(tmp_path / "test", [12], seed=2)
+    attentive = {"kind": "attentive", "steps": 2}
+    recipe = make_recipe(tmp_path, "selection={metric: attentive/top1, mode: max}", "model.registers=3", **attentive)
+    (evaluator,) = build_evaluators(recipe, [])
+    patches, width = (recipe.data.image_size // recipe.model.patch_size) ** 2, 16
+    seen = []
+    tokens = torch.arange(4 + patches).float()[None, :, None].expand(64, -1, width)
+    assert recipe.model.num_tokens(recipe.data.image_size) == 4 + patches
+
+    def looked_at(task):
+        seen.append(task.train.features)
+        return 0.0, 0.0
+
+    evaluator.measured(lambda images: Outputs(tokens[: len(images)], tokens[: len(images), 0], None), looked_at)
+    assert torch.equal(seen[0][0], tokens[0, 4:])
+    needed = 36 * patches * width * 4 / 1e9
+    build_evaluators(make_recipe(tmp_path, **attentive, limit_gb=needed * 1.0001), [])
+    with pytest.raises(DataError, match="room for 35 images"):
+        build_evaluators(make_recipe(tmp_path, **attentive, limit_gb=needed * 0.999), [])
+
+
 def test_fewer_samples_than_settings_need_are_refused():
     few = split(9, K, seed=2)
     with pytest.raises(DataError, match="9 training samples"):
@@ -74,6 +107,10 @@ def test_a_recipe_asks_for_it_and_chooses_by_it(tmp_path):
         ([], {"epochs": 3}, "evaluation.evaluators.0.epochs"),
         ([], {"name": "a\nERROR: b"}, "evaluation.evaluators.0.name"),
         ([], {"name": "a" * 201}, "evaluation.evaluators.0.name"),
+        ([], {"name": "a/b"}, "evaluators.0.name"),
+        ([], {"name": "validation"}, "evaluators.0.name"),
+        ([], {"kind": "attentive", "limit_gb": 0}, "evaluation.evaluators.0.limit_gb"),
+        ([], {"limit_gb": 1}, "evaluation.evaluators.0.limit_gb"),
         ([], {"kind": "linea"}, "evaluation.evaluators.0.kind"),
         (["selection={metric: linear/top5, mode: max}"], {}, "linear/top1"),
     ],

@@ -17,6 +17,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 import vitscale as vs
+from vitscale.data.shards import Manifest
 from vitscale.evaluation.masks import Masks, read_mask
 from vitscale.evaluation.probes import Solution, statistics
 from vitscale.evaluation.segmentation import STRENGTHS, Confusion, fit, label_of_patches, predicted_classes
@@ -153,6 +154,19 @@ def test_other_forms_of_the_same_masks_give_the_same(place, masks):
         path.unlink()
         image.save(masks / path.name)
     assert probed(place, masks).stdout == expected
+
+
+def test_masks_in_linked_folders_are_found_once(place, masks, tmp_path):
+    expected = Masks.of(masks, Manifest.load(place / "train")).files
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for folder in masks.iterdir():
+        (linked / folder.name).symlink_to(folder)
+    (linked / "again").symlink_to(linked)
+    found = Masks.of(linked, Manifest.load(place / "train")).files
+    assert {uid: path.resolve() for uid, (path, *_) in found.items()} == {
+        uid: path.resolve() for uid, (path, *_) in expected.items()
+    }
 
 
 @pytest.mark.parametrize(("bits", "values"), [(1, [0, 1, 1, 0]), (2, [0, 3, 2, 1]), (4, [9, 15, 0, 3])])

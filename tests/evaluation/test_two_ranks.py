@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 from toy_split import model, split
 
 from vitscale.evaluation import FewShot, NearestNeighbours, SharedL2FewShot, Validation, evaluate
-from vitscale.evaluation.linear import LinearHeads
+from vitscale.evaluation.linear import AttentiveHeads, LinearHeads
 from vitscale.ground.errors import DataError
 from vitscale.objectives.classification import CrossEntropy
 
@@ -27,6 +27,7 @@ def evaluators(rank, world, folder):
         SharedL2FewShot("shared", [FewShot("toy", *loaders, list("abcdefg"), shots=(5,))], l2s=(1.0, 2.0**10)),
         NearestNeighbours("knn", *loaders, list("abcdefg"), (5, 20)),
         LinearHeads("linear", *loaders, list("abcdefg"), steps=20),
+        AttentiveHeads("attentive", *loaders, list("abcdefg"), steps=20),
         *stored_split.evaluators(Path(folder) / "split" / "damaged", "mask", rank, world),
     ]
 
@@ -41,6 +42,7 @@ def failures(rank, world):
         FewShot("toy", mislabelled.loader(8, rank, world), data, list("abcdefg"), shots=(5,)),
         NearestNeighbours("knn", data, mislabelled.loader(8, rank, world), list("abcdefg"), (5,)),
         NearestNeighbours("knn", data, data, list("abcdefg"), (42,)),
+        AttentiveHeads("attentive", data, data, list("abcdefg"), images=82, room=82 * 16 * 4 - 1),
         LinearHeads(
             "linear", split(41, K, seed=1).loader(8, rank, world), mislabelled.loader(8, rank, world), "abcdefg"
         ),

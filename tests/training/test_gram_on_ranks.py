@@ -74,8 +74,9 @@ def loop(root):
             plan, teacher = student.plan(batch.keys.numpy(), batch.position), averages["ema"]
             student.scalars = teacher.scalars = {"teacher_temperature": 0.1}
             with torch.no_grad():
+                first = [views[kind] for kind in teacher.prepared_kinds(len(views))]
                 read = {name: dict(teacher.named_weights())[name] for name in teacher.settings.reads}
-                agreed = teacher.agree(teacher.prepare(views, plan), batch.labels, Sums(), read)
+                agreed = teacher.agree(teacher.prepare(first, plan), batch.labels, Sums(), read)
             loss = student.losses(views, batch.labels, (*plan, *agreed.rows, *agreed.shared)).per_sample.mean()
             if step >= FIRST:
                 mask, images = student.mask, torch.cat(views[:2], dim=1).flatten(0, 1)

@@ -18,6 +18,7 @@ from models.weights.exported import described, finished_run, valued, write
 from outcomes import checkpoint, equal, printed
 from ranks import BASE, asked, initial_weights, job, launch, make_recipe, quick_of
 from safetensors.torch import load_file, save_file
+from small_recipes import DINO
 from torch import Tensor
 
 import vitscale
@@ -28,7 +29,8 @@ from vitscale.models.vit.positions import resample_positions
 from vitscale.models.weights import load_weights, open_weights
 from vitscale.recipe import Normalise, load_recipe, override, smoke_form
 from vitscale.runs.names import step_folder
-from vitscale.training.beginning.initial_weights import check_initial_weights
+from vitscale.training.beginning.initial_weights import check_initial_weights, initial_source
+from vitscale.training.deepspeed.distributed import World
 
 NAMES = list(CLASS_NAMES)
 STAGES = range(4)
@@ -327,6 +329,37 @@ def test_every_key_is_accounted_for(data, tmp_path, models, form):
     message = refused(data, CheckpointError, begins(tmp_path / f"{form}.safetensors", model={"head": FORMATS[form]}))
     assert "missing norm.bias (32,)" in message and "unexpected surplus (3,)" in message
     assert len(message.splitlines()) == 3
+
+
+@pytest.mark.parametrize(("kind", "is_taken"), [("dino", True), ("dino-without-ibot", False), ("mae", False)])
+def test_the_mask_of_dinov2_s_authors_is_taken_where_there_is_one(data, tmp_path, kind, is_taken):
+    """In their files it is beside the model, whose parameters have timm's names."""
+    block = {**BASE["model"], "layer_scale": 1e-5, "mlp": "exact_gelu", "pool": "cls", "head": "linear"}
+    description = described(block, SMALL, None)
+    model = valued(description)
+    tensors = load_file(write(model, description, "timm", tmp_path, drop_head=True))
+    mask = tensors["mask_token"] = torch.randn(1, block["width"])
+    torch.save(tensors, tmp_path / "dinov2.pth")
+    objective = {"kind": "mae", "decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}
+    if kind != "mae":
+        objective = {**DINO, "group": 2} | ({"ibot": None} if "without" in kind else {})
+    others: dict[str, Any] = {"objective": objective, "data": {"train": "train", "image_size": SMALL}}
+    if kind != "mae":
+        others |= {"averages": [{"name": "ema", "decay": 0.9}]}
+        others["data"] = {"views": [{"name": "global", "count": 2}]}
+    recipe = make_recipe(data, **begins(tmp_path / "dinov2.pth", model=block) | others)
+    world, said = World(0, 1, torch.device("cpu")), list[str]()
+    begun = dict(initial_weights(recipe, 0))
+    source, _ = initial_source(
+        recipe, [], lambda kind, name, start, length: begun[name].flatten()[start : start + length], world, said.append
+    )
+    for name, value in model.named_parameters():
+        if name.startswith("head."):
+            continue
+        assert torch.equal(source("master", name, 0, value.numel()), value.detach().flatten()), name
+    if "mask" in begun:
+        assert torch.equal(source("master", "mask", 0, block["width"]), mask[0]) == is_taken
+    assert any("mask_token is not read" in line for line in said) != is_taken
 
 
 @pytest.mark.parametrize("source", ["safetensors", "run"])

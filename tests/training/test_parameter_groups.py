@@ -214,6 +214,7 @@ def test_a_group_without_effect_and_nothing_to_train_are_refused(tmp_path, given
         ({"optimizer": {**ADAMW, "groups": [{"match": "a(b"}]}}, "optimizer.groups.0.match"),
         ({"optimizer": {**ADAMW, "groups": [{"lr_factor": 2.0}]}}, "optimizer.groups.0.match"),
         ({"optimizer": {**ADAMW, "groups": [{"match": "a", "lr_factor": 0.0}]}}, "optimizer.groups.0.lr_factor"),
+        ({"optimizer": {**ADAMW, "groups": [{"match": "a", "lr_factor": 2.0**31}]}}, "optimizer.groups.0.lr_factor"),
         ({"optimizer": {**SGD, "groups": [{"match": "a", "frozen": True, "lr_factor": 2.0}]}}, "optimizer.groups.0"),
         ({"optimizer": {**SGD, "groups": [{"match": "a", "frozn": True}]}}, "did you mean 'optimizer.groups.0.frozen'"),
         ({"optimizer": {**SGD, "layer_decay": 1.5}}, "optimizer.layer_decay"),

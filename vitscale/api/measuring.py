@@ -70,7 +70,7 @@ def fewshot(
     Args:
         model: the model.
         train, test: datasets of the same classes.
-        method: the paper's "ridge" regression, "knn", "logistic" or linear "heads".
+        method: the paper's "ridge" regression, "knn", "logistic", linear "heads" or "attentive" ones.
         shots: numbers of training samples per class, None for all; by default 1, 5, 10 and 25 for ridge, else all.
         seeds: the number of draws of training samples.
         l2: the strength of ridge regression.

@@ -26,8 +26,11 @@ def fewshot(
     ],
     test: Annotated[list[str], Option(metavar="DATASET", help="Test samples, of the same classes.")],
     method: Annotated[
-        Literal["ridge", "knn", "logistic", "heads"],
-        Option(help="The paper's ridge regression, DINO's neighbours, a logistic probe, DINOv2's linear heads."),
+        Literal["ridge", "knn", "logistic", "heads", "attentive"],
+        Option(
+            help="The paper's ridge regression, DINO's neighbours, a logistic probe, DINOv2's linear heads, or CAPI's "
+            "attentive heads."
+        ),
     ] = "ridge",
     shots: Annotated[
         str | None, Option(metavar="N,...", help="Samples per class: 1,5,10,25 for ridge; all for the others.")
@@ -89,6 +92,8 @@ def fewshot(
         if source is None:
             raise RecipeError("--masks: needs a model, as SOURCE, whose patches are compared with the masks")
     if source is None:
+        if method == "attentive":
+            raise RecipeError("--method attentive: needs a model, as SOURCE, whose patches' tokens it attends to")
         options.refuse("without SOURCE no model is run", *vars(options))
         with one_speaks():
             accelerator = join()

@@ -80,12 +80,17 @@ class TrainingInput:
         return _operated(after, images, keys).to(dtype)
 
     def of_views(
-        self, views: Sequence[Tensor], keys: Sequence[Tensor], device: torch.device, dtype: torch.dtype
+        self,
+        views: Sequence[Tensor],
+        keys: Sequence[Tensor],
+        device: torch.device,
+        dtype: torch.dtype,
+        kinds: Sequence[int] | None = None,
     ) -> tuple[Tensor, ...]:
-        """The same for all kinds of views, (B, n, S, S, 3) each, and their keys (B, n)."""
+        """The same for some kinds of views or all, (B, n, S, S, 3) each, and their keys (B, n)."""
         return tuple(
-            self(images.flatten(0, 1), of_views.flatten(), device, dtype, kind).unflatten(0, images.shape[:2])
-            for kind, (images, of_views) in enumerate(zip(views, keys, strict=True))
+            self(views[kind].flatten(0, 1), keys[kind].flatten(), device, dtype, kind).unflatten(0, keys[kind].shape)
+            for kind in (range(len(views)) if kinds is None else kinds)
         )
 
 

@@ -41,7 +41,10 @@ Rows = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Features:
-    """Representations of a whole split, sorted by uid: fp32 (N, D), with labels and uids int64 (N,), in host memory."""
+    """Representations of a whole split, sorted by uid: fp32 (N, D), with labels and uids int64 (N,), in host memory.
+
+    Of tokens (N, T, D).
+    """
 
     features: Tensor
     labels: Tensor
@@ -71,9 +74,15 @@ def extract_features(
         on_rank_zero(lambda: check_count(what, sum(len(uids) for _, _, uids in parts), num_samples))
     if not parts:
         return None
-    features, labels, uids = (torch.cat(column) for column in zip(*parts, strict=True))
+    labels, uids = (torch.cat([part[at] for part in parts]) for at in (1, 2))
     order = uids.argsort()
-    return Features(features[order], labels[order], uids[order])
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    features = parts[0][0].new_empty(len(order), *parts[0][0].shape[1:])
+    parts.reverse()
+    for rows in place.split([len(part[2]) for part in parts][::-1]):  # freed one by one: no second copy of all
+        features[rows] = parts.pop()[0]
+    return Features(features, labels[order], uids[order])
 
 
 @contextmanager

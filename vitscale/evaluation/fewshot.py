@@ -192,7 +192,7 @@ class Task:
                     f"{what}: {int(wrong.sum())} {which} samples have a label outside 0..{last} (-1 is unlabelled), "
                     f"the first with uid {int(split.uids[wrong][0])}"
                 )
-            wrong = ~split.features.isfinite().all(dim=1)
+            wrong = torch.cat([~rows.isfinite().flatten(1).all(dim=1) for rows in split.features.split(1024)])
             if wrong.any():
                 raise DataError(
                     f"{what}: the representation of {int(wrong.sum())} {which} samples is not finite, the first with "
@@ -209,7 +209,7 @@ class Task:
         """
         train, num_classes, solved = self.train, len(self.class_names), []
         for seed in [0] if shots is None else seeds:
-            rows = torch.arange(len(train.labels))
+            rows: Tensor | slice = slice(None)  # no copy
             if shots is not None:
                 rows = select_shots(train.labels, train.uids, shots, num_classes, seed)
             few = train.features[rows], train.labels[rows], self.test.features, self.test.labels, num_classes

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ BLOCKS = (1, 4)
 """The numbers of last blocks that heads read."""
 BATCH = 256
 EPOCHS, FEWEST_STEPS = 10, 1250
+
+Kind = TypeVar("Kind")
+Values = TypeVar("Values")
 
 _MOMENTUM = 0.9
 _INITIAL_STD = 0.01
@@ -126,17 +129,36 @@ def best_of_bank(
         steps: the number of updates of each training; by default as in `train_heads`.
         seed: the seed of the heads' initial values and of the order of samples.
     """
-    bank = bank_of(layout)
 
-    def trained_on(x: Tensor, y: Tensor, heads: Sequence[Head]) -> list[tuple[Tensor, Tensor]]:
+    def trained(rows: Tensor, heads: Sequence[Head]) -> list[tuple[Tensor, Tensor]]:
+        x, y = (train_x, train_y) if len(rows) == len(train_y) else (train_x[rows], train_y[rows])  # no second copy
         return train_heads(x, y, num_classes, heads, layout, steps=steps, seed=seed, device=device)
 
-    trained = trained_on(train_x[~development], train_y[~development], bank)
-    held = train_x[development], train_y[development]
-    scores = [accuracy(head, layout, *values, *held) for head, values in zip(bank, trained, strict=True)]
-    best = bank[scores.index(max(scores))]
-    (values,) = trained_on(train_x, train_y, [best])
+    def right(head: Head, values: tuple[Tensor, Tensor], rows: Tensor) -> float:
+        return accuracy(head, layout, *values, train_x[rows], train_y[rows])
+
+    best, values = best_on(development, bank_of(layout), trained, right)
     return Chosen(best, accuracy(best, layout, *values, test_x, test_y))
+
+
+def best_on(
+    development: Tensor,
+    bank: Sequence[Kind],
+    trained: Callable[[Tensor, Sequence[Kind]], Sequence[Values]],
+    right: Callable[[Kind, Values, Tensor], float],
+) -> tuple[Kind, Values]:
+    """The first of a bank's heads that is best on the development samples, and what all samples make of it.
+
+    Args:
+        development: which training samples heads are chosen on instead of trained on, bool (N,).
+        trained: heads trained on the samples of some rows.
+        right: the accuracy of a head on the samples of some rows.
+    """
+    fitted, held = ((~development).nonzero()[:, 0], development.nonzero()[:, 0])
+    scores = [right(head, values, held) for head, values in zip(bank, trained(fitted, bank), strict=True)]
+    best = bank[scores.index(max(scores))]
+    (values,) = trained(torch.arange(len(development)), [best])
+    return best, values
 
 
 @torch.no_grad()
@@ -164,15 +186,15 @@ def train_heads(
     Returns:
         The weights (K, w) and biases (K,) of each head, on `device`.
     """
-    steps = max(FEWEST_STEPS, math.ceil(EPOCHS * len(x) / BATCH)) if steps is None else steps
+    steps = default_steps(len(x)) if steps is None else steps
     groups = [
         _Group.begin([head.rate for head in same], layout.columns(same[0]), num_classes, seed, device)
         for same in (list(group) for _, group in groupby(heads, key=lambda head: (head.blocks, head.patches)))
     ]
-    for step, rows in enumerate(_batches(len(x), min(BATCH, len(x)), steps, seed)):
+    for step, rows in enumerate(batches_of(len(x), steps, seed)):
         batch_x, batch_y = x[rows].to(device, torch.float32), y[rows].to(device)
         for group in groups:
-            group.update(batch_x, batch_y, 0.5 * (1 + math.cos(math.pi * step / steps)))
+            group.update(batch_x, batch_y, cosine(step, steps))
     return [values for group in groups for values in zip(group.weight, group.bias, strict=True)]
 
 
@@ -220,10 +242,20 @@ class _Group:
         self.bias -= factor * self.rates * self.bias_momentum
 
 
-def _batches(count: int, size: int, steps: int, seed: int) -> Iterator[Tensor]:
-    """The rows of each step's batch, (size,), from one permutation of all samples after another."""
+def default_steps(count: int) -> int:
+    """The updates of 10 epochs of so many samples, at least 1,250."""
+    return max(FEWEST_STEPS, math.ceil(EPOCHS * count / BATCH))
+
+
+def cosine(step: int, steps: int) -> float:
+    """The factor of learning rates at a step."""
+    return 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def batches_of(count: int, steps: int, seed: int) -> Iterator[Tensor]:
+    """The rows of each step's batch, (256,) or all, from one permutation of `count` samples after another."""
     generator = torch.Generator().manual_seed(seed)
-    left = torch.empty(0, dtype=torch.int64)
+    left, size = torch.empty(0, dtype=torch.int64), min(BATCH, count)
     for _ in range(steps):
         if len(left) < size:
             left = torch.cat([left, torch.randperm(count, generator=generator)])

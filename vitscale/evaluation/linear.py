@@ -1,16 +1,19 @@
-"""Linear heads during pre-training: those of `heads`, on the representation that evaluators get."""
+"""Linear and attentive heads during pre-training: those of `heads` and `attentive`, on what evaluators get."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
 
+from vitscale.evaluation.attentive import best_attentive, check_room, patches_of
 from vitscale.evaluation.build import labelled_splits, on_splits
 from vitscale.evaluation.contract import Loaders, Predict
-from vitscale.evaluation.fewshot import OfSplits, Task, development
+from vitscale.evaluation.fewshot import OfSplits, Result, Task, development
 from vitscale.evaluation.heads import Layout, best_of_bank
+from vitscale.models import Outputs
 from vitscale.recipe import Recipe
+from vitscale.recipe.evaluation import AttentiveHeads as AttentiveBlock
 from vitscale.recipe.evaluation import LinearHeads as Block
 
 
@@ -34,17 +37,62 @@ class LinearHeads(OfSplits):
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
         """As `Evaluator.run`. Raises `DataError` as `measured`, and for fewer than ten training samples."""
-
-        def measure(task: Task) -> tuple[float, float]:
-            x, y = task.train.features, task.train.labels
-            chosen = best_of_bank(
-                *(x, y, task.test.features, task.test.labels, len(self.class_names), development(y, task.train.uids)),
-                Layout(1, x.shape[1], has_patches=False),
-                steps=self.steps,
-                device="cuda" if torch.cuda.is_available() else "cpu",
-            )
-            return chosen.accuracy, chosen.head.rate
-
-        accuracy, rate = self.measured(predict, measure)
+        accuracy, rate = self.measured(predict, self._best)
         yield "top1", accuracy
         yield "lr", rate
+
+    def _best(self, task: Task) -> tuple[float, float]:
+        """The test accuracy of the best head, and its learning rate."""
+        layout = Layout(1, task.train.features.shape[1], has_patches=False)
+        chosen = best_of_bank(*self._splits(task), layout, steps=self.steps, device=_device())
+        return chosen.accuracy, chosen.head.rate
+
+    def _splits(self, task: Task) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
+        x, y = task.train.features, task.train.labels
+        return x, y, task.test.features, task.test.labels, len(self.class_names), development(y, task.train.uids)
+
+
+@dataclass(frozen=True)
+class AttentiveHeads(LinearHeads):
+    """As `LinearHeads`, of attentive heads on the patches' tokens.
+
+    Args:
+        extra_tokens: the number of tokens before those of patches.
+        images: those of both splits.
+        room: bytes that their tokens may take.
+    """
+
+    kind: ClassVar[str] = "attentive"
+
+    extra_tokens: int = 0
+    images: int = 0
+    room: float = float("inf")
+
+    @classmethod
+    def of(cls, block: Block, recipe: Recipe, class_names: Sequence[str], loaders: Loaders) -> Self:
+        """As `Evaluator.of`. Raises `DataError` if the tokens take more memory than the block allows."""
+        assert isinstance(block, AttentiveBlock), block
+        splits = labelled_splits(recipe, block.train, block.test)
+        images, model = sum(split.num_samples for split in splits), recipe.model
+        how = {"extra_tokens": model.extra_tokens, "images": images, "room": block.limit_gb * 1e9}
+        made = on_splits(cls, block.name, recipe, splits, block.crop, loaders, steps=block.steps, **how)
+        if (tokens := model.num_tokens(recipe.data.image_size)) is not None:  # of others it is seen in the first batch
+            numbers = (tokens - model.extra_tokens) * model.representation_width
+            check_room(made.what, images, numbers, made.room)
+        return made
+
+    def measured(self, predict: Predict, measure: Callable[[Task], Result]) -> Result:
+        """As `OfSplits.measured`, with patches' tokens as features."""
+
+        def patches(images: torch.Tensor) -> Outputs:
+            return patches_of(predict(images), self.extra_tokens, self.what, self.images, self.room)
+
+        return super().measured(patches, measure)
+
+    def _best(self, task: Task) -> tuple[float, float]:
+        rate, accuracy = best_attentive(*self._splits(task), steps=self.steps, device=_device())
+        return accuracy, rate
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -4,7 +4,9 @@ Shape legend: H W height and width of a mask.
 """
 
 import io
+import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Self
@@ -40,10 +42,7 @@ class Masks:
         Raises `DataError` for images without a mask, or with several, and for a dataset that does not know its
         images' names.
         """
-        try:
-            found = sorted(path for path in folder.rglob("*") if path.suffix.lower() == ".png")
-        except OSError as error:
-            raise DataError(f"{folder}: cannot be read: {error.strerror}") from None
+        found = sorted(path for path in _files_in(folder) if path.suffix.lower() == ".png")
         if not folder.is_dir():
             raise DataError(f"{folder}: no such folder; expected one of masks, a PNG for each image")
         if not found:
@@ -91,6 +90,18 @@ class Masks:
             )
         centres = [((np.arange(count) + 0.5) * side / count).astype(int) for count, side in ((rows, H), (columns, W))]
         return mask[np.ix_(*centres)].astype(np.int64)
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    """All files, also in linked folders; those of a folder with several names once."""
+    seen = set[str]()
+    for at, folders, names in os.walk(folder, followlinks=True):
+        folders.sort()
+        if (real := os.path.realpath(at)) in seen:
+            folders.clear()
+        else:
+            seen.add(real)
+            yield from (Path(at, name) for name in names)
 
 
 def read_mask(path: Path) -> np.ndarray:

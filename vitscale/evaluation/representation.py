@@ -1,5 +1,6 @@
-"""Measures a model's representation by simple classifiers on it: few-shot ridge, neighbours, a probe, linear heads."""
+"""Measures a representation by simple classifiers on it: few-shot ridge, neighbours, a probe, heads."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vitscale.data.shards import Manifest
+from vitscale.evaluation.attentive import best_attentive, patches_of
 from vitscale.evaluation.build import check_class_names, samples_expected
 from vitscale.evaluation.features import Features, extract_features, read_features
 from vitscale.evaluation.fewshot import PAPER_L2S, Few, Solved, Task, development
@@ -21,10 +23,13 @@ from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
 from vitscale.evaluation.segmentation import IGNORED, WHOLE, SegmentationProbe
 from vitscale.evaluation.splits import Overlap, common_samples, judge
 from vitscale.ground.errors import DataError, VitscaleError
+from vitscale.ground.machine import available_memory
 from vitscale.ground.ranks import on_rank_zero
+from vitscale.models import Outputs
 from vitscale.recipe import EvalCrop
+from vitscale.recipe.families import model_of
 
-Method = Literal["ridge", "knn", "logistic", "heads"]
+Method = Literal["ridge", "knn", "logistic", "heads", "attentive"]
 Strength = float | Literal["shared", "others"]
 FEWSHOT_CROP = EvalCrop(kind="square")
 """The crop of the paper's few-shot evaluation: the central 224 / 256 of each side."""
@@ -66,12 +71,21 @@ def measure(model: FinishedModel, tasks: Sequence[tuple[str, str]], how: Measuri
         check_class_names(test, manifests[1].class_names, manifests[0].class_names)
     pairs: list[list[Features | None]] = []
     layout = None
+    images = sum(manifest.num_samples for manifests in opened for manifest in manifests)
+    free, others = on_rank_zero(available_memory), model_of(**model.description.model).extra_tokens
+
+    def patches(batch: Tensor) -> Outputs:
+        room = math.inf if free is None else 0.8 * free
+        return patches_of(model.predict(batch), others, "--method attentive", images, room)
+
     for manifests in opened:
         pair = []
         for manifest in manifests:
             loader, expected = model.loader(manifest, FEWSHOT_CROP), samples_expected(model.recipe, manifest)
             if how.method == "heads":
                 features, layout = extract_blocks(loader, model.block_tokens, expected)
+            elif how.method == "attentive":
+                features = extract_features(loader, patches, expected)
             else:
                 features = extract_features(loader, model.predict, expected)
             pair.append(features)
@@ -236,4 +250,9 @@ def _solver(
         head, accuracy = best_of_bank(*few, development(few[1], uids), layout, device=device)
         return [accuracy], [{"lr": head.rate, "blocks": head.blocks, "patches": head.patches}]
 
-    return {"ridge": ridge, "knn": knn, "logistic": logistic, "heads": heads}[method]
+    def attentive(few: Few, uids: Tensor) -> Solved:
+        rate, accuracy = best_attentive(*few, development(few[1], uids), device=device)
+        return [accuracy], [{"lr": rate}]
+
+    solvers = {"ridge": ridge, "knn": knn, "logistic": logistic, "heads": heads, "attentive": attentive}
+    return solvers[method]

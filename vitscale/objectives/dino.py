@@ -24,8 +24,9 @@ from vitscale.ground.weight_formats import Format
 from vitscale.models import Initialiser, Model, build_model, constant, normal
 from vitscale.models.layers import Linear
 from vitscale.models.vit import ViT
-from vitscale.models.vit.dino import mask_rule, model_type
+from vitscale.models.vit.dino import DINOV2, mask_rule, model_type
 from vitscale.models.weights.rules import Rule, same
+from vitscale.models.weights.source import MASK
 from vitscale.objectives.block_masks import block_masks
 from vitscale.objectives.dino_losses import class_losses, gram_losses, koleo, patch_losses
 from vitscale.objectives.objective import Agreed, Losses, Objective, Plan, Rows
@@ -98,6 +99,10 @@ class Dino(Objective):
         return torch.from_numpy(masks), torch.from_numpy(places)
 
     # ---- The teacher -------------------------------------------------------------------------------------------------
+
+    def prepared_kinds(self, kinds: int) -> Sequence[int]:
+        """As `Objective.prepared_kinds`: the global ones."""
+        return [kind for kind, is_global in enumerate(self.are_global) if is_global]
 
     def prepare(self, views: Sequence[Tensor], plan: Plan) -> Rows:
         """As `Objective.prepare`: what is compared, by group: of whole views (Q, R, E), of masked patches (Q, C, E)."""
@@ -175,7 +180,7 @@ class Dino(Objective):
 
     def _seen(self, views: Sequence[Tensor], *, teacher: bool, masks_BGN: Tensor | None = None) -> "_Seen":
         """What the backbone makes of views in one call: first of the global ones, which are all that a teacher sees."""
-        of_kinds = list(zip(views, self.are_global, strict=True))
+        of_kinds = [(each, True) for each in views] if teacher else list(zip(views, self.are_global, strict=True))
         batches = [torch.cat([each for each, is_global in of_kinds if is_global], dim=1)]
         if not teacher:
             batches += [each for each, is_global in of_kinds if not is_global]
@@ -207,8 +212,10 @@ class Dino(Objective):
     # ---- Parameters --------------------------------------------------------------------------------------------------
 
     def rules(self, form: Format) -> Sequence[Rule]:
-        """As `Objective.rules`: ours, with which a run continues another one's heads; transformers', of the mask."""
+        """As `Objective.rules`: ours, with which a run continues another one's heads; of others', the mask."""
         model = self.backbone
+        if form == "timm" and self.mask is not None:  # in files of DINOv2's authors
+            return [mask_rule("mask", DINOV2[0], MASK)]
         if form == "hf" and self.mask is not None and isinstance(model, ViT) and (kind := model_type(model)):
             return [mask_rule("mask", kind)]
         own = [name for name, _ in self.named_parameters() if not name.startswith("backbone.")]

@@ -148,6 +148,10 @@ class Objective(nn.Module):
             key, count = int(combine(seed, Purpose.STRETCH, position)), len(self.backbone.blocks)
             self.backbone.stretches = lambda grid: stretches(key, grid, count, rescale, jitter).tolist()
 
+    def prepared_kinds(self, kinds: int) -> Sequence[int]:
+        """Which of so many kinds of views the first pass sees; by default all."""
+        return range(kinds)
+
     def prepare(self, views: Sequence[Tensor], plan: Plan) -> Rows:
         """The first pass over the samples of a micro-batch, if the block's `prepares` asks for one; without gradients.
 
@@ -156,7 +160,7 @@ class Objective(nn.Module):
         the order in which `losses` begins with them, so that DeepSpeed knows which weights come next.
 
         Args:
-            views, plan: as of `losses`; the plan is what `plan` has drawn.
+            views, plan: as of `losses`: the views of `prepared_kinds`, and what `plan` has drawn.
         """
         raise NotImplementedError
 

@@ -55,7 +55,7 @@ class KNN(Block):
 
 
 class Evaluator(Block):
-    """An evaluator beside those above: `linear`, or one of another package."""
+    """An evaluator beside those above: `linear`, `attentive`, or one of another package."""
 
     # `module:class` of the `vitscale.evaluation.Evaluator` that measures.
     implementation: ClassVar[str]
@@ -102,6 +102,19 @@ class LinearHeads(Evaluator):
         return self.train, self.test, self.crop
 
 
+class AttentiveHeads(LinearHeads):
+    """Attentive heads on the patches' tokens, as CAPI measures (Darcet et al., 2025): a learned query attends to them,
+    and a linear layer follows. All else is as for linear heads.
+    """
+
+    implementation: ClassVar[str] = "vitscale.evaluation.linear:AttentiveHeads"
+
+    kind: Literal["attentive"] = Field(description="chooses this evaluator")  # type: ignore[assignment]
+    name: _Name = Field("attentive", description="its name in metrics")
+    limit_gb: float = Field(16.0, gt=0, lt=1e6)
+    """host memory of rank 0 that tokens of both datasets may take, 4 bytes a number; more is an error"""
+
+
 class Evaluation(Block):
     """What is evaluated during training, and when; always at the end as well."""
 
@@ -114,8 +127,13 @@ class Evaluation(Block):
     validation: str | None = Field(None, description="a dataset, as data.train: top-1, top-5 and loss")
     fewshot: FewShot | None = None
     knn: KNN | None = None
-    evaluators: list[Annotated[SerializeAsAny[LinearHeads], by_kind(Evaluator, "evaluation.evaluators.N")]] = Field([])
-    """linear heads, and evaluators of other packages: `kind` is then the dotted path of a block, such as
+    evaluators: list[
+        Annotated[
+            Annotated[SerializeAsAny[LinearHeads | AttentiveHeads], Field(discriminator="kind")],
+            by_kind(Evaluator, "evaluation.evaluators.N"),
+        ]
+    ] = Field([])
+    """linear and attentive heads, and evaluators of other packages: `kind` is then the dotted path of a block, such as
     my_package.Calibration, whose keys are written beside it"""
     batch: int = Field(64, ge=1, description="images per rank and forward pass")
     overlap: Literal["refuse", "allow"] = "refuse"
@@ -128,6 +146,11 @@ class Evaluation(Block):
         # A run's recipe has every default written out: such a one may have drawn while it trained.
         is_resolved = isinstance(content, dict) and content.keys() >= cls.model_fields.keys() - {*cls._later_keys}
         return content | {"inspect": None} if is_resolved else content
+
+    def _contradictions(self) -> Iterator[str]:
+        for number, name in enumerate(each.name for each in self.evaluators):
+            if "/" in name or name in ("validation", "fewshot", "knn"):
+                yield f"evaluators.{number}.name {name!r}: expected one without /, and not validation, fewshot or knn"
 
     @property
     def measures(self) -> bool:

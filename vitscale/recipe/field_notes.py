@@ -32,7 +32,7 @@ _KEYS_BY_UNIT = {
     "objective.targets.normalise.std",
     "logits": "model.head_bias",
     "threads": "data.threads",
-    "GB of 10**9 bytes": "data.cache.limit_gb",
+    "GB of 10**9 bytes": "data.cache.limit_gb evaluation.evaluators.N.limit_gb",
     "seconds": "data.stall_s check.step_timeout_s",
     "steps": "init.step objective.teacher.step anomalies.spike.window check.replicas_every check.recompute_every "
     "check.audit_every logging.every profile.steps evaluation.evaluators.N.steps",

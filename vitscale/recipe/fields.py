@@ -120,6 +120,7 @@ def json_schema() -> dict[str, Any]:
         schema["properties"][name]["anyOf"].append(_named_by_path(tag))
     schema["properties"]["model"]["anyOf"].append({"type": "string", "description": "the name alone"})
     evaluators = schema["$defs"]["Evaluation"]["properties"]["evaluators"]
+    evaluators["items"].pop("discriminator")
     whole = evaluators["items"] | {"required": ["kind", "train", "test"]}  # lists are not extended by others
     evaluators["items"] = {"anyOf": [whole, _named_by_path("kind")]}
     operations = schema["$defs"]["Data"]["properties"]["operations"]["items"]

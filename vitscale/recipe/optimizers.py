@@ -55,7 +55,7 @@ class ParameterGroup(Block):
     match: Pattern
     """a regular expression without look-around or counts in braces, searched for in parameter names as in
     checkpoints"""
-    lr_factor: float = Field(1.0, gt=0, description="multiplies their learning rate")
+    lr_factor: float = Field(1.0, gt=0, le=1000, description="multiplies their learning rate")
     weight_decay: float | None = Field(None, ge=0)
     """their weight decay; default: from the optimizer's weight_decay and decay_exclude"""
     frozen: bool = Field(False, description="keep their initial values: no gradient, no moments, no weight decay")

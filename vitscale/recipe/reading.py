@@ -37,6 +37,7 @@ _TAGS = {
     "model": ("family", None),
     "data.operations.N": ("kind", None),
     "data.views.N.operations.N": ("kind", None),
+    "evaluation.evaluators.N": ("kind", None),
 }
 SCHEMA_LINE = "# yaml-language-server: $schema="
 """The beginning of the line by which editors find a file's schema."""

@@ -87,6 +87,8 @@ class CheckpointIndex:
     """Kind -> parameter -> shape of state that does not have its parameter's shape; None where nothing is stored."""
 
     def __post_init__(self) -> None:
+        if len(set(self.kinds)) < len(self.kinds):
+            raise ValueError(f"kinds {self.kinds}: one is there twice")
         if any(map(is_weights, self.state_shapes)):
             raise ValueError("weights and their averages have the shapes of their parameters")
         if self.position == -1:

@@ -152,12 +152,12 @@ class Oracle:
     def _prepared(
         self, inputs: Sequence[Tensor], plan: Plan, batch: Batch, rows: int, average: str | None = None
     ) -> Rows:
-        prepared = []
+        prepared, kinds = [], self.module.prepared_kinds(len(inputs))
         for number, planned in enumerate(dealt(plan, len(batch.labels) // rows)):
             part = slice(number * rows, (number + 1) * rows)
             self.module.choose_paths([keys[part] for keys in batch.view_keys], self._device)
             own = tuple(each.to(self._device) for each in planned)
-            prepared.append(self.module([view[part] for view in inputs], None, own, average))
+            prepared.append(self.module([inputs[kind][part] for kind in kinds], None, own, average))
         return joined(prepared)
 
     def update(self, name: str, weight: Tensor, kept: Kept, gradient: Tensor, rates: Rates) -> tuple[Tensor, Kept]:

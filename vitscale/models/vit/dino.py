@@ -132,10 +132,10 @@ def rules(model: "ViT", kind: str) -> Iterator[Rule]:
     yield from renamed("norm", "layernorm" if is_v2 else "norm")
 
 
-def mask_rule(ours: str, kind: str) -> Rule:
+def mask_rule(ours: str, kind: str, theirs: str = _MASK) -> Rule:
     """Our mask (1, 1, D) and theirs, (1, D) in DINOv2, in files of this model_type."""
     is_v2 = kind in DINOV2
-    return Rule(ours, (_MASK,), lambda value: (value[0] if is_v2 else value,), lambda values: values[0].view(1, 1, -1))
+    return Rule(ours, (theirs,), lambda value: (value[0] if is_v2 else value,), lambda values: values[0].view(1, 1, -1))
 
 
 def _attention(model: "ViT", ours: str, theirs: str, is_v2: bool) -> Iterator[Rule]:

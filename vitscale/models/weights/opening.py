@@ -7,7 +7,7 @@ from vitscale.ground.errors import CheckpointError
 from vitscale.models.weights import huggingface, timm_hub
 from vitscale.models.weights.description import METADATA_KEY
 from vitscale.models.weights.npz import read_npz
-from vitscale.models.weights.source import Source, read_json, some
+from vitscale.models.weights.source import MASK, Source, read_json, some
 from vitscale.models.weights.torch_files import CONFIG, SAFETENSORS, TORCH_SUFFIXES, read_safetensors, read_torch
 
 # A key that every file of a format has, for Transformers, Swin among them, and for ResNets.
@@ -30,7 +30,7 @@ def open_weights(path: Path) -> Source:
     Raises `CheckpointError` for what is damaged, pickled or of no known format, saying what was seen.
     """
     try:
-        return _without_decoder(_open(path))
+        return _without_mask(_without_decoder(_open(path)))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
 
@@ -44,6 +44,15 @@ def _without_decoder(source: Source) -> Source:
     entries = {key: entry for key, entry in source.entries.items() if key not in beside}
     note = "its decoder is part of an objective here: only a run with objective.kind: mae begins with it"
     return replace(source, entries=entries, beside=beside, notes=(*source.notes, note))
+
+
+def _without_mask(source: Source) -> Source:
+    """The source with the mask of DINOv2's authors, who share timm's names, beside the model."""
+    if source.form != "timm" or (mask := source.entries.get(MASK)) is None:
+        return source
+    entries = {key: entry for key, entry in source.entries.items() if key != MASK}
+    note = f"{MASK} is not read: a mask is part of an objective here"
+    return replace(source, entries=entries, beside={MASK: mask}, notes=(*source.notes, note))
 
 
 def _open(path: Path) -> Source:

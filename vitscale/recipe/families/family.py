@@ -116,6 +116,11 @@ class Model(Block):
         """The tokens of one image, including a class token and registers; None for a model with a feature map."""
         return None
 
+    @property
+    def extra_tokens(self) -> int:
+        """The number of tokens before those of patches: class and distillation token, registers."""
+        return 0
+
     def patches(self, image_size: int) -> Patches | None:
         """The patches cut from the input image; None if the model cuts none from it."""
         return None

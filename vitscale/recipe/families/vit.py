@@ -250,8 +250,12 @@ class ViT(Model):
 
     def num_tokens(self, image_size: int) -> int:
         """T: the patches of a square image, the registers, and the class and distillation tokens, if there are any."""
+        return self.shape().grid(image_size) ** 2 + self.extra_tokens
+
+    @property
+    def extra_tokens(self) -> int:
         shape = self.shape()
-        return shape.grid(image_size) ** 2 + shape.registers + self.has_class_token + shape.distilled
+        return shape.registers + self.has_class_token + shape.distilled
 
     def patches(self, image_size: int) -> Patches | None:
         shape = self.shape()

@@ -19,6 +19,7 @@ from vitscale.ground.ranks import on_rank_zero
 from vitscale.ground.wording import counted, shortened
 from vitscale.models import Model, initialise, weight_dtype
 from vitscale.models.weights import FUNCTIONS, HEAD, Reader, load_weights, parameters, parameters_beside, recognised
+from vitscale.models.weights.source import MASK
 from vitscale.objectives import Objective, build_objective, build_teacher
 from vitscale.objectives.tokenizer import files_of, load_tokenizer, open_tokenizer
 from vitscale.recipe import MAE, Dino, Recipe, Teacher, families, read_recipe, validate_recipe
@@ -221,6 +222,8 @@ def _beside(recipe: Recipe, objective: Objective, weights: OpenWeights) -> dict[
     if isinstance(ours, Dino) and source.form == "hf":  # a mask, which is among the model's own tensors there
         masks = {key: source.entries[key] for rule in rules for key in rule.theirs if key in source.entries}
         source = replace(source, beside=masks)
+    if source.form == "timm" and (source.beside.keys() == {MASK}) != isinstance(ours, Dino):
+        return {}  # a mask is no decoder, and a decoder no mask
     if not source.beside or (theirs is not None and theirs.kind != ours.kind):
         return {}
     if rules and isinstance(ours, MAE):

@@ -139,8 +139,9 @@ def step_tensors(
                 for view, side in recipe.data.training_views()
             ]
             if recipe.objective.prepares is not None:
+                first = [views[kind] for kind in objective.prepared_kinds(len(views))]
                 with torch.no_grad():
-                    passes = [objective(views, None, plan, name) for name in (None, *recipe.objective.besides)]
+                    passes = [objective(first, None, plan, name) for name in (None, *recipe.objective.besides)]
                 prepared = all_rows(passes)
                 plan = (*plan, *_agreed(recipe, objective, prepared, micro_batch, ranks))
                 del passes, prepared

@@ -193,10 +193,10 @@ class Learner:
         size = self._plan.micro_batch
         return [slice(number * size, (number + 1) * size) for number in range(self._plan.accumulation)]
 
-    def _views(self, batch: Batch, rows: slice) -> tuple[Tensor, ...]:
-        """The model's input for some rows, by kind of views."""
+    def _views(self, batch: Batch, rows: slice, kinds: Sequence[int] | None = None) -> tuple[Tensor, ...]:
+        """The model's input for some rows, by kind of views: of some kinds, or of all."""
         pixels, keys = ([each[rows] for each in every] for every in (batch.views, batch.view_keys))
-        return self._to_input.of_views(pixels, keys, self._world.device, self._dtype)
+        return self._to_input.of_views(pixels, keys, self._world.device, self._dtype, kinds)
 
     def _agreed(self, batch: Batch, plan: Plan, rates: Rates) -> Agreed:
         """What the objective has to know of the whole global batch, by passes over all of it."""
@@ -215,12 +215,13 @@ class Learner:
     def _prepared(self, batch: Batch, plan: Plan, step: int, average: str | None = None) -> Rows:
         """What the objective computes in a pass over the whole global batch, by what is in place of the weights."""
         plans, prepared = dealt(plan, self._plan.accumulation), []
+        kinds = self.objective.prepared_kinds(len(batch.views))
         with self.engine.first_pass():
             for micro_step, rows in enumerate(self._micro_batches()):
                 self._seed_dropout(step, micro_step, batch, rows)  # the same dropout as in the pass that learns
                 with self.own_work.counted(), part("forward"):
                     planned = tuple(map(self._to_device, plans[micro_step]))
-                    prepared.append(self.engine.deepspeed(self._views(batch, rows), None, planned, average))
+                    prepared.append(self.engine.deepspeed(self._views(batch, rows, kinds), None, planned, average))
         return joined(prepared)
 
     def _copies(self, names: Sequence[str]) -> dict[str, Tensor]:
