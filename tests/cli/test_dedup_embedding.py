@@ -1,7 +1,5 @@
 """`vitscale dedup --embedding` and `vitscale-convert --embedding`: models of every source, one worker and two."""
 
-import hashlib
-import json
 import pickle
 import signal
 from dataclasses import replace
@@ -26,7 +24,6 @@ from data_tools.request import Request
 from data_tools.sources import SourceOptions
 from vitscale.cli.convert import app as convert_app
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.provenance import DECISIONS, DECISIONS_NAME, read_table
 from vitscale.evaluation.embedding import Embedder
 from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.finished import FinishedModel, OfWeights
@@ -72,10 +69,6 @@ def inline(monkeypatch) -> None:
     build_here(monkeypatch)
 
 
-def sha256_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def provenance(dataset: str, folder: Path) -> list[dict]:
     """Rows of the only shard of a dataset at a URL."""
     fsspec.filesystem("memory").get(f"{dataset}/shard-00000.idx.parquet", str(folder / "table.parquet"))
@@ -105,32 +98,6 @@ def test_vectors_are_the_features_that_evaluation_sees(place, inline, tmp_path, 
     assert made.embedding.dimensions == TINY["width"] and sorted(rows) == list(range(len(vectors)))
     np.testing.assert_allclose(made.whitening[0], vectors.mean(0), atol=1e-5)
     np.testing.assert_allclose(made.embeddings[rows], whitened(vectors, made.whitening), atol=1e-4)
-
-
-@pytest.mark.slow  # four workers load torch and what goes with it
-def test_one_worker_and_two_write_the_same(place, tmp_path):
-    with pytest.MonkeyPatch.context() as patch:
-        build_here(patch)
-        index(place, tmp_path / "here", "run")
-    index(place, tmp_path / "two", "run", "--workers", 2)
-    digests = [{path.name: sha256_of(path) for path in (tmp_path / name).iterdir()} for name in ("here", "two")]
-    assert digests[0] == digests[1]
-    for name, dataset in (("found-here", f"{DATA}/train"), ("found-two", place / "data")):
-        code, text = command(
-            *("dedup", "find", dataset, tmp_path / "here", "--out", tmp_path / name),
-            *("--embedding", place / "run", "--workers", 2, "--json"),
-        )
-        assert code == 0 and json.loads(text)["removed"] == 1
-    assert sha256_of(tmp_path / "found-here" / DECISIONS_NAME) == sha256_of(tmp_path / "found-two" / DECISIONS_NAME)
-    (row,) = [
-        row for row in read_table(tmp_path / "found-two" / DECISIONS_NAME, DECISIONS).to_pylist() if row["removed"]
-    ]
-    assert (row["train_key"], row["test_key"], row["tier"]) == ("shaded.jpg", "a.jpg", "embedding")
-    code, text = command(
-        *("dedup", "find", f"{DATA}/train", tmp_path / "here", "--out", tmp_path / "strict"),
-        *("--embedding", place / "run", "--cosine", 1.0, "--json"),
-    )
-    assert code == 0 and json.loads(text)["removed"] == 0
 
 
 def test_conversion_leaves_out_what_the_model_finds(place, inline, tmp_path):

@@ -1,22 +1,33 @@
-"""`find` against copies that were planted, and against itself by other ways to the same samples."""
+"""`find` against copies that were planted, by other ways to the same samples, and what `apply` leaves of them."""
 
 import csv
 import json
-import os
 import shutil
 from collections import Counter
-from pathlib import Path
+from dataclasses import replace
 
+import fsspec
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from commands import run as command
+from dedup_data import build_here, make_photo
 from messages import refusal
+from PIL import Image
 from planted_copies import OWN, PLANTED, URL
+from small_files import files_in, flip_images
+from stock_beton import write_stock
 
-from data_tools.dedup.finding import find
+from data_tools.conversion import convert
+from data_tools.dedup.finding import Removal, find
 from data_tools.engines.task import run_inline
 from data_tools.machine import Machine
+from data_tools.request import Request
+from data_tools.sources import SourceOptions
 from data_tools.views import write_subset
 from vitscale.data.shards import Manifest, ShardFile
+from vitscale.data.shards.opening import open_shard
+from vitscale.data.shards.verify import verify
 from vitscale.ground.errors import DataError, RecipeError
 
 
@@ -60,7 +71,7 @@ def test_contaminated_test_images_are_listed_once_the_nearest_first(found):
     assert list(rows[0]) == ["test_set", "test_key", "train_key", "tier", "distance", "correlation"]
     expected = {(test_set, key) for test_set, key, _ in PLANTED.values()}
     assert len(rows) == len(expected) and {(row["test_set"], row["test_key"]) for row in rows} == expected
-    assert [row["test_set"] for row in rows] == ["birds"] * 6 + ["fish"] * 2
+    assert [row["test_set"] for row in rows] == ["birds"] * 6 + ["fish"] * 4
     birds = [row["tier"] for row in rows[:6]]
     assert birds[:3] == ["bytes", "pixels", "hash"] and rows[0]["train_key"] == "a/same-bytes.jpg"
     distances = [int(row["distance"]) for row in rows[:6] if row["tier"] == "hash"]
@@ -107,18 +118,14 @@ def test_no_tables_at_all_give_the_same_uids(found, planted, tmp_path):
 
 
 def damaged(planted, out, wanted):
-    """The dataset with one flipped byte in each image whose key is wanted; returns the number of these."""
+    """The dataset with a flipped bit in each image whose key is wanted; returns the number of these."""
     shutil.copytree(planted.dataset, out)
     count = 0
     for path in sorted(out.glob("*.beton")):
         keys = pq.read_table(path.with_suffix(".idx.parquet"))["key"].to_pylist()
-        content = bytearray(path.read_bytes())
-        with ShardFile(path) as shard:
-            for slot, key in enumerate(keys):
-                if wanted(key):
-                    content[int(shard.offset[slot] + shard.size[slot] // 2)] ^= 0xFF
-                    count += 1
-        path.write_bytes(content)
+        slots = [slot for slot, key in enumerate(keys) if wanted(key)]
+        flip_images(path, *slots)
+        count += len(slots)
     return count
 
 
@@ -204,12 +211,162 @@ def test_a_table_of_another_shard_is_damage(planted, tmp_path):
     assert not (tmp_path / "found").exists()
 
 
-def test_a_damaged_index_is_found_before_anything_long(planted, tmp_path):
-    folder = tmp_path / "index"
-    shutil.copytree(planted.indexes["birds"], folder)
-    content = bytearray((folder / "hashes.npy").read_bytes())
-    content[-1] ^= 1
-    Path(folder / "hashes.npy").write_bytes(content)
-    with pytest.raises(DataError, match=r"hashes\.npy"):
-        find(str(planted.dataset), [str(folder)], str(tmp_path / "found"), run_inline)
-    assert os.listdir(tmp_path) == ["index"]  # noqa: PTH208
+def removal_of(planted, found, dataset=None):
+    return Removal.of(str(dataset or planted.dataset), str(found))
+
+
+def samples(dataset):
+    """What a dataset selects, by uid: image, label, checksum and row of provenance."""
+    manifest, all_of = Manifest.load(dataset), {}
+    for index in range(len(manifest.shards)):
+        path = manifest.shard_path(index)
+        slots = manifest.selected_slots(index)
+        rows = pq.read_table(path.with_suffix(".idx.parquet")).to_pylist()
+        with ShardFile(path) as shard:
+            for slot in range(shard.samples) if slots is None else slots.tolist():
+                facts = (shard.read(slot), shard.labels(slot), int(shard.label[slot]), int(shard.crc[slot]), rows[slot])
+                all_of[int(shard.uid[slot])] = facts
+    assert len(all_of) == manifest.num_samples
+    return all_of
+
+
+def expected(planted):
+    """What must be left, by what was planted."""
+    whole = samples(planted.dataset)
+    left = {uid: facts for uid, facts in whole.items() if facts[-1]["key"] not in PLANTED}
+    assert len(left) == OWN == len(whole) - len(PLANTED)
+    return left
+
+
+def test_a_view_is_what_is_left(found, planted, tmp_path):
+    before = files_in(planted.dataset)
+    view = removal_of(planted, found).write(str(tmp_path / "deep" / "view"))
+    assert samples(tmp_path / "deep" / "view") == expected(planted)
+    whole = Manifest.load(planted.dataset)
+    assert (view.num_removed, view.class_names, view.shuffle_seed) == (len(PLANTED), whole.class_names, 3)
+    indexes = [json.loads((planted.indexes[name] / "index.json").read_text()) for name in ("birds", "fish")]
+    against = view.options.pop("dedup_against")
+    assert [one["test_sets"] for one in against] == [[one["test_sets"][0]["name"]] for one in indexes]
+    assert view.options == whole.options
+    names = {path.name for path in (tmp_path / "deep" / "view").iterdir()}
+    assert names - {"manifest.json", "dedup.parquet"} == {
+        f"shard-{index:05d}.excluded.npy" for index, shard in enumerate(view.shards) if shard.select != "all"
+    }
+    assert not verify(view).damage
+    assert files_in(planted.dataset) == before
+
+
+def test_what_was_found_in_a_subset_leaves_the_subset(planted, tmp_path):
+    """And a view of a view: the second comparison's index is another, and both are told."""
+    write_subset(str(planted.dataset), str(tmp_path / "subset"), 30)
+    dataset, left = tmp_path / "subset", {u: facts for u, facts in samples(planted.dataset).items() if u < 30}
+    for step, name in enumerate(("fish", "birds")):
+        find(str(dataset), [str(planted.indexes[name])], str(tmp_path / f"found-{name}"), run_inline)
+        out = tmp_path / f"without-{name}"
+        view = removal_of(planted, tmp_path / f"found-{name}", dataset).write(str(out))
+        left = {u: facts for u, facts in left.items() if PLANTED.get(facts[-1]["key"], ("",))[0] != name}
+        assert samples(out) == left and not verify(view).damage
+        assert len(view.options["dedup_against"]) == step + 1
+        dataset = out
+    assert view.num_removed == 30 - len(left) and set(left) == {uid for uid in expected(planted) if uid < 30}
+    result = find(str(dataset), [str(planted.indexes["birds"])], str(tmp_path / "again"), run_inline)
+    assert result.findings.removed == 0
+    with (tmp_path / "again" / "contaminated.csv").open(newline="") as file:
+        assert len(list(csv.reader(file))) == 1
+
+
+def test_a_shard_of_which_nothing_is_left_disappears(found, planted, tmp_path):
+    whole = samples(planted.dataset)
+    uids = np.array([uid for uid in whole if 9 <= uid < 18 or uid in (0, 20)])
+    removal = replace(removal_of(planted, found), uids=uids)
+    written = removal.write(str(tmp_path / "view"))
+    assert len(written.shards) == len(Manifest.load(planted.dataset).shards) - 1
+    assert samples(tmp_path / "view") == {uid: facts for uid, facts in whole.items() if uid not in uids}
+    assert not verify(written).damage
+
+
+def test_at_a_url(found, planted):
+    """The same dataset, by its bytes, so what was found on this machine holds there."""
+    removal, memory = removal_of(planted, found, URL), fsspec.filesystem("memory")
+    try:
+        view = removal.write("memory://planted/view")
+        assert not verify(view).damage and view.num_samples == OWN
+    finally:
+        memory.rm("/planted/view", recursive=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- mistakes
+
+
+def test_what_does_not_belong_to_the_dataset_is_refused(found, planted, tmp_path):
+    write_subset(str(planted.dataset), str(tmp_path / "subset"), 20)
+    with pytest.raises(RecipeError, match="vitscale dedup find"):
+        removal_of(planted, found, tmp_path / "subset")
+    with pytest.raises(DataError, match="vitscale dedup find"):
+        removal_of(planted, tmp_path / "subset")
+    for name, damage in (
+        ("dedup.parquet", None),
+        ("dedup.parquet", b"x"),
+        ("found.json", b"{}"),
+        ("found.json", b'{"version": 1'),
+    ):
+        broken = tmp_path / "broken"
+        shutil.copytree(found, broken)
+        (broken / name).unlink()
+        if damage is not None:
+            (broken / name).write_bytes(damage)
+        with refusal(DataError, "dedup", f"{name} {damage!r}", {broken: "FOUND"}):
+            removal_of(planted, broken)
+        shutil.rmtree(broken)
+
+
+def test_nothing_left_is_refused(planted, tmp_path):
+    """A training set that is the test set itself."""
+    url = "memory://planted/fish"
+    try:
+        convert(Request(str(planted.test_sets["fish"]), source=SourceOptions(unlabelled=True)), url)
+        find(url, [str(planted.indexes["fish"])], str(tmp_path / "found"), run_inline)
+        with pytest.raises(RecipeError, match=r"\b6 samples\b"):
+            Removal.of(url, str(tmp_path / "found"))
+    finally:
+        fsspec.filesystem("memory").rm("/planted/fish", recursive=True)
+
+
+def test_uids_that_the_shards_do_not_have(found, planted, tmp_path):
+    removal = replace(removal_of(planted, found), uids=np.array([4, 10**6]))
+    with pytest.raises(DataError, match=r"\b0 of\b.*\b1\b"):
+        removal.write(str(tmp_path / "view"))
+    assert not list((tmp_path / "view").iterdir())
+
+
+ADOPTED = "memory://dedup-adopted"  # for this process, which then needs no workers
+
+
+@pytest.mark.parametrize("mode", ["raw", "jpg"])
+def test_copies_are_found_and_taken_out(tmp_path, monkeypatch, mode):
+    from ffcv.fields import IntField, RGBImageField
+
+    photos = [np.asarray(make_photo(i, 140, 140)) for i in range(6)]
+    fields = {"label": IntField(), "image": RGBImageField(write_mode=mode)}
+    path = write_stock(tmp_path / "train.beton", fields, [(i % 2, photo) for i, photo in enumerate(photos)])
+    command("shards", "adopt", path)
+    (tmp_path / "pets").mkdir()
+    for i in (1, 4):
+        Image.fromarray(photos[i]).save(tmp_path / "pets" / f"{i}.png")
+    make_photo(99, 140, 140).save(tmp_path / "pets" / "other.png")
+    build_here(monkeypatch)
+    command("dedup", "index", tmp_path / "pets", "--out", tmp_path / "index", "--workers", 1)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(path), "/dedup-adopted/train.beton")
+    memory.put(str(tmp_path / "train"), "/dedup-adopted/train", recursive=True)
+    try:
+        command("dedup", "find", f"{ADOPTED}/train", tmp_path / "index", "--out", tmp_path / "found")
+    finally:
+        memory.rm("/dedup-adopted", recursive=True)
+
+    command("dedup", "apply", tmp_path / "train", tmp_path / "found", tmp_path / "far" / "view")
+    view = Manifest.load(tmp_path / "far" / "view")
+    assert (view.schema_version, view.num_samples, view.num_removed) == (2, 4, 2)
+    assert not verify(view, decode=True).damage
+    with open_shard(view, 0) as shard:
+        assert shard.slots.tolist() == [0, 2, 3, 5]
