@@ -58,7 +58,7 @@ class _OnePart:
 
 
 def sort_ours(folder: Path, count: int) -> int:
-    """As `data_tools.shuffle` does it: dealt into buckets by the hash, one bucket after the other sorted in memory."""
+    """As `data_tools.listing` does it: dealt into buckets by the hash, one bucket after the other sorted in memory."""
     buckets = min(512, -(-count // (1 << 14)))
     (folder / "buckets").mkdir()
     paths = [folder / "buckets" / f"{i:03d}" for i in range(buckets)]

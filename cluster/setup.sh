@@ -38,7 +38,6 @@ fi
 if [ "${2:-}" = --tests ]; then  # pages are opened in it
     command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null ||
         missing+=(chromium)
-    command -v djpeg >/dev/null || missing+=(libjpeg-turbo-progs)  # a peer that decodes
 fi
 if [ ${#missing[@]} -gt 0 ]; then
     command -v apt-get >/dev/null ||

@@ -36,6 +36,14 @@ def command(*arguments: object, app: Any = vitscale_app) -> Ended:
     return Ended(result.exit_code, result.stdout, result.stderr)
 
 
+def run(*arguments: object, app: Any = vitscale_app) -> tuple[int, str]:
+    """Exit code and what was printed; errors for people are raised."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
 def on_processes(processes: int, *commands: Sequence[object]) -> list[str]:
     """Standard output of several commands of `vitscale`, each by a `torchrun` of its own, whose group it leaves."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]

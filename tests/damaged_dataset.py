@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from small_files import excluding, flip
+from small_files import excluding, flip_images
 
-from vitscale.data.shards import SelectExclude, ShardFile
+from vitscale.data.shards import SelectExclude
 from vitscale.data.shards.generated import write_generated_dataset
 
 
@@ -18,11 +18,7 @@ def write_damaged(root: Path, shard_sizes: list[int], damaged: dict[int, list[in
     for index, entry in enumerate(manifest.shards):
         select: str | SelectExclude = "all"
         if index in damaged:
-            path = spoilt.shard_path(index)
-            with ShardFile(path) as shard:
-                places = [int(shard.offset[slot] + shard.size[slot] // 2) for slot in damaged[index]]
-            for place in places:
-                flip(path, place)
+            flip_images(spoilt.shard_path(index), *damaged[index])
             select = excluding(view, f"excluded-{index}.npy", damaged[index])
         entries.append(entry.model_copy(update={"path": f"../sound/{entry.path}", "select": select}))
     count = sum(entry.num_selected for entry in entries)

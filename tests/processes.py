@@ -3,10 +3,11 @@
 import contextlib
 import os
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from python_processes import wait_until
 
 
 @contextlib.contextmanager
@@ -18,14 +19,6 @@ def started(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str
     finally:
         process.kill()
         process.communicate()
-
-
-def wait_until(is_so: Callable[[], object], seconds: float = 20.0) -> None:
-    """Fails when it never becomes so."""
-    until = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < until, f"waited {seconds} s in vain"
-        time.sleep(0.01)
 
 
 def is_alive(pid: int) -> bool:

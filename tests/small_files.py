@@ -12,7 +12,7 @@ import fsspec
 import numpy as np
 import xxhash
 
-from vitscale.data.shards import ExcludedSlots, SelectExclude, ShardEntry
+from vitscale.data.shards import ExcludedSlots, SelectExclude, ShardEntry, ShardFile
 
 File = str | tuple[str, bytes]
 """A name, whose content is the name; or a name and a content."""
@@ -76,6 +76,14 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
         byte = file.read(1)[0]
         file.seek(position)
         file.write(bytes([byte ^ 1 << bit]))
+
+
+def flip_images(path: Path, *slots: int) -> None:
+    """Turn a bit in the middle of images of a shard."""
+    with ShardFile(path) as shard:
+        places = [int(shard.offset[slot] + shard.size[slot] // 2) for slot in slots]
+    for place in places:
+        flip(path, place)
 
 
 def excluding(folder: Path, name: str, slots: list[int], dtype: type = np.uint32) -> SelectExclude:

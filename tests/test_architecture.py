@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
 from test_imports import KNOWN_TO, KNOWS_ONLY, LAYERS, REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "architecture.md"
@@ -87,14 +86,6 @@ def test_the_map_is_that_of_the_modules():
     assert page == written_anew(page, REPOSITORY), "run `make architecture`"
 
 
-def test_a_module_without_a_useful_first_line_is_found(tmp_path):
-    module = tmp_path / "module.py"
-    for text in ("", '"""No sentence"""', '"""Goes on in the\nnext line."""'):
-        module.write_text(text)
-        with pytest.raises(AssertionError):
-            first_line(module)
-
-
 # ---- The text --------------------------------------------------------------------------------------------------------
 
 
@@ -150,18 +141,6 @@ def missing(page: str, root: Path) -> list[str]:
 
 def test_all_files_and_names_of_the_text_exist():
     assert missing(PAGE.read_text(encoding="utf-8"), REPOSITORY) == []
-
-
-def test_what_does_not_exist_is_found(tmp_path):
-    (tmp_path / "vitscale").mkdir()
-    (tmp_path / "vitscale" / "here.py").write_text(
-        "LIMIT = 1\nclass Thing:\n    size: int\n    def grow(self): self.age = 1\ndef make(): pass\n"
-    )
-    there = ["vitscale/", "vitscale/here.py:LIMIT", "vitscale/here.py:make()", "Thing.grow()", "Thing.age", "any.key"]
-    gone = ["vitscale/gone.py", "gone/", "vitscale/here.py:gone", "Thing.gone", "_GONE", "gone()"]
-    page = f"{' '.join(f'`{text}`' for text in there)}\n{BEGIN}\n`in/the/map.py`\n{END}\n"
-    page += "\n".join(f"`{text}`" for text in gone)
-    assert missing(page, tmp_path) == [f"line {line}: {text}" for line, text in enumerate(gone, 5)]
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from commands import command
+from small_files import edit_manifest, flip_images
 from training.ranks import BASE, STEPS
-from typer.testing import CliRunner
 
-from vitscale.cli.main import app
-from vitscale.data.shards import Manifest, ShardFile
+from vitscale.data.shards import Manifest
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.ground.errors import VitscaleError
 from vitscale.ground.machine import free_port
@@ -78,15 +78,6 @@ def pretrain_here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return pretrain_here
 
 
-def evaluate_here(*arguments: str | Path) -> tuple[int, str]:
-    """`vitscale evaluate` in this process: its exit code, and what it prints or the message."""
-    result = CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
-    if isinstance(result.exception, VitscaleError):
-        return result.exception.exit_code, str(result.exception)
-    assert result.exception is None, result.exception
-    return result.exit_code, result.stdout
-
-
 @pytest.fixture(scope="module")
 def two_rank_run(place: Path) -> Path:
     """The README's command, stopped by one launcher and continued by another; its run directory."""
@@ -141,11 +132,7 @@ def test_a_failing_last_evaluation_leaves_the_weights(place, tmp_path):
     data = tmp_path / "data"
     shutil.copytree(place / "data", data)
     shard = data / "test" / "shard-00000.beton"
-    with ShardFile(shard) as opened:
-        position = int(opened.offset[0]) + 200
-    content = bytearray(shard.read_bytes())
-    content[position] ^= 0xFF
-    shard.write_bytes(content)
+    flip_images(shard, 0)
     arguments = ["--run-dir", tmp_path / "run", "--set", f"data.root={data}"]
     first = pretrain(place, *arguments)
     assert first.returncode == 3 and "shard-00000.beton" in first.stderr, first.stdout + first.stderr
@@ -173,7 +160,7 @@ def test_evaluate_agrees_with_the_run(two_rank_run):
 
 
 def test_evaluate_refuses_images_of_another_size(two_rank_run):
-    code, message = evaluate_here(two_rank_run, "--set", "data.image_size=64")
+    code, message = command("evaluate", two_rank_run, "--set", "data.image_size=64").answer
     assert code == 3 and "pos_embedding" in message
 
 
@@ -183,18 +170,15 @@ def test_evaluate_takes_the_model_that_was_trained(two_rank_run, tmp_path):
     text = (edited / "recipe.yaml").read_text()
     assert "num_heads: 2" in text
     (edited / "recipe.yaml").write_text(text.replace("num_heads: 2", "num_heads: 4"))
-    one, other = (evaluate_here(run_dir, "--json") for run_dir in (two_rank_run, edited))
+    one, other = (command("evaluate", run_dir, "--json").answer for run_dir in (two_rank_run, edited))
     assert one == other and one[0] == 0 and "validation/top1" in one[1]
 
 
 def test_evaluate_refuses_other_classes(place, two_rank_run, tmp_path):
     dataset = tmp_path / "other"
     shutil.copytree(place / "data" / "other", dataset)
-    manifest = json.loads((dataset / "manifest.json").read_text())
-    manifest["class_names"][2] = "azure"
-    del manifest["checksum"]
-    (dataset / "manifest.json").write_text(json.dumps(manifest))
-    code, message = evaluate_here(two_rank_run, "--set", f"evaluation.validation={dataset}")
+    edit_manifest(dataset, lambda manifest: manifest["class_names"].__setitem__(2, "azure"))
+    code, message = command("evaluate", two_rank_run, "--set", f"evaluation.validation={dataset}").answer
     assert code == 3 and all(name in message for name in ("2", "'azure'", "'blue'"))
 
 
@@ -203,19 +187,6 @@ def test_evaluate_refuses_other_classes(place, two_rank_run, tmp_path):
     [
         (["--set", "optimizer.lrr=1"], 2, ["optimizer.lrr", "did you mean 'optimizer.lr'"]),
         (["--set", "batch.global=4096"], 2, ["57 samples", "4096"]),
-    ],
-)
-def test_mistakes_end_with_one_message_and_their_code(place, tmp_path, arguments, code, words):
-    result = pretrain(place, *arguments, "--run-dir", tmp_path / "run")
-    assert result.returncode == code, result.stdout + result.stderr
-    assert all(word in result.stderr for word in words), result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stderr.count("error:") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
         (["--set", "data.train=nowhere"], 3, ["nowhere", "there is no"]),
         (["--set", "model.num_classes=5"], 2, ["7 classes", "5"]),
         (["--set", "deepspeed={zero_optimisation: {}}"], 2, ["zero_optimization"]),
@@ -235,12 +206,8 @@ def damaged(place, tmp_path):
     """A copy of the data with one flipped byte in slot 3 of its second shard, and the uid there."""
     data = tmp_path / "data"
     shutil.copytree(place / "data", data)
-    with ShardFile(data / "train" / "shard-00001.beton") as shard:
-        position, uid = int(shard.offset[3]) + 200, int(shard.uid[3])
-    content = bytearray((data / "train" / "shard-00001.beton").read_bytes())
-    content[position] ^= 0xFF
-    (data / "train" / "shard-00001.beton").write_bytes(content)
-    return data, uid
+    flip_images(data / "train" / "shard-00001.beton", 3)
+    return data, 27
 
 
 def test_a_damaged_shard_ends_both_ranks_with_the_sample_s_name(place, damaged, tmp_path):
@@ -271,14 +238,8 @@ def test_a_run_goes_on_over_a_damaged_sample(place, damaged, tmp_path, policy, r
     result = run(
         *(program("deepspeed"), "--num_accelerators", ranks, "--master_port", free_port(), PRETRAIN),
         *("--recipe", place / "toy.yaml", "--run-dir", tmp_path / "run", "--set", f"data.root={data}"),
-        *(
-            "--set",
-            f"data.bad_samples={policy}",
-            "--set",
-            f"batch.global={batch}",
-            "--set",
-            "schedule={duration: {steps: 2}}",
-        ),
+        *("--set", f"data.bad_samples={policy}", "--set", f"batch.global={batch}"),
+        *("--set", "schedule={duration: {steps: 2}}"),
         cwd=tmp_path,
     )
     assert result.returncode == 0, result.stdout + result.stderr
@@ -288,14 +249,6 @@ def test_a_run_goes_on_over_a_damaged_sample(place, damaged, tmp_path, policy, r
     assert first["bad_samples"] == 1 and math.isfinite(second["loss"])
     classes = len(Manifest.load(data / "train").class_names)
     assert first["loss"] == pytest.approx(10 + classes * math.log1p(math.exp(-10)), rel=1e-5)
-
-
-def test_recipe_prints_what_would_run(place):
-    result = run(program("vitscale"), "recipe", "h14_jft", "--set", "seed=5")
-    assert result.returncode == 0
-    shown = yaml.safe_load(result.stdout)
-    assert shown["seed"] == 5 and shown["batch"] == {"global": 4096, "micro_max": "auto"}
-    assert run(program("vitscale"), "recipe", "h14_jtf").returncode == 2
 
 
 @pytest.mark.slow

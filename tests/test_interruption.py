@@ -3,7 +3,8 @@
 import os
 import signal
 import threading
-import time
+
+from python_processes import wait_until
 
 from vitscale.ground.interruption import Interruption
 
@@ -12,14 +13,6 @@ LISTENED_TO = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 def listeners():
     return [thread for thread in threading.enumerate() if thread.name == "vitscale-signals"]
-
-
-def wait_until(condition):
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError
 
 
 def test_a_signal_is_heard_and_afterwards_all_is_as_before():

@@ -1,62 +1,39 @@
 """`vitscale dedup` as a person runs it: what it prints, what it writes, and how it ends."""
 
-import io
 import json
-import os
-import signal
-import subprocess
-import sys
-import tarfile
-import time
-from pathlib import Path
+from functools import partial
 
 import fsspec
-import numpy as np
 import pytest
-from dedup_data import build_here
+from commands import run
+from dedup_data import build_here, make_photo
 from messages import refusal
-from PIL import Image
-from typer.testing import CliRunner
+from pictures import encoded
+from python_processes import run_python
+from small_files import write_files, write_tar
 
 from data_tools.conversion import convert
 from data_tools.request import Request
-from vitscale.cli.main import app
 from vitscale.data.shards import Manifest
 from vitscale.ground.errors import DataError, RecipeError
 
 URL = "memory://dedup-command/train"  # the training set for this process, which then needs no workers
 
 
-def photo(seed, side=140, quality=90):
-    rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (12, 12, 3), np.uint8))
-    out = io.BytesIO()
-    coarse.resize((side, side), Image.Resampling.BICUBIC).save(out, "JPEG", quality=quality)
-    return out.getvalue()
+dedup = partial(run, "dedup")
 
 
-def write(folder, images):
-    folder.mkdir(parents=True)
-    for name, content in images.items():
-        (folder / name).write_bytes(content)
-    return folder
-
-
-def dedup(*arguments):
-    """Exit code and what was printed; errors for people are raised."""
-    result = CliRunner().invoke(app, ["dedup", *map(str, arguments)])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout
+def photo(seed, quality=90):
+    return encoded(make_photo(seed, 140, 140), quality=quality)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """20 training images; three are in the test set `pets`, one of these anew compressed."""
     place = tmp_path_factory.mktemp("dedup-command")
-    write(place / "pets", {f"{i}.jpg": photo(i) for i in range(5)} | {"broken.jpg": b"\xff\xd8\xff no image"})
-    images = {f"{i}.jpg": photo(i + 100) for i in range(17)}
-    write(place / "images" / "all", images | {"x.jpg": photo(0), "y.jpg": photo(1), "z.jpg": photo(2, quality=50)})
+    write_files(place / "pets", ("broken.jpg", b"\xff\xd8\xff no image"), *((f"{i}.jpg", photo(i)) for i in range(5)))
+    copies = ("x.jpg", photo(0)), ("y.jpg", photo(1)), ("z.jpg", photo(2, quality=50))
+    write_files(place / "images" / "all", *copies, *((f"{i}.jpg", photo(i + 100)) for i in range(17)))
     arguments = ("index", f"Pets={place / 'pets'}", "--out", place / "index", "--workers", 1)
     with pytest.MonkeyPatch.context() as patch:
         build_here(patch)
@@ -83,9 +60,9 @@ def test_help_is_there_without_the_libraries():
         "import sys; from vitscale.cli.main import app; app(['dedup', '--help'], standalone_mode=False); "
         "assert not {'torch', 'matplotlib'} & sys.modules.keys()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    printed = run_python(code)
     for command in ("index", "find", "apply"):
-        assert f"  {command} " in done.stdout
+        assert f"  {command} " in printed
 
 
 def test_find_as_json(place, tmp_path):
@@ -117,8 +94,7 @@ def test_names_of_test_sets(place, src):
 def test_a_test_set_among_training_images_is_refused(place, tmp_path):
     """All of them in an index would take the training images out of the training set."""
     for split in ("train", "test"):
-        with tarfile.open(tmp_path / f"{split}.tar", "w") as archive:
-            archive.add(place / "pets" / "1.jpg", "all/1.jpg")
+        write_tar(tmp_path / f"{split}.tar", "all/1.jpg")
     with pytest.raises(RecipeError, match=r"\bsplits\b"):
         dedup("index", tmp_path, "--out", tmp_path / "index")
 
@@ -143,23 +119,3 @@ def test_mistakes(place, found, tmp_path):
         with refusal(kind, "dedup", cause, {place: "PLACE", found: "FOUND", tmp_path: "FOLDER"}):
             dedup(*arguments)
     assert not list(tmp_path.iterdir())
-
-
-def test_ctrl_c_ends_with_one_line(place, tmp_path):
-    """Pressed once the work has begun: its folder is there under another name."""
-    arguments = ["find", place / "train", place / "index", "--out", tmp_path / "found"]
-    program = "import sys; from vitscale.cli.entry import vitscale; sys.argv[0] = 'vitscale'; vitscale()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, "dedup", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    while process.poll() is None and not list(tmp_path.iterdir()):
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert "Traceback" not in errors
-    assert not list(Path(tmp_path).iterdir())

@@ -72,10 +72,6 @@ def inline(monkeypatch) -> None:
     build_here(monkeypatch)
 
 
-def sha256_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def provenance(dataset: str, folder: Path) -> list[dict]:
     """Rows of the only shard of a dataset at a URL."""
     fsspec.filesystem("memory").get(f"{dataset}/shard-00000.idx.parquet", str(folder / "table.parquet"))
@@ -113,7 +109,10 @@ def test_one_worker_and_two_write_the_same(place, tmp_path):
         build_here(patch)
         index(place, tmp_path / "here", "run")
     index(place, tmp_path / "two", "run", "--workers", 2)
-    digests = [{path.name: sha256_of(path) for path in (tmp_path / name).iterdir()} for name in ("here", "two")]
+    digests = [
+        {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (tmp_path / name).iterdir()}
+        for name in ("here", "two")
+    ]
     assert digests[0] == digests[1]
     for name, dataset in (("found-here", f"{DATA}/train"), ("found-two", place / "data")):
         code, text = command(
@@ -121,7 +120,9 @@ def test_one_worker_and_two_write_the_same(place, tmp_path):
             *("--embedding", place / "run", "--workers", 2, "--json"),
         )
         assert code == 0 and json.loads(text)["removed"] == 1
-    assert sha256_of(tmp_path / "found-here" / DECISIONS_NAME) == sha256_of(tmp_path / "found-two" / DECISIONS_NAME)
+    assert (tmp_path / "found-here" / DECISIONS_NAME).read_bytes() == (
+        tmp_path / "found-two" / DECISIONS_NAME
+    ).read_bytes()
     (row,) = [
         row for row in read_table(tmp_path / "found-two" / DECISIONS_NAME, DECISIONS).to_pylist() if row["removed"]
     ]

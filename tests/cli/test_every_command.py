@@ -17,6 +17,7 @@ import pytest
 import torch_free
 from commands import command
 from pictures import encoded, make_picture
+from small_files import edit_manifest
 
 from vitscale.cli.command_line import readable_command
 from vitscale.cli.convert import app as convert_app
@@ -126,19 +127,6 @@ def test_a_shell_completes_commands_options_and_choices(words, expected):
     assert result.stdout.split() == [expected], result.stderr
 
 
-def test_completion_is_installed_for_a_shell(tmp_path):
-    bash = shutil.which("bash")
-    command = [bash, "-c", '"$@"; exit $?', "bash", *entry("vitscale", "--install-completion")]
-    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HOME": str(tmp_path)})
-    assert result.returncode == 0, result.stderr
-    script = tmp_path / ".bash_completions" / "vitscale.sh"
-    assert str(script) in (tmp_path / ".bashrc").read_text()
-    listed = subprocess.run(
-        [bash, "-c", f"source {script}; complete -p vitscale"], capture_output=True, text=True, check=True
-    )
-    assert listed.stdout.startswith("complete")
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -170,10 +158,7 @@ def dataset(tmp_path_factory) -> Path:
     """One whose second class has a name that ASCII lacks."""
     folder = tmp_path_factory.mktemp("output") / "dataset"
     write_generated_dataset(folder, [12], seed=0)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["class_names"][1] = "猫"
-    del manifest["checksum"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    edit_manifest(folder, lambda manifest: manifest["class_names"].__setitem__(1, "猫"))
     return folder
 
 
@@ -272,10 +257,3 @@ def test_a_name_that_is_not_utf8_is_told_and_no_trace(tmp_path):
     out = os.fsdecode(os.fsencode(tmp_path) + b"/\xe9")
     result = run("vitscale-convert", tmp_path / "images", out, "--workers", 1)
     assert result.returncode == 2 and "UTF-8" in result.stderr
-
-
-@pytest.mark.parametrize("name", ["a folder", "no text"])
-def test_what_is_no_recipe_s_file_is_told(name, tmp_path):
-    (tmp_path / "a folder").mkdir()
-    (tmp_path / "no text").write_bytes(bytes(range(256)))
-    assert run("vitscale", "recipe", tmp_path / name).returncode == 2

@@ -1,14 +1,23 @@
-"""`vitscale status`: against figures by hand and checkpoints as training writes them."""
+"""`vitscale status`: against figures by hand, checkpoints as training writes them, and on damaged directories."""
 
 import json
 import os
 import shutil
 import socket
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
+from messages import assert_messages
 from status_of_runs import LINES, NOW, save_checkpoint, shown, status, write_metrics, write_recipe
+from typer.testing import CliRunner
+
+from vitscale.about.status import RunReader
+from vitscale.cli.main import app
+from vitscale.ground.errors import RecipeError
 
 
 def test_figures_by_hand(run_dir):
@@ -113,15 +122,6 @@ def test_a_run_that_ended_on_this_machine_is_not_thought_elsewhere(run_dir):
     assert status(run_dir)[0]["state"] == "unknown"
 
 
-def test_runs_can_be_compared(run_dir, tmp_path):
-    other = tmp_path / "other"
-    shutil.copytree(run_dir, other)
-    write_recipe(other, "precision=fp32")
-    header, _, one, two = shown(run_dir, other).splitlines()[:4]
-    assert "top-1" in header and "loss" in header
-    assert "50.0 %" in one and "bf16" in one and "fp32" in two
-
-
 def test_anomalies(run_dir):
     write_metrics(run_dir, [LINES[0] | {"anomalies": 2}])
     (run_dir / "anomalies").mkdir()
@@ -178,3 +178,121 @@ def test_checkpoints_at_a_url_are_not_asked_for(run_dir):
     write_recipe(run_dir, "checkpoint.dir=https://me:secret@192.0.2.1/runs?sign=secret")  # an address without a host
     text = shown(run_dir)
     assert "at https://192.0.2.1/runs" in text and "which is not asked" in text and "secret" not in text
+
+
+# Each empties the run's folder, but for the last.
+NO_RUNS: dict[str, tuple[Callable[[Path], object], int]] = {
+    "rmtree": (lambda run_dir: None, 2),
+    "as_empty": (Path.mkdir, 2),
+    "as_file": (Path.touch, 2),
+    "without_recipe": (lambda run_dir: (run_dir / "pictures").mkdir(parents=True), 2),
+    "with_a_folder_for_metrics": (lambda run_dir: (run_dir / "metrics.jsonl").mkdir(parents=True), 3),
+}
+
+
+@pytest.mark.parametrize("kind", NO_RUNS)
+def test_what_is_no_run_is_one_line(run_dir, kind):
+    spoil, code = NO_RUNS[kind]
+    recipe = (run_dir / "recipe.yaml").read_text()
+    shutil.rmtree(run_dir)
+    spoil(run_dir)
+    if code == 3:
+        (run_dir / "recipe.yaml").write_text(recipe)
+    result = CliRunner().invoke(app, ["status", str(run_dir)])
+    assert result.exit_code == code and len(result.stderr.splitlines()) == 1
+    assert_messages("status", {kind: result.stderr.rstrip()}, {run_dir: "RUN"})
+
+
+def test_a_url_is_no_run():
+    result = CliRunner().invoke(app, ["status", "s3://me:secret@bucket/run"])
+    assert result.exit_code == 2 and "secret" not in result.stderr
+    assert_messages("status", {"URL": result.stderr.rstrip()})
+
+
+def append(path: Path, content: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(content)
+
+
+LINES_OF_ANYBODY = b'\xff\xfe\n[1]\n{"step": true}\n{"step": 1e400, "step_time_s": 1}\n' + b"[" * 100_000 + b"\n"
+LAUNCHES = b'{"event": "started"}\n{"time": 5}\n{"time": "2026-01-01T00:00:00+00:00"}\n{"ti'
+
+
+@pytest.mark.parametrize(
+    ("spoil", "note"),
+    [
+        (lambda run_dir: append(run_dir / "recipe.yaml", b"quantum: true\n"), "quantum: unknown key"),
+        (lambda run_dir: (run_dir / "recipe.yaml").write_text("a: ["), "recipe.yaml"),
+        (lambda run_dir: (run_dir / "recipe.yaml").unlink(), "recipe.yaml"),
+        (
+            lambda run_dir: append(run_dir / "metrics.jsonl", LINES_OF_ANYBODY),
+            "damaged lines of metrics.jsonl left out: 5",
+        ),
+        (lambda run_dir: append(run_dir / "launch.jsonl", LAUNCHES), "damaged lines of launch.jsonl left out: 2"),
+        (lambda run_dir: (run_dir / "checkpoints").touch(), "checkpoints cannot be read: Not a directory"),
+    ],
+)
+def test_what_is_damaged_is_noted_and_the_rest_is_told(run_dir, spoil, note):
+    spoil(run_dir)
+    (found,) = status(run_dir)
+    assert found["step"] == 20 and note in found["notes"][0] and "\n" not in found["notes"][0]
+    assert note in shown(run_dir)
+
+
+def test_before_the_first_step(run_dir):
+    (run_dir / "metrics.jsonl").unlink()
+    assert "none yet, of 100" in shown(run_dir)
+    (run_dir / "metrics.jsonl").touch()
+    (found,) = status(run_dir)
+    assert (found["step"], found["loss"], found["left_s"], found["cost"]) == (None, None, None, None)
+    (run_dir / "recipe.yaml").unlink()
+    assert "not running" in shown(run_dir)
+
+
+def test_a_run_that_is_removed_while_it_is_read(run_dir):
+    save_checkpoint(run_dir / "checkpoints", 20)
+    kept, ended = run_dir.parent / "kept", threading.Event()
+    shutil.copytree(run_dir, kept)
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            shutil.rmtree(run_dir)
+            shutil.copytree(kept, run_dir)
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    reader = RunReader(str(run_dir))
+    answers = set()
+    try:
+        while len(answers) < 2:
+            try:
+                answers.add(type(reader.read()))
+            except RecipeError:
+                answers.add(RecipeError)
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_names_that_would_steer_a_terminal(run_dir):
+    (run_dir / "launch.jsonl").write_text(
+        json.dumps({"time": "2026-01-01T00:00:00+00:00", "event": "restart", "host": "\x1b[31m", "cause": "[red]x"})
+        + "\n"
+    )
+    text = shown(run_dir)
+    assert "\x1b" not in text and "[red]x" in text
+
+
+def test_several_runs_one_of_them_missing(run_dir):
+    other = run_dir.parent / "other"
+    shutil.copytree(run_dir, other)
+    result = CliRunner().invoke(app, ["status", str(run_dir), "/no/such", str(other), "--price", "1"])
+    assert result.exit_code == 2 and "/no/such" in result.stderr
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert [row[0] for row in rows if "2,048.0" in row] == [str(run_dir), str(other)]
+
+
+def test_prices_that_are_none():
+    for price in ("nan", "-1"):
+        result = CliRunner().invoke(app, ["status", "x", "--price", price])
+        assert result.exit_code == 2 and "Traceback" not in result.output

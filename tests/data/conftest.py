@@ -3,8 +3,7 @@
 import gc
 
 import pytest
-from leaks import loader_threads, open_files
-from loaders import SHARDS
+from loaders import SHARDS, loader_threads, open_files
 from picture_shards import write_pictures
 from python_processes import wait_until
 

@@ -3,7 +3,7 @@
 import os
 
 import numpy as np
-from small_files import flip
+from small_files import flip, flip_images
 
 from vitscale.data.shards import Manifest, ShardFile, StoredSample, write_shard
 from vitscale.ground.files.digests import file_digests
@@ -14,11 +14,7 @@ WIDTH, CRC = 1, 32  # where they stand in a record
 
 def flip_byte(manifest: Manifest, index: int, slots: list[int]) -> Manifest:
     """A byte of the stored images is another."""
-    path = manifest.shard_path(index)
-    with ShardFile(path) as shard:
-        offsets = [int(shard.offset[slot] + shard.size[slot] // 2) for slot in slots]
-    for offset in offsets:
-        flip(path, offset)
+    flip_images(manifest.shard_path(index), *slots)
     return manifest
 
 

@@ -89,11 +89,6 @@ def test_extreme_pictures(height, width):
         assert np.all((h == height) & (w == width))  # no crop of 5 % has a possible ratio
 
 
-def test_every_position_is_reached():
-    top, left, h, w = crops(6, 6, 20_000).T
-    assert {0, 1, 2, 3} <= set(top[h == 3]) and {0, 1, 2, 3} <= set(left[w == 3])
-
-
 def test_keys_depend_on_seed_epoch_and_uid_alone():
     uids = np.array([5, 0, 2**62, 7])
     keys = sample_keys(3, 4, uids)
@@ -173,12 +168,6 @@ def test_evaluation_boxes_lie_within_the_picture(height, width, fraction, kind):
     box = EvalTransform(kind, fraction).boxes(np.zeros(1, np.uint64), np.array([height]), np.array([width]))
     top, left, h, w = box[0].tolist()
     assert top >= 0 and left >= 0 and h >= 1 and w >= 1 and top + h <= height and left + w <= width
-
-
-@pytest.mark.parametrize("fraction", [0.0, -1.0, 1.01])
-def test_a_view_beyond_the_picture_is_refused(fraction):
-    with pytest.raises(AssertionError):
-        EvalTransform("central", fraction)
 
 
 def test_model_input():

@@ -1,7 +1,5 @@
 """The global batches are a function of (seed, step): whatever the world, its threads, and wherever it was resumed."""
 
-import itertools
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,23 +30,6 @@ def pool():
         yield pool
 
 
-def test_the_reference_is_not_all_the_same(reference):
-    """Nothing that is compared below is empty, or the same for every sample or epoch."""
-    assert [part.step for part in reference] == list(range(STEPS)) and {part.epoch for part in reference} == {0, 1, 2}
-    samples = [sample for part in reference for sample in part.samples]
-    assert len(samples) == STEPS * BATCH and len({part.digest for part in reference}) == STEPS
-    assert len({uid for uid, *_ in samples}) == sum(SHARDS)
-    assert len({pixels for *_, pixels in samples}) > 0.8 * len(samples)  # some pictures are one pixel
-
-
-def test_every_world_and_number_of_threads(folder, reference, pool):
-    """Each with two of the others; all pairs are in the whole matrix."""
-    pairs = [(size, THREADS[(i + more) % 4]) for i, size in enumerate(WORLDS) for more in (0, 2)]
-    worlds = [world_of(size, 0, STEPS, threads=threads) for size, threads in pairs]
-    for found in in_processes(pool, folder, BATCH, SIDE, worlds):
-        assert found == reference
-
-
 def test_a_resume_at_every_step_onto_every_world(folder, reference, pool):
     """Any of the four worlds up to some step, and two of them from there."""
     starts = [(start, WORLDS[(start + more) % 4]) for start in range(1, STEPS) for more in (0, 2)]
@@ -59,16 +40,6 @@ def test_a_resume_at_every_step_onto_every_world(folder, reference, pool):
     heads = [world_of(size, 0, stop, threads=2) for stop, size in stops]
     for (stop, _), found in zip(stops, in_processes(pool, folder, BATCH, SIDE, heads), strict=True):
         assert found == reference[:stop]
-
-
-def test_resumed_again_and_again(folder, reference, pool):
-    """Another world after every few steps."""
-    cuts = [0, 1, 2, 5, 8, 9, 13, 17, STEPS]
-    worlds = [
-        world_of(WORLDS[i % 4], start, stop, threads=THREADS[-i % 4])
-        for i, (start, stop) in enumerate(itertools.pairwise(cuts))
-    ]
-    assert [part for found in in_processes(pool, folder, BATCH, SIDE, worlds) for part in found] == reference
 
 
 def test_with_pictures_halved_by_the_decoder(folder, pool):
@@ -128,18 +99,3 @@ test_any_sizes = settings(max_examples=20, deadline=None, derandomize=True)(give
 # --------------------------------------------------------------------------------------------------- the whole matrix
 
 test_many_sizes = pytest.mark.slow(settings(max_examples=200, deadline=None)(given(trainings())(any_sizes)))
-
-
-@pytest.mark.slow
-def test_the_whole_matrix(tmp_path_factory):
-    """Eight processes, as many as the largest world; a resume at every step onto every world and number of threads."""
-    sizes, batch, side, steps = [40, 33, 40, 7, 25, 61, 12, 40, 40, 18], 32, 24, 22  # nine steps an epoch
-    folder = str(write_pictures(tmp_path_factory.mktemp("matrix") / "data", sizes).directory)
-    (alone,) = world_of(1, 0, steps, threads=1, prefetch=1)
-    reference = global_batches([read(folder, batch, side, alone)])
-    with processes(8) as pool:
-        for threads in THREADS:
-            starts = list(itertools.product(range(steps), WORLDS))
-            worlds = [world_of(size, start, steps, threads=threads) for start, size in starts]
-            for (start, _), found in zip(starts, in_processes(pool, folder, batch, side, worlds), strict=True):
-                assert found == reference[start:]

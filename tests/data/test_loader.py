@@ -5,8 +5,7 @@ import io
 import numpy as np
 import pytest
 import torch
-import xxhash
-from loaders import SEED, loader_of, read
+from loaders import SEED, read
 from picture_shards import view, write_pictures
 from PIL import Image
 from views import expected_view
@@ -69,15 +68,6 @@ def test_pixels(manifest, transform):
     assert len({uid % 8 for uid in uids}) == 8  # every size
 
 
-@pytest.mark.parametrize("side", [1, 7, 32, 224])
-def test_other_sizes(manifest, side):
-    (batch,) = train(manifest, stop=1, side=side)
-    assert batch.images.shape == (BATCH, side, side, 3)
-    for image, uid in zip(batch.images.numpy().astype(int), batch.uids.tolist(), strict=True):
-        expected = expected_view(uid, TrainTransform(), 0, SEED, side)
-        assert np.abs(image - expected).max() <= 0.501
-
-
 def test_labels_uids_and_steps(manifest, reference):
     assert [batch.position for batch in reference] == list(range(20))
     per_epoch = sum(SHARDS) // BATCH
@@ -104,38 +94,10 @@ def test_repeated_samples_have_a_view_for_each_time_whatever_the_world(manifest,
         assert len(torch.cat([part.keys for part in parts]).unique()) == 12
 
 
-def test_epochs_show_other_views(reference):
-    views = {}
-    for batch in reference:
-        for uid, image in zip(batch.uids.tolist(), batch.images, strict=True):
-            views.setdefault(uid, []).append(image)
-    repeated = [
-        seen for uid, seen in views.items() if len(seen) > 1 and uid % 8 not in (2, 4)
-    ]  # those: one pixel, strip
-    assert sum(torch.equal(seen[0], seen[1]) for seen in repeated) <= len(repeated) // 20 and len(repeated) > 50
-
-
-def test_digest(reference):
-    for batch in reference:
-        total = sum(
-            xxhash.xxh3_64_intdigest(image.numpy().tobytes(), seed=uid)
-            for image, uid in zip(batch.images, batch.uids.tolist(), strict=True)
-        )
-        assert batch.digest == total % 2**64
-
-
 def test_no_digest_unless_asked(manifest, reference):
     batches = train(manifest, stop=2, digest=False)
     assert [batch.digest for batch in batches] == [None, None]
     assert same(batches[1], reference[1])
-
-
-@pytest.mark.parametrize("threads, prefetch", [(1, 1), (2, 2), (3, 5)])
-def test_threads_change_nothing(manifest, reference, monkeypatch, threads, prefetch):
-    monkeypatch.setattr("vitscale.data.batch_reader._SLICE_SAMPLES", 3)
-    batches = train(manifest, threads=threads, prefetch=prefetch)
-    assert all(same(a, b) for a, b in zip(batches, reference, strict=True))
-    assert [batch.digest for batch in batches] == [batch.digest for batch in reference]
 
 
 def test_seeds_change_the_views_and_not_the_samples(manifest, reference):
@@ -177,21 +139,6 @@ def test_an_order_is_not_read_beyond_its_end(manifest):
     order = EvalOrder([40, 33], 16)
     assert len(read(manifest, order, stop=99)) == order.steps == 5
     assert read(manifest, EvalOrder([], 4)) == read(manifest, EvalOrder([], 4), stop=3) == []
-
-
-def test_as_many_samples_as_slots(manifest):
-    for batch in read(manifest, batch=sum(SHARDS), stop=3):
-        assert sorted(batch.uids.tolist()) == [3 * k for k in range(sum(SHARDS))]
-
-
-def test_batches_are_never_overwritten(manifest):
-    with loader_of(manifest, side=SIDE, prefetch=1) as loader:
-        kept = [next(loader) for _ in range(10)]
-        copies = [(batch.images.clone(), batch.labels.clone(), batch.uids.clone()) for batch in kept]
-        for _ in range(20):
-            next(loader)
-    for batch, (images, labels, uids) in zip(kept, copies, strict=True):
-        assert torch.equal(batch.images, images) and torch.equal(batch.labels, labels) and torch.equal(batch.uids, uids)
 
 
 class NothingAhead(TrainOrder):

@@ -1,4 +1,4 @@
-"""What becomes of damaged samples: an error, another sample in their place, or a place that does not count."""
+"""Damage: an error that says where, another sample in its place, or a place that does not count."""
 
 import logging
 import os
@@ -8,15 +8,17 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
-from damage import CRC, KINDS, METADATA, SILENT, cut_before, flip, flip_byte, misstate_checksums, store_zeros
+from damage import KINDS, METADATA, SILENT, cut_before, flip_byte, misstate_checksums, store_zeros
 from loaders import SEED, loader_of, read
 from picture_shards import view, write_pictures
+from python_processes import wait_until
+from small_files import flip
 from views import expected_view
 
 from vitscale.data.augmentation import EvalTransform, ResizeTransform, TrainTransform, sample_keys
 from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.settings import Reading
-from vitscale.data.shards import Manifest
+from vitscale.data.shards import Manifest, ShardFile
 from vitscale.ground.errors import DataError
 
 SHARDS, BATCH, SIDE = [20, 13, 20, 7], 12, 16
@@ -260,12 +262,6 @@ def test_always_an_error(manifest, verify, change, problem, caplog):
 # --------------------------------------------------------------------------------------------------- a file that is cut
 
 
-def first_of_shard(batches, index, after):
-    """The first batch behind `after` with a sample of this shard; places in it."""
-    uids = {uid(index, slot) for slot in range(SHARDS[index])}
-    return [(i, row) for i, row in rows_with(batches, uids) if i > after]
-
-
 @pytest.mark.parametrize("slot", [0, 11])
 def test_a_file_that_is_cut_while_it_is_read_is_masked(manifest, sound, slot, caplog):
     """No crash, no other counts: what is not there any more is left out, and what is there stays."""
@@ -364,6 +360,64 @@ def test_the_decoder_looks_at_all(manifest):
         train(changed, "error", check_rate=0.0)
 
 
-def test_the_constant_of_the_format():
-    """Where the tests above write."""
-    assert METADATA + CRC == 24 + 4 * 1041 + 32
+def evaluate(manifest, **options):
+    order = EvalOrder([shard.num_selected for shard in manifest.shards], 16)
+    return read(manifest, order, transform=EvalTransform("square", 1.0), **options)
+
+
+# ------------------------------------------------------------------------------------------------------- single samples
+
+
+def test_the_first_of_several_is_named(manifest):
+    """Whichever thread comes first."""
+    flip_byte(manifest, 0, [3, 4, 10, 14])
+    for threads in (1, 2, 3, 4):
+        with pytest.raises(DataError, match="slot 3, uid 9:"):
+            evaluate(manifest, threads=threads, verify_shards=False)
+
+
+def test_every_flipped_byte_is_found_and_named_by_file_slot_and_uid(manifest):
+    path = manifest.shard_path(3)
+    with ShardFile(path) as shard:
+        offset, size, uid = int(shard.offset[2]), int(shard.size[2]), int(shard.uid[2])
+    rng = np.random.default_rng(0)
+    order = EvalOrder([0, 0, 0, 7], 7)
+    for at in (0, size - 1, *rng.integers(0, size, 20).tolist()):
+        flip(path, offset + at, bit := int(rng.integers(8)))
+        for verify, named in ((False, f"slot 2, uid {uid}: .*checksum"), (True, "damaged")):
+            with pytest.raises(DataError, match=f"{path}: {named}"):
+                read(manifest, order, verify_shards=verify)
+        flip(path, offset + at, bit)
+
+
+# -------------------------------------------------------------------------------------------------------- whole shards
+
+
+def test_shards_that_will_be_needed_are_compared_ahead(original, tmp_path, monkeypatch):
+    """While others are read: the reading does not wait for it then."""
+    seen = []
+    from vitscale.data import open_shards
+
+    inner = open_shards.verify_once
+    monkeypatch.setattr(open_shards, "verify_once", lambda path, *rest: (seen.append(path.name), inner(path, *rest))[1])
+    with loader_of(original, EvalOrder(SHARDS, 4), prefetch=1, cache=tmp_path) as loader:
+        next(loader)
+        assert wait_until(lambda: len(set(seen)) == 4)  # all are within the next batches
+    assert seen[0] == "shard-00000.beton"
+
+
+def test_a_file_removed_while_it_is_read_stays_readable(manifest):
+    with loader_of(manifest) as loader:
+        for _ in range(10):
+            next(loader)
+        shutil.rmtree(manifest.directory)
+        steps = [next(loader).position for _ in range(20)]
+    assert steps == list(range(10, 30))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_another_number_of_samples_than_the_manifest_says(manifest, verify):
+    entry = manifest.shards[0].model_copy(update={"samples": 19})
+    changed = manifest.model_copy(update={"num_samples": 59, "shards": (entry, *manifest.shards[1:])})
+    with pytest.raises(DataError, match=r"\b20\b.*\b19\b"):
+        evaluate(changed.save(manifest.directory), verify_shards=verify)

@@ -14,8 +14,7 @@ import torch
 from damage import flip_byte
 from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem
-from leaks import loader_threads
-from loaders import loader_of, read
+from loaders import loader_of, loader_threads, read
 from picture_shards import write_pictures
 from pictures import make_picture
 from python_processes import wait_until

@@ -1,19 +1,21 @@
 """The loader's threads at work: what can be had without waiting, errors that come in their turn, and open files."""
 
+import os
 import resource
 import threading
 import time
 
 import pytest
-from leaks import loader_threads, open_files
-from loaders import SHARDS, loader_of
+from loaders import SHARDS, loader_of, loader_threads, open_files
 from picture_shards import write_pictures
 
 from vitscale.data import batch_reader as batch_reader_module
 from vitscale.data import open_shards as open_shards_module
 from vitscale.data.augmentation import EvalTransform
 from vitscale.data.order import EvalOrder, TrainOrder
+from vitscale.data.settings import Reading
 from vitscale.ground.errors import StorageError
+from vitscale.recipe import Data
 
 CRCS = 3  # among the arguments of `decode_slice`
 
@@ -227,8 +229,13 @@ def test_what_nothing_near_needs_is_closed(tmp_path, order, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"rank": 2, "world": 2}, {"rank": -1}, {"world": 3}, {"threads": 0}, {"prefetch": 0}]
+    ("machine", "cores", "ranks", "threads"),
+    [(192, 192, 8, 16), (112, 112, 8, 13), (112, 14, 8, 13), (32, 32, 1, 16), (8, 8, 4, 2), (1, 1, 1, 2)],
 )
-def test_impossible_settings(manifest, wrong):
-    with pytest.raises(AssertionError):
-        loader_of(manifest, **wrong)
+def test_beside_a_device_a_rank_s_part_of_the_cores_reads(monkeypatch, machine, cores, ranks, threads):
+    monkeypatch.setattr(os, "cpu_count", lambda: machine)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert Reading.of(Data(train="train"), pinned=True).threads == threads
+    assert Reading.of(Data(train="train", threads=5), pinned=True).threads == 5
+    assert Reading.of(Data(train="train")).threads == 2

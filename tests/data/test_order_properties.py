@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from orders import epoch_of, numbered
+from orders import epoch_of
 
 from vitscale.data import order as order_module
 from vitscale.data.order import EvalOrder, TrainOrder
@@ -150,10 +150,3 @@ def test_evaluation_announces_shards_in_the_order_of_need(shard_samples, share, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(order_module, "WINDOW_SAMPLES", window)
         assert order.upcoming(step, *slots) == list(needed)
-
-
-def test_samples_as_numbers_are_told_apart():
-    """The tests above stand on it."""
-    shard_samples = [3, 0, 2]
-    slots = EvalOrder(shard_samples, 5).batch(0, 0, 5)
-    assert numbered(shard_samples, slots).tolist() == [0, 1, 2, 3, 4]

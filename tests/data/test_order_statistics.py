@@ -2,12 +2,11 @@
 
 Every test states as a probability how rarely a shuffle drawn at random would look as bad, and refuses below ALARM
 divided by the number of probabilities that it looks at: with fresh seeds one test in a million would raise a false
-alarm, with the fixed seeds none does. That the tests tell is tested as well, on orders that are no shuffle.
+alarm, with the fixed seeds none does. What hashes draw is frozen in test_train_order.py.
 """
 
 import math
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from orders import epoch_of
 from scipy import stats
 
 from vitscale.data import order as order_module
-from vitscale.data.draws import permutation
 from vitscale.data.order import TrainOrder
 
 ALARM = 1e-6
@@ -131,23 +129,6 @@ def neighbours(times, apart):
     return normal_tail((met - expected) / math.sqrt(expected))
 
 
-def mixing(batches, labels):
-    """(More even than chance, less even): classes in the batches of an epoch, by a table of batches and classes.
-
-    The last row are samples that were left out.
-    """
-    rows = np.full(len(labels), len(batches))
-    rows[batches] = np.arange(len(batches))[:, None]
-    classes = int(labels.max()) + 1
-    table = np.bincount(rows * classes + labels, minlength=(len(batches) + 1) * classes).reshape(-1, classes)
-    table = table[table.sum(1) > 0]
-    expected = np.outer(table.sum(1), table.sum(0)) / len(labels)
-    # Sampling without replacement: the statistic's mean is n / (n - 1) of the chi-square's.
-    value = float(((table - expected) ** 2 / expected).sum()) * (len(labels) - 1) / len(labels)
-    tail = chi_square_tail(value, (len(table) - 1) * (classes - 1))
-    return 1 - tail, tail
-
-
 # ---- The shuffle -----------------------------------------------------------------------------------------------------
 
 
@@ -212,131 +193,3 @@ def test_segments_and_windows_are_shuffled_apart(monkeypatch):
         # Of independent orders all pairs are uncorrelated: nearly a chi-square of as many degrees.
         scores = np.corrcoef(shuffled)[np.triu_indices(64, 1)] * math.sqrt(63)
         assert chi_square_tail(float(np.square(scores).sum()), len(scores)) > ALARM / 8
-
-
-def test_windows_take_samples_of_any_shard():
-    """Three windows in one segment: a sample is in the window of its shard's place in the epoch, there at any time."""
-    shard_samples, batch, draws = [8192] * 17, 8703, 60
-    order = TrainOrder(shard_samples, batch, 5)
-    assert (order.segments, len(order._bounds) - 1, order.steps_per_epoch) == (1, 3, 16)
-    steps = np.full((draws, sum(shard_samples)), -1)
-    for epoch in range(draws):
-        steps[epoch, epoch_of(order, shard_samples, epoch)] = np.arange(16)[:, None]
-    probabilities = []
-    for sample in (0, 8191, 8192 * 9 + 4000, 8192 * 17 - 1):
-        places = np.arange(17) * 8192 + sample % 8192  # of the sample in the epoch's sequence: each as likely
-        # Windows of 46,421 samples; steps 0-4, 6-9 and 11-15 lie in one of them.
-        windows = np.bincount(places * 3 // (17 * 8192), minlength=3) / 17
-        expected = draws * windows * np.array([5, 4, 4]) * batch / (17 * 8192 / 3)
-        observed = [np.isin(steps[:, sample], wanted).sum() for wanted in (range(5), range(6, 10), range(11, 15))]
-        rest = draws - sum(observed), draws - expected.sum()
-        value = ((np.array(observed) - expected) ** 2 / expected).sum() + (rest[0] - rest[1]) ** 2 / rest[1]
-        probabilities.append(both_tails(float(value), 3))
-    assert min(probabilities) > ALARM / 4
-
-
-# ---- Classes ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shard_samples", [[150_000], [70_000, 30_000, 50_000]], ids=["one shard", "three"])
-def test_batches_of_a_shard_sorted_by_class_mix_classes_as_chance_does(shard_samples):
-    labels = np.arange(150_000) // 1500  # 100 classes
-    order = TrainOrder(shard_samples, 4096, 0)
-    found = [min(mixing(epoch_of(order, shard_samples, epoch), labels)) for epoch in range(3)]
-    assert min(found) > ALARM / 6
-
-
-def test_windows_would_not_mix_a_shard_sorted_by_class():
-    """Why fewer than four shards are one window: three empty shards more, and an odd batch, make windows of it."""
-    labels = np.arange(150_000) // 1500
-    order = TrainOrder([150_000, 0, 0, 0], 4095, 0)
-    assert order.segments == 1
-    assert mixing(epoch_of(order, [150_000, 0, 0, 0], 0), labels)[1] < 1e-12
-
-
-def test_segments_mix_classes_of_shards_that_are_sorted_at_least_as_well_as_chance():
-    """ImageNet, its 157 shards in the order of its 1,000 classes: every batch draws on all of the shards alike."""
-    shard_samples = [8192] * 156 + [1_281_167 - 156 * 8192]
-    labels = np.arange(1_281_167) // 1282
-    assert mixing(epoch_of(TrainOrder(shard_samples, 4096, 0), shard_samples, 0), labels)[1] > ALARM
-
-
-# ---- Keys ------------------------------------------------------------------------------------------------------------
-
-KEYS = {  # what follows the purpose: seed, purpose, epoch, segment, window
-    "seeds": lambda n: (n, 2, 0, 0, 0),
-    "seeds from the end": lambda n: (2**63 - 1 - n, 2, 5, 1, 0),
-    "epochs": lambda n: (0, 2, n, 0, 0),
-    "segments": lambda n: (0, 2, 0, n, 0),
-    "windows": lambda n: (0, 2, 0, 0, n),
-}
-
-
-@pytest.mark.parametrize("keys", KEYS)
-def test_every_permutation_is_as_likely(keys):
-    """All 120 orders of five, over 6,000 successive keys."""
-    drawn = np.array([permutation(5, *KEYS[keys](n)) for n in range(6000)])
-    counts = np.unique(drawn @ 5 ** np.arange(5), return_counts=True)[1]
-    assert len(counts) == 120
-    assert both_tails(float(((counts - 50) ** 2).sum() / 50), 119) > ALARM
-
-
-@pytest.mark.parametrize("keys", KEYS)
-def test_successive_keys_have_nothing_in_common(keys):
-    """Rank correlations of permutations of 1,000 with the next."""
-    drawn = [permutation(1000, *KEYS[keys](n)) for n in range(401)]
-    scores = [np.corrcoef(a, b)[0, 1] * math.sqrt(999) for a, b in pairwise(drawn)]
-    assert both_tails(float(np.square(scores).sum()), 400) > ALARM / 2
-    assert normal_tail(abs(sum(scores)) / 20) > ALARM / 4
-
-
-# ---- Orders that are no shuffle --------------------------------------------------------------------------------------
-
-
-def no_shuffle(kind):
-    """Epochs of 600 samples in batches of 32 that only look like a shuffle, or do not."""
-
-    def epochs_of(seed):
-        random = np.random.default_rng(seed)
-        fixed = random.permutation(600)[:576].reshape(18, 32)
-        for _ in range(EPOCHS):
-            match kind:
-                case "as stored":
-                    yield np.arange(576).reshape(18, 32)
-                case "one order for all epochs":
-                    yield fixed
-                case "batches in another order":
-                    yield random.permutation(fixed)
-                case "another beginning":
-                    yield np.roll(np.arange(600), random.integers(600))[:576].reshape(18, 32)
-                case "windows of 100":
-                    windows = random.permutation(6)[:, None] * 100 + random.permuted(
-                        np.tile(np.arange(100), (6, 1)), axis=1
-                    )
-                    yield windows.ravel()[:576].reshape(18, 32)
-                case "a shuffle":
-                    yield random.permutation(600)[:576].reshape(18, 32)
-
-    return Times(600, 32, epochs_of)
-
-
-@pytest.mark.parametrize(
-    "kind, refused",
-    [
-        ("as stored", {"uniformity", "independence", "company", "neighbours"}),
-        ("one order for all epochs", {"uniformity", "independence", "company"}),
-        ("batches in another order", {"independence", "company"}),
-        ("another beginning", {"independence", "company", "neighbours"}),
-        ("windows of 100", {"independence", "company", "neighbours"}),
-        ("a shuffle", set()),
-    ],
-)
-def test_what_is_no_shuffle_is_told_from_one(kind, refused):
-    observed = no_shuffle(kind)
-    found = {
-        "uniformity": uniformity(observed, 300),
-        "independence": independence(observed, 1),
-        "company": company(observed, 1),
-        "neighbours": neighbours(observed, 1),
-    }
-    assert {name for name, probability in found.items() if probability < ALARM} == refused

@@ -15,11 +15,9 @@ from timm.data.random_erasing import RandomErasing as TimmsErasing
 
 from vitscale import recipe
 from vitscale.data.draws import (
-    between_ratios,
     combine,
     hashes,
     mix,
-    normal,
     normal_quantiles,
     operation_keys,
     strata,
@@ -27,7 +25,7 @@ from vitscale.data.draws import (
     uniform,
 )
 from vitscale.data.pixel_programs import PixelPrograms
-from vitscale.data.randaugment import SETS, Drawn, rotation
+from vitscale.data.randaugment import SETS, Drawn
 from vitscale.data.random_erasing import RandomErasing
 from vitscale.ground.images import INSTRUCTION, OK, Code, Interpolation, operate
 
@@ -69,32 +67,11 @@ def test_draws_do_not_follow_from_each_other():
     assert not np.array_equal(operation_keys(KEYS, 0), operation_keys(KEYS, 1))
 
 
-def test_normal_numbers():
-    values = normal(KEYS, 3)
-    assert abs(values.mean()) < 5 / COUNT**0.5 and abs(values.std() - 1) < 5 / (2 * COUNT) ** 0.5
-    for limit, share in ((1, 0.317311), (2, 0.0455), (3, 0.0027)):
-        assert_about(int((abs(values) > limit).sum()), share)
-
-
 def test_no_normal_number_hangs_on_the_rounding_of_a_logarithm():
     """Before they are rounded, none is nearly in the middle between two units: libraries differ by 1e-15 or so."""
     exact = np.array([NormalDist().inv_cdf((index + 0.5) / 2**16) for index in range(2**16)])
     assert np.abs(np.abs(exact) * 2**12 % 1 - 0.5).min() > 1e-6
     assert np.abs(normal_quantiles() - exact).max() <= 2.0**-13 + 1e-12
-
-
-def test_ratios_are_powers():
-    drawn = np.array([0, 0.5, 0.25, 0.999, 0.123456])
-    assert np.allclose(between_ratios((0.3, 1 / 0.3), drawn), 0.3 * (1 / 0.09) ** drawn, rtol=1e-6)
-    assert np.array_equal(between_ratios((2.0, 2.0), drawn), np.full(5, 2.0))
-
-
-def test_rotations_are_pillows():
-    for degrees in (-90.0, -30.0, 0.0, 1e-3, 27.0, 90.0):
-        a, b, c, d, e, f = np.concatenate(rotation(np.array([degrees]), 7))
-        angle = -np.radians(degrees)
-        assert np.allclose((a, b, d, e), (np.cos(angle), np.sin(angle), -np.sin(angle), np.cos(angle)), atol=2e-16)
-        assert np.allclose((a * 3.5 + b * 3.5 + c, d * 3.5 + e * 3.5 + f), 3.5, atol=1e-14)
 
 
 # ---- RandAugment -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The order of training: what is frozen, its limits, which shards it reads when, and what that costs."""
+"""Orders: what is frozen, their limits, which shards they read when, and what that costs."""
 
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -10,32 +10,19 @@ from hypothesis import strategies as st
 from orders import epoch_of, numbered
 
 from vitscale.data.draws import combine, hashes, mix, permutation
-from vitscale.data.order import MAX_SEGMENTS, ORDER_VERSION, WHOLE_SAMPLES, TrainOrder, num_segments
-from vitscale.ground.errors import RecipeError
+from vitscale.data.order import (
+    MAX_SEGMENTS,
+    ORDER_VERSION,
+    WHOLE_SAMPLES,
+    WINDOW_SAMPLES,
+    EvalOrder,
+    TrainOrder,
+    num_segments,
+)
 
 IMAGENET = [8192] * 156 + [1_281_167 - 156 * 8192]
 TWO_WINDOWS = [50_000] * 8 + [1]  # four segments of two windows each
 ODD_BATCH = [8192] * 40 + [17]  # an odd batch makes one segment of many windows
-
-
-def test_157_shards_with_a_short_last_one():
-    """ImageNet's shape: 1,281,167 samples in shards of 8,192."""
-    order = TrainOrder(IMAGENET, 4096, 0)
-    assert (order.segments, order.steps_per_epoch, order.num_samples) == (64, 312, 1_281_167)
-
-
-def test_as_many_samples_as_slots():
-    for shard_samples in ([64], [1] * 64, [0, 63, 0, 1, 0]):
-        order = TrainOrder(shard_samples, 64, 0)
-        assert order.steps_per_epoch == 1
-        first, second = (numbered(shard_samples, order.batch(step, 0, 64)) for step in (0, 1))
-        assert sorted(first) == sorted(second) == list(range(64)) and first.tolist() != second.tolist()
-
-
-@pytest.mark.parametrize("shard_samples", [[], [0], [100], [50, 49, 28]])
-def test_fewer_samples_than_a_batch_is_an_error_with_both_numbers(shard_samples):
-    with pytest.raises(RecipeError, match=rf"\b{sum(shard_samples)}\b.*\b128\b"):
-        TrainOrder(shard_samples, 128, 0)
 
 
 def test_number_of_segments():
@@ -215,3 +202,28 @@ def test_hashes_are_frozen():
 def test_a_permutation_is_one(count, seed, part):
     found = permutation(count, seed, part)
     assert found.dtype == np.int64 and sorted(found.tolist()) == list(range(count))
+
+
+@pytest.mark.parametrize("shard_samples", [[], [0], [0, 0]])
+def test_nothing_to_evaluate(shard_samples):
+    order = EvalOrder(shard_samples, 32)
+    assert (order.num_samples, order.steps) == (0, 0)
+    assert order.upcoming(0, 0, 32) == []
+
+
+def test_fillers_of_a_rank_repeat_the_first_sample_and_need_its_shard():
+    order = EvalOrder([0, 4, 5], 6)
+    last = order.batch(1, 3, 6)
+    assert (last.shard.tolist(), last.position.tolist(), last.mask.tolist()) == ([1] * 3, [0] * 3, [False] * 3)
+    assert order.upcoming(1, 3, 6) == [1]
+    assert order.upcoming(1, 0, 6) == [2, 1]
+    assert order.upcoming(2, 0, 6) == []
+
+
+def test_evaluation_announces_as_many_samples_as_a_window_has():
+    """One rank of two: batches of 2 x 1,024, hence 64 batches ahead, 131,072 samples of both."""
+    order = EvalOrder([8192] * 100, 2048)
+    assert WINDOW_SAMPLES == 64 * 1024
+    assert order.upcoming(0, 1024, 2048) == list(range(16))
+    assert order.upcoming(10, 1024, 2048) == list(range(2, 19))
+    assert order.upcoming(399, 1024, 2048) == [99]

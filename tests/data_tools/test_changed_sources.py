@@ -10,12 +10,14 @@ from datasets_on_disk import contents
 from messages import refusal
 from pictures import encoded, make_picture
 from small_files import pack, write_files, write_tar
+from test_cifar_source import COUNT, write_binary
 
 from data_tools import shard_task
 from data_tools.conversion import convert, merge
 from data_tools.machine import Machine, TaskRange
 from data_tools.request import Request, parse_splits
 from data_tools.sources import SourceOptions
+from vitscale.data.shards import Manifest
 from vitscale.ground.errors import DataError, RecipeError
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -36,24 +38,6 @@ def make_tar(path: Path, names: list[str], mode: str = "w") -> Path:
 NAMES = [f"c{i % 2}/{i:02d}.bmp" for i in range(16)]
 
 
-def test_a_tar_that_was_replaced(tmp_path):
-    request = Request(str(make_tar(tmp_path / "a.tar", NAMES)), shard_samples=4)
-    convert(request, tmp_path / "out", FIRST_HALF)
-    make_tar(tmp_path / "a.tar", NAMES[::-1])
-    os.utime(tmp_path / "a.tar", (1, 1))
-    with pytest.raises(RecipeError, match=r"a\.tar"):
-        convert(request, tmp_path / "out", ONE)
-
-
-def test_a_tar_that_came_later(tmp_path):
-    make_tar(tmp_path / "m-1.tar", NAMES)
-    request = Request(str(tmp_path / "m-*.tar"), shard_samples=4)
-    convert(request, tmp_path / "out", FIRST_HALF)
-    make_tar(tmp_path / "m-0.tar", [f"c3/{i}.bmp" for i in range(4)])
-    with pytest.raises(RecipeError, match=r"m-0\.tar"):
-        convert(request, tmp_path / "out", Machine(workers=1, tasks=TaskRange(1, 2)))
-
-
 def test_folders_that_were_swapped(tmp_path):
     root = make_images(tmp_path / "images", *(name.replace("bmp", "jpg") for name in NAMES))
     request = Request(str(root), shard_samples=4)
@@ -66,13 +50,37 @@ def test_folders_that_were_swapped(tmp_path):
         convert(request, tmp_path / "out", Machine(workers=1, max_reject_rate=1.0))
 
 
-def test_labels_that_were_edited(tmp_path):
-    make_images(tmp_path, *(f"{i}.jpg" for i in range(8)))
-    (tmp_path / "list.csv").write_text("path,label\n" + "".join(f"{i}.jpg,c{i % 2}\n" for i in range(8)))
-    request = Request(str(tmp_path / "list.csv"), shard_samples=2)
+def replace_a_tar(root: Path) -> None:
+    make_tar(root / "m-1.tar", NAMES[::-1])
+    os.utime(root / "m-1.tar", (1, 1))
+
+
+def write_list(root: Path, classes: int = 2) -> None:
+    make_images(root, *(f"{i}.jpg" for i in range(8)))
+    (root / "list.csv").write_text("path,label\n" + "".join(f"{i}.jpg,c{i % classes}\n" for i in range(8)))
+
+
+def of_another_version(root: Path) -> None:
+    state = root / "out" / ".vitscale-convert" / "conversion.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"version": 99}))
+
+
+@pytest.mark.parametrize(
+    ("src", "change", "named"),
+    [
+        ("m-*.tar", replace_a_tar, r"m-1\.tar"),
+        ("m-*.tar", lambda root: make_tar(root / "m-0.tar", [f"c3/{i}.bmp" for i in range(4)]), r"m-0\.tar"),
+        ("list.csv", lambda root: write_list(root, 3), r"list\.csv"),
+        ("m-*.tar", of_another_version, "/out"),
+    ],
+)
+def test_what_has_changed_since_the_first_half(tmp_path, src, change, named):
+    make_tar(tmp_path / "m-1.tar", NAMES)
+    write_list(tmp_path)
+    request = Request(str(tmp_path / src), shard_samples=2)
     convert(request, tmp_path / "out", FIRST_HALF)
-    (tmp_path / "list.csv").write_text("path,label\n" + "".join(f"{i}.jpg,c{i % 3}\n" for i in range(8)))
-    with pytest.raises(RecipeError, match=r"list\.csv"):
+    change(tmp_path)
+    with pytest.raises(RecipeError, match=named):
         convert(request, tmp_path / "out", ONE)
 
 
@@ -148,15 +156,6 @@ def test_a_log_that_was_cut(tmp_path):
     assert convert(Request(str(root)), tmp_path / "out", ONE).was_complete
 
 
-def test_state_of_another_version(tmp_path):
-    root = make_images(tmp_path / "images", *(name.replace("bmp", "jpg") for name in NAMES))
-    convert(Request(str(root), shard_samples=4), tmp_path / "out", FIRST_HALF)
-    state = tmp_path / "out" / ".vitscale-convert" / "conversion.json"
-    state.write_text(json.dumps(json.loads(state.read_text()) | {"version": 99}))
-    with pytest.raises(RecipeError, match=str(tmp_path / "out")):
-        convert(Request(str(root), shard_samples=4), tmp_path / "out", ONE)
-
-
 def test_pipes_and_devices_in_a_list(tmp_path, monkeypatch):
     monkeypatch.setattr(shard_task, "_PAUSE", 0.0)  # before the second try
     make_images(tmp_path, *(f"{i}.jpg" for i in range(8)))
@@ -188,3 +187,12 @@ def test_machines_that_plan_by_themselves_must_see_the_same_source(tmp_path):
     pack(make_images(tmp_path / "other", *NAMES), tmp_path / "a.tar")
     with refusal(RecipeError, "convert", "machines with other sources", {tmp_path: "FOLDER"}):
         convert(request, tmp_path / "out", Machine(workers=1, tasks=TaskRange(1, 2), work=tmp_path / "two"))
+
+
+def test_cifar_as_people_hold_it(tmp_path):
+    """The archive of the binary version, both splits at once."""
+    pack(write_binary(tmp_path / "cifar", 10), tmp_path / "cifar-10-binary.tar.gz")
+    splits = parse_splits(["test=test_batch*", "train=rest"])
+    convert(Request(str(tmp_path / "cifar-10-binary.tar.gz"), splits=splits), tmp_path / "out", ONE)
+    train, test = (Manifest.load(tmp_path / "out" / name) for name in ("train", "test"))
+    assert (train.num_samples, test.num_samples, train.class_names[1]) == (5 * COUNT, COUNT, "class 1")

@@ -1,3 +1,4 @@
+import io
 import json
 import re
 import stat
@@ -7,8 +8,11 @@ import pytest
 from datasets_on_disk import contents, run, run_here
 from messages import assert_messages
 from pictures import encoded, make_picture
+from rich.console import Console
 from small_files import write_files
 
+from data_tools import report
+from data_tools.report import ProgressDisplay
 from vitscale.data.shards import Manifest, ShardFile
 from vitscale.data.shards.generated import write_generated_dataset
 
@@ -36,16 +40,6 @@ def test_command(image_folder, tmp_path):
     assert contents(out) == before
 
 
-def test_command_reports_rejects(tmp_path, photos):
-    write_files(tmp_path / "images", ("cat/0.jpg", b"[red]no image[/red]"), *named(photos[1:10], "cat/{}.jpg", 1))
-    done = run_here(tmp_path / "images", tmp_path / "out", "--workers", 1)
-    assert done.exit_code == 3
-    assert "1 of 10" in done.stderr and "'cat/0.jpg'" in done.stderr
-    assert "Traceback" not in done.stderr and not (tmp_path / "out" / "manifest.json").exists()
-    done = run_here(tmp_path / "images", tmp_path / "out", "--workers", 1, "--max-reject-rate", 0.1)
-    assert done.exit_code == 0 and Manifest.load(tmp_path / "out").num_rejected == 1
-
-
 def test_dry_run(tmp_path, image_folder):
     arguments = "--shard-samples", 8, "--split", "val=6", "--split", "train=rest"
     done = run_here(image_folder, tmp_path / "out", "--dry-run", *arguments)
@@ -58,18 +52,6 @@ def test_dry_run(tmp_path, image_folder):
     true = sum(path.stat().st_size for path in (tmp_path / "real").rglob("*.beton"))
     said = int(re.search(r"bytes, about (\S+)", told)[1].replace(",", ""))
     assert abs(said - true) < 30
-
-
-def test_splits_are_data_sets_of_their_own(tmp_path, image_folder):
-    arguments = (image_folder, tmp_path / "out", "--split", "val=6", "--split", "train=rest", "--shard-samples", 8)
-    done = run_here(*arguments)
-    assert done.exit_code == 0 and "val 6" in done.stdout and "train 16" in done.stdout
-    val, train = Manifest.load(tmp_path / "out" / "val"), Manifest.load(tmp_path / "out" / "train")
-    assert (val.num_samples, train.num_samples) == (6, 16)
-    assert val.class_names == train.class_names == ("cat", "dog", "owl")
-    assert (val.options["split"], train.options["split"]) == ("6", "rest")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["convert.log.jsonl", "train", "val"]
-    assert run_here(*arguments).exit_code == 0
 
 
 def row_of(table, name):
@@ -119,15 +101,6 @@ def test_odd_classes_are_told(tmp_path, photos):
         assert all(what in note for what, note in zip(told, notes, strict=True))
 
 
-def test_unlabelled_pictures(tmp_path, photos):
-    write_files(tmp_path / "images", *named(photos))
-    done = run_here(tmp_path / "images", tmp_path / "out")
-    assert done.exit_code == 3 and "--unlabelled" in done.stderr
-    done = run_here(tmp_path / "images", tmp_path / "out", "--unlabelled", "--workers", 1)
-    assert done.exit_code == 0, done.stderr
-    assert Manifest.load(tmp_path / "out").class_names == ()
-
-
 def test_limits_of_size(tmp_path):
     pictures = (encoded(make_picture(1, *size)) for size in ((60, 100), (100, 60), (20, 30)))
     write_files(tmp_path / "images", *named(pictures, "x/{}.jpg"))
@@ -167,3 +140,24 @@ def test_what_cannot_be_done(tmp_path, image_folder, arguments, message):
     assert done.exit_code == 2, done.stderr
     assert message in done.stderr and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
     assert not Path(tmp_path / "out" / "manifest.json").exists()
+
+
+def shown(terminal: bool, images: int | None = 1000) -> str:
+    out = io.StringIO()
+    with ProgressDisplay(Console(file=out, force_terminal=terminal, width=120), "converting", images) as view:
+        view.update(250, 2)
+        view.update(1000, 3)
+    return out.getvalue()
+
+
+def test_lines_where_there_is_no_terminal(monkeypatch):
+    assert shown(terminal=False) == ""  # not every update is a line
+    monkeypatch.setattr(report, "_LINE_SECONDS", 0)
+    first, second = shown(terminal=False).splitlines()
+    assert first.startswith("converting: 250 of 1,000 images, ") and first.endswith(" s left, rejected 2")
+    assert second.startswith("converting: 1,000 of 1,000 images, ")
+    assert shown(terminal=False, images=None).startswith("converting: 250 images, ")
+
+
+def test_bar_on_a_terminal():
+    assert "1000/1000" in shown(terminal=True) and "images/s" in shown(terminal=True)

@@ -62,14 +62,6 @@ def test_a_list_as_csv_writes_it(tmp_path):
     assert listed(tmp_path / "x.csv") == expected
 
 
-def test_a_real_list(data_root):
-    path = data_root / "grocery" / "train.csv"
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
-    assert [(item.key, item.labels) for item in listed(path)] == [(row["path"], (row["class"],)) for row in rows]
-    assert listed(path, label="class_id")[0].labels == (rows[0]["class_id"],)
-
-
 def test_labels_that_are_none(tmp_path):
     rows = ["", "-1", "0", "07"]
     path = write(tmp_path / "x.csv", "path,label\n" + "".join(f"{i}.jpg,{row}\n" for i, row in enumerate(rows)))

@@ -1,9 +1,12 @@
 import csv
 import io
-import struct
+import shutil
+import subprocess
+import sys
 import warnings
-import zlib
+from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 from pictures import encoded, make_picture
@@ -217,16 +220,9 @@ def test_cmyk_without_its_marker_is_taken_for_adobes(photos):
 
 
 def test_rgb_of_sixteen_bits():
-    def chunk(name: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-
     picture = np.asarray(make_picture(1, 20, 30))
-    rows = np.concatenate(
-        [np.zeros((20, 1), np.uint8), (picture.astype(">u2") * 257).view(np.uint8).reshape(20, -1)], 1
-    )
-    header = struct.pack(">IIBBBBB", 30, 20, 16, 2, 0, 0, 0)
-    chunks = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows.tobytes())), chunk(b"IEND", b"")
-    assert distance(pixels(store_image(b"".join([b"\x89PNG\r\n\x1a\n", *chunks]))), picture) < 4
+    png = cv2.imencode(".png", picture[..., ::-1].astype(np.uint16) * 257)[1].tobytes()
+    assert distance(pixels(store_image(png)), picture) < 4
 
 
 def test_alpha_becomes_white():
@@ -320,3 +316,41 @@ def test_random_damage_never_raises():
             damaged = bytes(damaged[: rng.integers(1, len(data) + 1)])
             for options in (ImageOptions(), ImageOptions(long_side=10)):
                 assert isinstance(store_image(damaged, options), StoredImage | Reject)
+
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC"),
+        (b"\0\0\0\x20ftypisom", "a video"),
+        (b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL"),
+        (b"<?xml version='1.0'?>\n<!-- drawn -->\n<svg xmlns='http://www.w3.org/2000/svg'/>", "an SVG drawing"),
+        (b"\xef\xbb\xbf\r\n<!DOCTYPE html><html><body>404", "a web page"),
+        (b"<HTML><HEAD>", "a web page"),
+        (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code>", 'text, not an image; the file begins with b"<?xml'),
+        (b'{"error": "quota"}', "text, not an image; the file begins with b'{\"error"),
+        (b"%PDF-1.7", "a PDF document"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        (bytes(5000), "nothing but zero bytes"),
+        (b"PK\x03\x04", "a zip archive"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n", "a drawing (EPS)"),
+        (b"\xff\xd8\xff", "not an image that Pillow knows; the file begins with b'\\xff\\xd8\\xff'"),
+    ],
+)
+def test_files_that_are_no_images_are_named(data, reason):
+    stored = store_image(data)
+    assert isinstance(stored, Reject) and reason in stored.reason
+
+
+def test_a_machine_that_cannot_decode_ends_a_conversion(image_folder, tmp_path):
+    """The images are not at fault: none may be counted as unreadable, however many a conversion may reject."""
+    for package in ("vitscale", "data_tools"):
+        shutil.copytree(REPOSITORY / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    program = "from vitscale.cli.entry import convert; convert()"
+    command = [sys.executable, "-c", program, str(image_folder), str(tmp_path / "out"), "--max-reject-rate", "1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "not compiled" in done.stderr, done.stderr
+    assert not (tmp_path / "out" / "manifest.json").exists()

@@ -1,6 +1,5 @@
 """Conversions from and to a real S3 server, equal to those of local files byte for byte; and what goes wrong."""
 
-import csv
 import os
 import shutil
 import signal
@@ -8,22 +7,19 @@ import subprocess
 import time
 from pathlib import Path
 
-import fsspec
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets_on_disk import contents, run_here, start
 from messages import refusal
 from s3_server import SECRET, S3Server, serving
-from small_files import pack, upload, write_files, write_tar
+from small_files import pack, write_files
 from typer.testing import CliRunner
 
 from data_tools.conversion import convert, merge
 from data_tools.machine import Machine, TaskRange
 from data_tools.request import Request
 from vitscale.cli.main import app as vitscale_app
-from vitscale.data.shards import Manifest
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import RecipeError
 
 ONE = Machine(workers=1)
 SMALL = ("--shard-samples", 4, "--workers", 1)
@@ -43,27 +39,6 @@ def uploaded(s3, image_folder):
     return s3.put(image_folder, "images")
 
 
-def webdataset(folder: Path, photos: list[bytes]) -> None:
-    for shard in range(2):
-        members = []
-        for i, photo in enumerate(photos[shard::2]):
-            members += [(f"{i:04d}.jpg", photo), (f"{i:04d}.cls", b"%d" % (i % 3))]
-        write_tar(folder / f"train-{shard}.tar", *members)
-
-
-def label_table(path: Path, folder: str, names: list[str]) -> None:
-    with path.open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["path", "label"])
-        table.writerows([f"{folder}/{name}", name.split("/")[0]] for name in names)
-
-
-def parquet_of(path: Path, photos: list[bytes]) -> Path:
-    columns = {"image": pa.array(photos, pa.binary()), "label": pa.array([i % 3 for i in range(len(photos))])}
-    pq.write_table(pa.table(columns), path, row_group_size=7)
-    return path
-
-
 # ------------------------------------------------------------------------------------------------------------- sources
 
 
@@ -80,47 +55,6 @@ def test_an_archive_at_a_url_gives_the_same_bytes(here, s3, image_folder, local,
     url = s3.put(pack(image_folder, tmp_path / name), name)
     convert(Request(url, shard_samples=4), tmp_path / "out", ONE)
     assert contents(tmp_path / "out") == contents(local)
-
-
-@pytest.mark.slow
-def test_a_webdataset_by_pattern(s3, photos, tmp_path):
-    webdataset(tmp_path / "wds", photos)
-    s3.put(tmp_path / "wds", "wds")
-    for i, src in enumerate((str(tmp_path / "wds" / "train-{0..1}.tar"), "s3://bucket/wds/train-{0..1}.tar")):
-        convert(Request(src, shard_samples=8), tmp_path / f"out{i}", ONE)
-    assert contents(tmp_path / "out0") == contents(tmp_path / "out1")
-    assert Manifest.load(tmp_path / "out1").num_samples == 20
-    convert(Request("s3://bucket/wds/*.tar", shard_samples=8), tmp_path / "out2", ONE)
-    assert contents(tmp_path / "out2") == contents(tmp_path / "out1")
-
-
-@pytest.mark.slow
-def test_a_list_of_urls(s3, uploaded, image_folder, local, tmp_path):
-    names = [str(path.relative_to(image_folder)) for path in sorted(image_folder.glob("*/nested/*.jpg"))]
-    label_table(tmp_path / "labels.csv", "s3://bucket/images", names)
-    convert(Request(str(tmp_path / "labels.csv"), shard_samples=8), tmp_path / "out", ONE)
-    label_table(tmp_path / "relative.csv", "images", names)
-    url = s3.put(tmp_path / "relative.csv", "relative.csv")
-    convert(Request(url, shard_samples=8), tmp_path / "relative", ONE)
-    expected = {
-        row["sha256"]: row["key"].split("/")[0]
-        for table in local.glob("*.idx.parquet")
-        for row in pq.read_table(table).to_pylist()
-        if "nested" in row["key"]
-    }
-    for out in (tmp_path / "out", tmp_path / "relative"):
-        manifest = Manifest.load(out)
-        rows = [row for table in out.glob("*.idx.parquet") for row in pq.read_table(table).to_pylist()]
-        assert {row["sha256"]: manifest.class_names[row["labels"][0]] for row in rows} == expected
-
-
-@pytest.mark.slow
-def test_parquet_and_a_dataset_of_ours_at_a_url(s3, photos, local, tmp_path):
-    path = parquet_of(tmp_path / "photos.parquet", photos)
-    for i, src in enumerate((path, s3.put(path, "photos.parquet"), local, s3.put(local, "dataset"))):
-        convert(Request(str(src), shard_samples=8), tmp_path / f"out{i}", ONE)
-    assert contents(tmp_path / "out0") == contents(tmp_path / "out1")
-    assert contents(tmp_path / "out2") == contents(tmp_path / "out3")
 
 
 def test_names_of_objects_may_be_anything_and_objects_may_be_empty(here, s3, photos, tmp_path):
@@ -266,25 +200,4 @@ def test_task_ranges_on_machines_that_share_nothing_but_the_url(here, s3, image_
         merge("s3://bucket/nowhere", 0.01, tmp_path / "third")
 
 
-@pytest.mark.slow
-def test_an_object_that_vanishes_is_rejected_and_tried_again(s3, image_folder, local, tmp_path):
-    url = s3.put(image_folder, "vanishing")
-    request, out, work = Request(url, shard_samples=4), tmp_path / "out", tmp_path / "work"
-    convert(request, out, Machine(workers=1, tasks=TaskRange(0, 2), work=work))
-    key = pq.read_table(local / "shard-00004.idx.parquet")["key"][1].as_py()
-    s3.filesystem().rm_file(f"bucket/vanishing/{key}")
-    with pytest.raises(DataError, match=r"\b1 of 22\b"):
-        convert(request, out, Machine(workers=1, work=work))
-    s3.filesystem().pipe_file(f"bucket/vanishing/{key}", (image_folder / key).read_bytes())
-    convert(request, out, Machine(workers=1, work=work))
-    assert contents(out) == contents(local)
-
-
 # -------------------------------------------------------------------------------------------------------------- memory
-
-
-def test_memory_in_and_out(image_folder, local, tmp_path):
-    pictures, out = upload(image_folder, "memory://pictures"), f"memory://{tmp_path.name}/out"
-    convert(Request(pictures, shard_samples=4), out, Machine(work=tmp_path / "work"))
-    fsspec.filesystem("memory").get(out, str(tmp_path / "out"), recursive=True)
-    assert contents(tmp_path / "out") == contents(local)

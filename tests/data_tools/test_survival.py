@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from datasets_on_disk import contents, run, run_here, start
+from dedup_data import index_of, source_of
 from faulty_calls import run_with_fault
 from kill_at import convert_killed_at
 from messages import refusal
@@ -114,9 +115,11 @@ def test_killed_at_random_and_started_again(pictures, whole, in_peace, tmp_path,
 @pytest.mark.slow
 def test_killed_after_every_rename(pictures, tmp_path):
     """Every point of the converter itself at which something has just come into being; workers have their own."""
+    write_files(tmp_path / "tests", ("a.png", (pictures / "class0" / "000.png").read_bytes()))
+    index_of(tmp_path / "index", [source_of(tmp_path / "tests", preset="exact")])
 
     def attempt(kill_at: int, out: Path) -> subprocess.CompletedProcess[str]:
-        return convert_killed_at(kill_at, pictures, out, 30)
+        return convert_killed_at(kill_at, pictures, out, 30, tmp_path / "index")
 
     whole = attempt(0, tmp_path / "whole")
     assert whole.returncode == 0, whole.stderr

@@ -3,21 +3,38 @@
 import hashlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from messages import refusal
-from pictures import encoded
 from PIL import Image
 from rich.console import Console
+from test_tfrecord import encode, write
+from typer.testing import CliRunner
 from vtab_copies import IMAGES, expected_label, make_folders, make_tars, make_tfds, picture
 
 from data_tools.machine import Machine
+from data_tools.sources.source import SourceOptions
+from data_tools.sources.tfrecord import LabelRule, open_tfrecords
 from data_tools.vtab.copies import find_copy
-from data_tools.vtab.prepare import DATASETS, Ids, Prepared, pixels_sha256, prepare
-from data_tools.vtab.source import open_copy, with_full_contrast
-from data_tools.vtab.tasks import ORIGINS, Slice, Takes
+from data_tools.vtab.prepare import DATASETS, Ids, Prepared, prepare
+from data_tools.vtab.source import open_copy
+from data_tools.vtab.tasks import (
+    CLEVR_METRES,
+    KITTI_METRES,
+    ORIGINS,
+    Slice,
+    Takes,
+    clevr_count,
+    clevr_distance,
+    dsprites_location,
+    dsprites_orientation,
+    kitti_distance,
+    stated,
+)
+from vitscale.cli.main import app
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.opening import open_shard
 from vitscale.ground.errors import DataError, RecipeError
@@ -80,10 +97,6 @@ def samples(dataset: Path) -> list[tuple[str, int, np.ndarray]]:
                 with Image.open(io.BytesIO(shard.image(slot))) as image:
                     found.append((shard.keys[slot], shard.labels(slot)[0], np.asarray(image)))
     return sorted(found, key=lambda sample: sample[0])
-
-
-def test_every_task_has_an_origin():
-    assert list(ORIGINS) == list(TASKS)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -215,21 +228,6 @@ def test_a_damaged_list_of_ids(tmp_path, damage):
         Ids.read(path)
 
 
-def test_pixels_are_what_a_picture_shows():
-    assert pixels_sha256(picture("train", 1)) == shown_sha256("pets", "train", 1)
-    with pytest.raises(DataError):
-        pixels_sha256(b"no picture")
-
-
-@pytest.mark.parametrize("mode", ["L", "1"])
-def test_full_contrast(mode):
-    pixels = np.array([[0, 1], [1, 0]], np.uint8)
-    png = encoded(Image.fromarray(pixels if mode == "L" else pixels.astype(bool)), "PNG")
-    with Image.open(io.BytesIO(with_full_contrast(png))) as image:
-        assert np.array_equal(np.asarray(image), pixels * 255)
-    assert with_full_contrast(picture("train", 0, gray=True)) == picture("train", 0, gray=True)
-
-
 # ---- Repeating, and what cannot be taken -----------------------------------------------------------------------------
 
 
@@ -311,3 +309,116 @@ def test_slices_round_down_to_an_image():
     assert Slice("train", 80, 90).rows(737280, 200) == range(589824, 590024)
     assert Slice("train", 60, 80).rows(27000, 200) == range(16200, 16400)
     assert Slice("test", 50).rows(24300) == range(12150, 24300)
+
+
+def call(*arguments: object):
+    return CliRunner().invoke(app, ["vtab", *map(str, arguments)])
+
+
+def test_the_command_takes_what_there_is_and_says_what_is_missing(tmp_path):
+    make_tfds(tmp_path / "tfds", "camelyon", images={"train": 800, "validation": 200, "test": 4})
+    out = tmp_path / "out"
+    result = call("prepare", tmp_path / "tfds", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert [Manifest.load(out / "camelyon" / name).num_samples for name in DATASETS] == [1000, 800, 200, 4]
+    assert "missing: caltech101" in result.output and str(tmp_path / "tfds" / "kitti") in result.output
+    assert ORIGINS["resisc45"].get in result.output
+    assert call("prepare", tmp_path / "tfds", "--out", out, "--task", "camelyon").exit_code == 0
+    assert call("prepare", tmp_path / "tfds", "--out", out, "--task", "camelyon", "--task", "dtd").exit_code == 3
+    assert isinstance(call("prepare", tmp_path / "tfds", "--out", out, "--task", "mnist").exception, RecipeError)
+    assert isinstance(call("prepare", tmp_path / "no", "--out", out).exception, RecipeError)
+    pinned = call("prepare", tmp_path / "tfds", "--out", tmp_path / "b", "--ids", out, "--task", "camelyon")
+    assert pinned.exit_code == 0, pinned.output
+    both = [Ids.read(folder / "camelyon" / "ids.json") for folder in (out, tmp_path / "b")]
+    assert both[0].parts == both[1].parts
+
+
+def test_a_task_that_fails_does_not_stop_the_others(tmp_path):
+    make_tfds(tmp_path / "tfds", "camelyon", images=20)
+    make_folders(tmp_path / "tfds", "svhn", train=1000, test=20)
+    result = call("prepare", tmp_path / "tfds", "--out", tmp_path / "out")
+    assert result.exit_code == 3 and (tmp_path / "out" / "svhn" / "test" / "manifest.json").is_file()
+    assert "failed: camelyon" in result.output
+
+
+@pytest.mark.parametrize(("objects", "label"), [(3, 0), (4, 1), (9, 6), (10, 7)])
+def test_clevr_counts_from_three(objects, label):
+    assert clevr_count(np.zeros(objects, np.int64)) == label
+
+
+@pytest.mark.parametrize(
+    ("distances", "types", "label"),
+    [
+        ([8.0, 30.0], [0, 0], 0),
+        ([8.01, 30.0], [1, 0], 1),
+        ([20.0], [2], 1),
+        ([20.5], [2], 2),
+        ([3.0, 25.0], [3, 0], 2),  # a pedestrian is nearer than the car
+        ([3.0, 4.0], [3, 5], 3),
+        ([], [], 3),
+        ([-1.5], [0], 0),
+    ],
+)
+def test_kitti_looks_at_cars_vans_and_trucks(distances, types, label):
+    locations = np.array([[-7.0, 1.5, distance] for distance in distances], np.float32).reshape(-1)
+    assert kitti_distance(np.array(types, np.int64), locations) == label
+
+
+def test_distances_as_the_original_computes_them():
+    """There: the last i for which thresholds[i] - distance < 0, in fp32."""
+    rng = np.random.default_rng(0)
+    for value in np.concatenate([rng.uniform(0.1, 30, 500), CLEVR_METRES[1:], KITTI_METRES[1:]]).astype(np.float32):
+        for thresholds, mine in (
+            (CLEVR_METRES, lambda d: clevr_distance(np.array([1, 2, d + 3, 300, 2, d, 5, 6, d + 1], np.float32))),
+            (KITTI_METRES, lambda d: kitti_distance(np.array([0]), np.array([0, 0, d], np.float32))),
+        ):
+            assert mine(value) == np.where(np.array(thresholds, np.float32) - value < 0)[0].max()
+
+
+def test_bins_of_dsprites():
+    assert [dsprites_location(np.array([label])) for label in range(32)] == [label // 2 for label in range(32)]
+    bins = [dsprites_orientation(np.array([label])) for label in range(40)]
+    assert bins[:10] == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3] and bins[-1] == 15
+    assert np.bincount(bins).tolist() == [3, 2] * 8
+
+
+@pytest.mark.parametrize(
+    ("rule", "values"),
+    [
+        (dsprites_location, [[32]]),
+        (dsprites_orientation, [[40]]),
+        (dsprites_location, [[-1]]),
+        (clevr_distance, [[]]),
+        (clevr_distance, [[0.0, 0.0, 0.0]]),
+        (clevr_distance, [[0.0, 0.0, float("nan")]]),
+        (kitti_distance, [[0], [1.0, 1.0, -100.0]]),
+        (stated, [[1, 2]]),
+        (stated, [[]]),
+    ],
+)
+def test_what_has_no_class(rule, values):
+    with pytest.raises(ValueError):
+        rule(*map(np.array, values))
+
+
+CLOSEST = LabelRule(("objects/type", "objects/location"), kitti_distance)
+SCENES = [([0, 3], [1.0, 2.0, 9.5, 0.0, 0.0, 1.0]), ([3], [1.0, 2.0, 4.0]), ([], [])]
+
+
+def labels_of(source):
+    return [item.labels for item in source.items(0, {})]
+
+
+def test_rules_over_records(tmp_path):
+    records = [encode(image=["x"], label=[7], objects__type=t, objects__location=xyz) for t, xyz in SCENES]
+    source = open_tfrecords("source", [write(tmp_path / "train-0", *records)], SourceOptions(label_field="none"))
+    assert labels_of(replace(source, rule=CLOSEST)) == [("1",), ("3",), ("3",)]
+    assert labels_of(replace(source, rule=LabelRule(("label",), stated))) == [("7",)] * 3
+    with pytest.raises(DataError, match="label_x"):
+        labels_of(replace(source, rule=LabelRule(("label_x",), stated)))
+    uneven = encode(image=["x"], objects__type=[0, 1], objects__location=[1.0, 2.0, 3.0])
+    other = open_tfrecords("source", [write(tmp_path / "train-1", uneven)], SourceOptions(label_field="none"))
+    with pytest.raises(DataError, match="record 0"):
+        labels_of(replace(other, rule=CLOSEST))
+    with pytest.raises(DataError, match="record 2"):
+        labels_of(replace(source, rule=LabelRule(("objects/location",), clevr_distance)))

@@ -13,7 +13,6 @@ from vitscale.ground.vtab import TASKS
 
 IMAGES = 40  # of a split
 ORIENTATION_BINS = [b for b in range(16) for _ in range(3 if b % 2 == 0 else 2)]
-SHARED = {"clevr", "dsprites", "smallnorb"}
 CLEVR_DISTANCES = (7.0, 8.2, 8.7, 9.2, 9.7, 11.0)
 KITTI_DISTANCES = (5.0, 15.0, 30.0)
 

@@ -33,6 +33,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.append(str(Path(__file__).parents[1]))  # as pytest has it
 
 from processes import is_alive
+from small_files import flip
 from watched_runs import Process, Run, differences, impatient_launch, launch, write_recipe
 
 from vitscale.data.shards import ShardFile
@@ -220,9 +221,9 @@ class Chaos:
             path, place = somewhere_in(self._shards, self._rng)
             self._note(ending, f"{re.escape(path.name)}: .*(do not match their checksum|damaged)")
             self._await(DataError.exit_code)
-            flip_bit(path, place)
+            flip(path, place)
             self._wait(lambda: False)
-            flip_bit(path, place)
+            flip(path, place)
         self._wait(lambda: not any(is_alive(pid) for pid in ranks.values()))
         if ending in ("kill launch", "end launch"):
             self._wait(lambda: False)
@@ -264,7 +265,7 @@ class Chaos:
         file = self._rng.choice(sorted(newest.glob("*.safetensors")))
         self._note(damage, f"checkpoint of step {int(newest.name[5:])} is unusable")
         if damage == "flip checkpoint":
-            flip_bit(file, self._rng.randrange(file.stat().st_size))
+            flip(file, self._rng.randrange(file.stat().st_size))
         elif damage == "truncate checkpoint":
             os.truncate(file, self._rng.randrange(file.stat().st_size))
         else:
@@ -490,15 +491,6 @@ def somewhere_in(dataset: Path, rng: random.Random) -> tuple[Path, int]:
     with ShardFile(path) as shard:
         slot = rng.randrange(len(shard.offset))
         return path, int(shard.offset[slot]) + rng.randrange(int(shard.size[slot]))
-
-
-def flip_bit(path: Path, place: int) -> None:
-    """One bit of the byte at `place`."""
-    with path.open("r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 1]))
 
 
 def _measure(run: Run, ranks: int, log: Path) -> tuple[float, float]:

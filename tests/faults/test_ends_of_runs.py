@@ -1,7 +1,7 @@
 """What ends a run for good, what does not, and the codes that say so."""
 
+import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -10,24 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import chaos
 import pytest
-from chaos import flip_bit, somewhere_in
-from watched_runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, differences, launch, pretrain, write_data
+from small_files import flip
+from watched_runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, launch, pretrain
 
 from vitscale.launch.ends import EXIT_DATA, EXIT_NON_FINITE, EXIT_PREEMPTED, EXIT_RECIPE, EXIT_RETRY
-
-
-@pytest.mark.slow
-def test_a_damaged_picture_ends_a_run_for_good(make_run: MakeRun, tmp_path):
-    write_data(tmp_path)
-    run = make_run(**LONG, data={"train": str(tmp_path / "train"), "image_size": 32})
-    with Process(launch(run), tmp_path / "log") as process:
-        process.until(lambda: run.step() >= 5)
-        path, place = somewhere_in(tmp_path / "train", random.Random(1))
-        flip_bit(path, place)
-        assert process.end() == EXIT_DATA
-        assert f"{path}: slot " in process.text() and "do not match their checksum" in process.text()
-    assert len(run.events("started")) == 1
 
 
 def test_a_loss_that_is_not_finite_ends_a_run_for_good(make_run: MakeRun, tmp_path):
@@ -36,14 +24,6 @@ def test_a_loss_that_is_not_finite_ends_a_run_for_good(make_run: MakeRun, tmp_pa
         assert process.end() == EXIT_NON_FINITE
         assert "not finite" in process.text() and "optimizer.lr" in process.text()
     assert len(run.events("started")) == 1
-
-
-@pytest.mark.slow
-def test_a_finished_run_is_left_as_it_is(undisturbed: Run, tmp_path):
-    before, curve = undisturbed.state(undisturbed.saved()[-1]), undisturbed.curve()
-    with Process(launch(undisturbed), tmp_path / "log") as process:
-        assert process.end() == 0 and "holds a finished run; nothing to do" in process.text()
-    assert undisturbed.curve() == curve and differences(before, undisturbed.state(undisturbed.saved()[-1])) == []
 
 
 @pytest.mark.slow
@@ -64,7 +44,7 @@ def test_no_checkpoint_that_can_be_read(make_run: MakeRun, undisturbed: Run, tmp
     shutil.copytree(undisturbed.dir, run.dir)
     (run.dir / "DONE").unlink()
     for file in run.checkpoints.glob("step-*/rank-00001.safetensors"):
-        flip_bit(file, file.stat().st_size // 2)
+        flip(file, file.stat().st_size // 2)
     with Process(launch(run), tmp_path / "log") as process:
         assert process.end() == EXIT_DATA
         assert f"none of the {len(run.saved())} checkpoints can be read" in process.text()
@@ -154,3 +134,27 @@ def _peak_address_space(pid: int) -> int:
     except OSError:
         return 0
     return max((1024 * int(line.split()[1]) for line in lines if line.startswith("VmPeak")), default=0)
+
+
+def run_chaos(out: Path, *options: str) -> dict:
+    """Its report."""
+    command = [sys.executable, chaos.__file__, "--out", str(out / "chaos"), "--json", *options]
+    outcome = subprocess.run(command, capture_output=True, text=True)
+    print(outcome.stdout, outcome.stderr)
+    report = json.loads(outcome.stdout)
+    assert report["problems"] == [] and outcome.returncode == 0
+    return report
+
+
+def check_all_kinds(report: dict) -> None:
+    injected = {kind: row["injected"] for kind, row in report["faults"].items()}
+    if not report["fills_disk"]:
+        injected.pop("fill disk")
+    assert min(injected.values()) > 0, injected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("ranks", "seed"), [(1, 2), (2, 3), (4, 4)])
+def test_minutes_of_faults_change_nothing(tmp_path, ranks, seed):
+    check_all_kinds(run_chaos(tmp_path, "--minutes", "3", "--ranks", str(ranks), "--seed", str(seed)))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from watched_runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, bare, deepspeed, launch, write_recipe
 
-from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RECIPE, EXIT_RETRY
+from vitscale.launch.ends import EXIT_RECIPE, EXIT_RETRY
 
 
 @pytest.mark.slow
@@ -117,12 +117,3 @@ def test_ranks_outlive_deepspeed_s_launcher_and_keep_the_run_directory(make_run:
     with Process(launch(run), tmp_path / "third") as third:
         assert third.end() == 0, third.text()
     assert_same(run, undisturbed)
-
-
-@pytest.mark.slow
-def test_a_rank_killed_under_deepspeed_s_launcher(make_run: MakeRun, tmp_path):
-    run = make_run(**LONG)
-    with Process(deepspeed(run), tmp_path / "log") as process:
-        process.until(lambda: run.step() >= 5)
-        os.kill(process.ranks()[1], signal.SIGKILL)
-        assert process.end(90) not in (0, EXIT_PREEMPTED)

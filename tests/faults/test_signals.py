@@ -121,20 +121,6 @@ def test_the_first_ctrl_c_saves_under_every_launcher(make_run: MakeRun, tmp_path
     assert run.saved() == [run.step()] and run.lines()[0]["step"] == 1
 
 
-@pytest.mark.slow
-def test_a_second_ctrl_c_ends_at_once(make_run: MakeRun, tmp_path):
-    run = make_run(**LONG)
-    waiting, stopped = bare(run, tmp_path / "log")
-    with waiting, stopped:
-        waiting.until(lambda: run.step() >= 5)
-        stopped.signal(signal.SIGSTOP)
-        waiting.press_ctrl_c()
-        again_at = time.monotonic() + 2.5
-        waiting.until(lambda: time.monotonic() > again_at)
-        waiting.press_ctrl_c()
-        assert waiting.end() == EXIT_RETRY
-
-
 def test_ctrl_c_before_the_first_step_ends_at_once_without_a_trace(make_run: MakeRun, tmp_path):
     run = make_run(**LONG)
     for moment in (0.3, 2.5):

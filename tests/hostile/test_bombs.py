@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import struct
+import subprocess
 import sys
 import tarfile
 import threading
@@ -317,7 +318,6 @@ def matched(path: Path) -> None:
 
 
 weights, recipe = formats.read_weights, formats.FORMATS["recipe"].read
-ANY_RECIPE = next(iter(list_recipes()))
 source = formats.read_source
 ATTACKS = {
     **{f"pickle: {name}": one("w.pth", content, weights) for name, content in PICKLES.items()},
@@ -450,3 +450,11 @@ def test_what_is_unpacked_leaves_room_on_the_disk(tmp_path):
             for _ in run_inline([task], lambda *_: None):
                 pass
         assert not [path for path in (tmp_path / "disk").iterdir() if path.stat().st_size]
+
+
+@pytest.mark.parametrize("count", ["3", pytest.param("30", marks=pytest.mark.slow)])
+def test_damaged_files_are_read_or_refused(tmp_path, count):
+    command = [sys.executable, str(Path(__file__).with_name("mutate.py")), "--count", count, "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, timeout=300)
+    traces = [path.read_text() for path in tmp_path.glob("*.txt")]
+    assert done.returncode == 0, "\n".join([done.stdout, done.stderr[-2000:], *traces])

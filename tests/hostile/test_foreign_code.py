@@ -1,4 +1,4 @@
-"""No name and no file of a stranger becomes code: what is imported, unpickled and read from a run's small files."""
+"""No name, file or message of a stranger becomes code: what is imported, unpickled, and sent from rank to rank."""
 
 import ast
 import json
@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from hostile.rank_work import be_attacked, exchange, train_and_prove
 from strange_files import NO_HANG
+from training.ranks import make_data, start
 
 import vitscale
 from vitscale.about.studies.results import read_results
@@ -96,3 +98,27 @@ def test_what_a_small_file_holds_is_a_plain_object_or_nothing(content, tmp_path)
         assert read_results(tmp_path) is None
     except VitscaleError as error:
         assert str(error).isprintable()
+
+
+def test_a_training_that_is_continued_and_a_proof_exchange_no_pickle(tmp_path):
+    make_data(tmp_path)
+    start(train_and_prove, tmp_path, None, 2)
+    assert [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in (0, 1)] == [[[], True], [[], None]]
+    assert (tmp_path / "run" / "DONE").exists()
+
+
+def test_values_arrive_to_the_last_bit_and_errors_with_their_class(tmp_path):
+    start(exchange, tmp_path, None, 2)
+    first, other = (json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in (0, 1))
+    assert first[0] == other[0] and first[0][::2] == ["MachineError", True]
+    assert first[1][0] == "OwnError" and other[1] == ["MachineError", first[1][1], True]
+    # A bug keeps its exception, and so its trace, where it is; the others end as those that have lost a rank.
+    assert first[2] == ["ZeroDivisionError", "a bug", None] and other[2][0] == "PeerLostError"
+    assert first[3][0] == "TypeError" and other[3][0] == "PeerLostError"
+    assert first[4] == other[4] == ["VitscaleError", "", True]
+
+
+@pytest.mark.parametrize("attack", ["gather", "broadcast", "-1", "0", str(1 << 45)])
+def test_a_rank_that_was_taken_over_runs_no_code_elsewhere(tmp_path, attack):
+    start(be_attacked, tmp_path, attack, 2)
+    assert (tmp_path / "outcome").read_text() == "PeerLostError" and not (tmp_path / "ran").exists()

@@ -9,6 +9,7 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -82,85 +83,64 @@ def connected(port: int) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout=10)
 
 
-def without_a_proof(port: int, secret: bytes) -> Speaker:
-    speaker = Speaker(connected(port), b"?" * 32)
-    speaker.say(b'{"node": 1, "nodes": 2, "host": "h"}')
-    speaker.say(b'{"hello": [1, 2, "h", "x"]}')
-    return speaker
-
-
-def with_another_secret(port: int, secret: bytes) -> Speaker:
-    return come(port, bytes([secret[0] ^ 1, *secret[1:]]))
-
-
-def with_an_empty_secret(port: int, secret: bytes) -> Speaker:
-    return come(port, b"")
-
-
 def with_a_proof_of_another_connection(port: int, secret: bytes) -> Speaker:
     """A real node's first connection is overheard, and all that it sent is sent again."""
     real = come(port, secret, node=1)
     stranger = Speaker(connected(port), b"")
     stranger.say(real.number.hex().encode())
-    stranger.say(real.sealed(b'{"hello": [1, 2, "host", "x"]}', number=0))
+    stranger.say(real.sealed(HELLO, number=0))
     real.socket.close()
+    return stranger
+
+
+def unread(port: int) -> Speaker:
+    """One that has not said its number."""
+    stranger = Speaker.__new__(Speaker)
+    stranger.socket = connected(port)
+    stranger._lines = stranger.socket.makefile("rb")
     return stranger
 
 
 def with_node_0s_own_lines(port: int, secret: bytes) -> Speaker:
     """Node 0's number is sent back to it, and then each of its lines."""
-    stranger = Speaker.__new__(Speaker)
-    stranger.socket = connected(port)
-    stranger._lines = stranger.socket.makefile("rb")
+    stranger = unread(port)
     stranger.say(stranger.line())
     stranger.say(stranger.line())
     return stranger
 
 
-def with_the_other_direction(port: int, secret: bytes) -> Speaker:
-    speaker = Speaker(connected(port), secret)
-    speaker.say(speaker.sealed(b'{"hello": [1, 2, "host", "x"]}', is_first=True))
+def saying(speaker: Speaker, line: Callable[[Speaker], bytes]) -> Speaker:
+    speaker.say(line(speaker))
     return speaker
 
 
-def with_the_proof_of_another_node(port: int, secret: bytes) -> Speaker:
-    speaker = Speaker(connected(port), secret)
-    speaker.say(speaker.sealed(b'{"hello": [3, 4, "host", "x"]}').replace(b"[3, 4", b"[1, 2"))
-    return speaker
-
-
-def with_a_line_out_of_turn(port: int, secret: bytes) -> Speaker:
-    speaker = Speaker(connected(port), secret)
-    speaker.say(speaker.sealed(b'{"hello": [1, 2, "host", "x"]}', number=1))
-    return speaker
-
-
-def with_no_number(port: int, secret: bytes) -> Speaker:
-    stranger = Speaker.__new__(Speaker)
-    stranger.socket = connected(port)
-    stranger._lines = stranger.socket.makefile("rb")
-    stranger.say(b"00" * 31)
-    return stranger
-
-
-def with_ten_megabytes(port: int, secret: bytes) -> Speaker:
-    speaker = Speaker(connected(port), b"")
-    speaker.say(b"x" * 10_000_000)
-    return speaker
-
-
-STRANGERS = [
-    *(without_a_proof, with_another_secret, with_an_empty_secret, with_a_proof_of_another_connection),
-    *(with_node_0s_own_lines, with_the_other_direction, with_the_proof_of_another_node, with_a_line_out_of_turn),
-    *(with_no_number, with_ten_megabytes),
-]
+HELLO = b'{"hello": [1, 2, "host", "x"]}'
+OF_ANOTHER = b'{"hello": [3, 4, "host", "x"]}'
+STRANGERS: dict[str, Callable[[int, bytes], Speaker]] = {
+    "no proof": lambda port, _: saying(Speaker(connected(port), b"?" * 32), lambda _: b'{"node": 1}\n' + HELLO),
+    "another secret": lambda port, secret: come(port, bytes([secret[0] ^ 1, *secret[1:]])),
+    "an empty secret": lambda port, _: come(port, b""),
+    "a proof of another connection": with_a_proof_of_another_connection,
+    "node 0's own lines": with_node_0s_own_lines,
+    "the other direction": lambda port, secret: saying(
+        Speaker(connected(port), secret), lambda one: one.sealed(HELLO, is_first=True)
+    ),
+    "the proof of another node": lambda port, secret: saying(
+        Speaker(connected(port), secret), lambda one: one.sealed(OF_ANOTHER).replace(b"[3, 4", b"[1, 2")
+    ),
+    "a line out of turn": lambda port, secret: saying(
+        Speaker(connected(port), secret), lambda one: one.sealed(HELLO, number=1)
+    ),
+    "no number": lambda port, _: saying(unread(port), lambda _: b"00" * 31),
+    "ten megabytes": lambda port, _: saying(Speaker(connected(port), b""), lambda _: b"x" * 10_000_000),
+}
 
 
 def test_no_stranger_becomes_a_node_and_each_is_shown_out(tmp_path, capfd):
     with Meeting(tmp_path, 0) as first:
         secret = secret_of(tmp_path)
-        for stranger in STRANGERS:
-            assert stranger(first.port, secret).is_closed() and first.still_waits(), stranger.__name__
+        for name, stranger in STRANGERS.items():
+            assert stranger(first.port, secret).is_closed() and first.still_waits(), name
         come(first.port, secret).tell({"ready": [3, True]})
         first.join()
     assert first.layout.ranks == 1 and first.layout.world_size == 4

@@ -93,25 +93,13 @@ def test_text_without_secrets_stays(text):
     assert without_secrets(text) == text
 
 
-@pytest.mark.parametrize(
-    "unit",
-    [
-        "x://a:b",
-        "://",
-        "?sig=a&",
-        "%3a%2f%2fa",
-        "authorization: ",
-        "https://u:",
-        "@:",
-        "&a_",
-        "?%",
-        "aA-",
-        " ",
-        "\\",
-        "'token':\"",
-        "'a.",
-    ],
-)
+UNITS = [
+    *("x://a:b", "://", "?sig=a&", "%3a%2f%2fa", "authorization: ", "https://u:", "@:", "&a_", "?%", "aA-", " ", "\\"),
+    *("'token':\"", "'a."),
+]
+
+
+@pytest.mark.parametrize("unit", UNITS)
 def test_long_text_takes_no_longer_than_it_has_to(unit):
     text = f"https://u:{unit * 50_000}@"  # quadratic time would be an hour
     assert isinstance(shown(text), str)

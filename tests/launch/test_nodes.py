@@ -1,9 +1,12 @@
 """Launches of several nodes, here processes of one: they meet, fail, are killed and told to end together."""
 
+import json
 import re
 import signal
-import socket
+import subprocess
+import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from launch.small_cluster import DONE, FOREVER, Cluster, ends
@@ -125,34 +128,6 @@ def test_launches_that_do_not_belong_together_are_refused(cluster):
     first.kill()
 
 
-def test_whoever_else_comes_to_the_port_changes_nothing(cluster):
-    first = cluster.start(0, DONE)
-
-    def speak(noise: bytes) -> bool:
-        try:
-            with socket.create_connection(("127.0.0.1", cluster.port), timeout=1) as stranger:
-                stranger.sendall(noise)
-        except ConnectionRefusedError:
-            return False
-        except OSError:  # it was thrown out in mid-sentence
-            pass
-        return True
-
-    wait_until(lambda: speak(b""))
-    for noise in (
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\n\n[]\n",
-        b'{"node": "x"}\n',
-        b'{"node": -1}\n{}\n',
-        b'{"node": 1e400, "nodes": 2, "host": "h"}\n',
-        b"[" * 100_000 + b"\n",
-        *(b'{"node": 1, "nodes": 2, "host": "h"}\n' + line for line in (b'{"ready": 5}\n', b'{"account": {}}\n')),
-        b"\x00" * (2 << 20),
-    ):
-        assert speak(noise)
-    assert [code for code, _ in ends(first, cluster.start(1, DONE))] == [0, 0]
-
-
 @pytest.mark.parametrize(
     ("devices", "batch", "ranks"),
     [
@@ -176,3 +151,20 @@ def test_a_name_that_nobody_knows_is_waited_for_as_nodes_are(tmp_path):
         supervisor.told = signal.SIGTERM
         first = FirstNode(ThisNode(0, 2, "node-0.invalid"), None, supervisor, tmp_path)
         assert first.meet(1, is_asked_for=True) is None
+
+
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "many_nodes.py"
+
+
+def crowd(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(PROGRAM), "--json", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_more_nodes_than_files_that_may_be_open_meet_and_end_together():
+    result = crowd("--nodes", 100, "--open-files", 64, "--doubled", 4, "--slow", 4, "--silence", 10)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["world_size"] == 800 and found["accounts"] == 100 and found["refused"] == 4
+    assert found["lost"] >= 1 and found["trouble"]
+    assert found["decided"] + found["lost"] >= 99

@@ -1,6 +1,8 @@
-"""Which ends are repeated, how often, and what the launch ends with."""
+"""Which ends are repeated, how often, what the launch ends with, and what the ends of ranks mean together."""
 
+import itertools
 import json
+import random
 import signal
 import threading
 import time
@@ -10,8 +12,10 @@ import pytest
 from processes import signal_when
 from small_ranks import ranks
 
+from vitscale.ground import errors
 from vitscale.ground.errors import PreemptedError
 from vitscale.launch import Launch, Supervisor
+from vitscale.launch.ends import End, cause
 
 DONE = "note('DONE', '{}')"
 
@@ -37,52 +41,45 @@ def journal(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "launch.jsonl").read_text().splitlines()]
 
 
+FAILS, KILLED, SAVES = "sys.exit(75)", "os.kill(os.getpid(), signal.SIGKILL)", "checkpoint({}); sys.exit(75)"
+
+
+# What the ranks do, attempt by attempt; how many restarts in a row there may be; exit code and number of attempts.
 @pytest.mark.parametrize(
-    ("body", "code", "attempts"),
+    ("attempts", "max_restarts", "code", "count"),
     [
-        (DONE, 0, 1),
-        ("pass", 75, 2),
-        ("sys.exit(1)", 1, 2),
-        ("sys.exit(2)", 2, 1),
-        ("sys.exit(3)", 3, 1),
-        ("sys.exit(4)", 4, 1),
-        ("sys.exit(75)", 75, 2),
-        ("sys.exit(85)", 85, 1),
-        ("os.abort()", 75, 2),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 75, 2),
-        (f"{DONE}; os.abort()", 0, 1),
-        (f"{DONE}; sys.exit(4)", 0, 1),
+        *(
+            ([f"sys.exit({code})"], 1, code, count)
+            for code, count in ((1, 2), (2, 1), (3, 1), (4, 1), (75, 2), (85, 1))
+        ),
+        ([DONE], 1, 0, 1),
+        (["pass"], 1, 75, 2),
+        (["os.abort()"], 1, 75, 2),
+        ([KILLED], 1, 75, 2),
+        ([f"{DONE}; os.abort()"], 1, 0, 1),
+        ([f"{DONE}; sys.exit(4)"], 1, 0, 1),
+        # The survivors of a failed rank do not hide why.
+        ([("wait_for('gone'); sys.exit(75)", "note('gone'); time.sleep(0.1); sys.exit(3)")], 3, 3, 1),
+        # Restarts are counted until there is a new checkpoint, whole; where none are to be seen, until there are steps.
+        ([FAILS], 0, 75, 1),
+        ([FAILS], 2, 75, 3),
+        ([FAILS, SAVES.format(10), SAVES.format(20), FAILS], 1, 75, 4),
+        (["(here / f'checkpoints/step-{time.time_ns()}').mkdir(parents=True); sys.exit(75)"], 1, 75, 2),
+        (["beat(5); sys.exit(1)", "beat(9); sys.exit(1)"], 1, 1, 3),
+        # What fails twice alike before the first heartbeat would fail again.
+        (["sys.exit(1)"], 3, 1, 2),
+        (["os.abort()"], 3, 75, 2),
+        (["why('a'); sys.exit(1)", "why('b'); sys.exit(1)"], 3, 1, 3),
+        (["sys.exit(1)", FAILS, "sys.exit(1)"], 3, 1, 4),
+        (["beat(0); sys.exit(1)"], 3, 1, 4),
+        ([FAILS], 3, 75, 4),
+        ([KILLED], 3, 75, 4),
+        (["sys.exit(1)", "os.abort()", DONE], 3, 0, 3),
     ],
 )
-def test_what_an_end_leads_to(tmp_path, body, code, attempts):
-    assert launch(tmp_path, (body,), max_restarts=1) == (code, attempts)
-
-
-def test_the_survivors_of_a_failed_rank_do_not_hide_why(tmp_path):
-    bodies = ("wait_for('gone'); sys.exit(75)", "note('gone'); time.sleep(0.1); sys.exit(3)")
-    assert launch(tmp_path, bodies) == (3, 1)
-
-
-def test_restarts_without_a_new_checkpoint_are_counted(tmp_path, capfd):
-    assert launch(tmp_path, ("sys.exit(75)",), max_restarts=0) == (75, 1)
-    assert launch(tmp_path, ("sys.exit(75)",), max_restarts=2) == (75, 3)
-    assert "not restarted: the last 2 restarts brought no new checkpoint" in capfd.readouterr().err
-
-
-def test_a_new_checkpoint_begins_the_count_again(tmp_path):
-    fails, saves = "sys.exit(75)", "checkpoint({}); sys.exit(75)"
-    attempts = [fails, saves.format(10), saves.format(20), fails]
-    assert launch(tmp_path, *((body,) for body in attempts), max_restarts=1) == (75, 4)
-
-
-def test_a_checkpoint_that_is_not_complete_is_no_progress(tmp_path):
-    body = "(here / f'checkpoints/step-{time.time_ns()}').mkdir(parents=True); sys.exit(75)"
-    assert launch(tmp_path, (body,), max_restarts=1) == (75, 2)
-
-
-def test_without_checkpoints_to_see_steps_are_progress(tmp_path):
-    steps = ["beat(5); sys.exit(1)", "beat(9); sys.exit(1)", "beat(9); sys.exit(1)"]
-    assert launch(tmp_path, *((body,) for body in steps), max_restarts=1) == (1, 3)
+def test_what_ends_lead_to(tmp_path, attempts, max_restarts, code, count):
+    bodies = [(attempt,) if isinstance(attempt, str) else attempt for attempt in attempts]
+    assert launch(tmp_path, *bodies, max_restarts=max_restarts) == (code, count)
 
 
 def test_steps_are_no_progress_where_there_are_checkpoints(tmp_path):
@@ -90,26 +87,6 @@ def test_steps_are_no_progress_where_there_are_checkpoints(tmp_path):
     (tmp_path / "checkpoints/step-00000003/index.json").touch()
     steps = ["beat(5); sys.exit(1)", "beat(9); sys.exit(1)"]
     assert launch(tmp_path, *((body,) for body in steps), max_restarts=1) == (1, 2)
-
-
-@pytest.mark.parametrize(
-    ("bodies", "code", "attempts"),
-    [
-        (["sys.exit(1)"], 1, 2),
-        (["os.abort()"], 75, 2),
-        (["why('a'); sys.exit(1)", "why('b'); sys.exit(1)", "why('b'); sys.exit(1)"], 1, 3),
-        (["sys.exit(1)", "sys.exit(75)", "sys.exit(1)"], 1, 4),
-        (["beat(0); sys.exit(1)"], 1, 4),
-        (["sys.exit(75)"], 75, 4),
-        (["os.kill(os.getpid(), signal.SIGKILL)"], 75, 4),
-    ],
-)
-def test_a_failure_before_the_first_heartbeat_that_repeats_itself_is_not_restarted(tmp_path, bodies, code, attempts):
-    assert launch(tmp_path, *((body,) for body in bodies)) == (code, attempts)
-
-
-def test_an_attempt_that_gets_through_ends_it(tmp_path):
-    assert launch(tmp_path, ("sys.exit(1)",), ("os.abort()",), (DONE,)) == (0, 3)
 
 
 def test_a_run_that_was_done_before(tmp_path):
@@ -189,3 +166,45 @@ def test_what_cannot_be_prepared_is_the_end_and_is_written_down(tmp_path):
     with Supervisor() as supervisor, pytest.raises(PreemptedError):
         Launch(tmp_path, prepare, supervisor, first_pause_s=0.01).run()
     assert (journal(tmp_path)[-1]["event"], journal(tmp_path)[-1]["exit_code"]) == ("finished", 85)
+
+
+def end(rank: int, returncode: int, **more) -> End:
+    return End(rank, 1000 + rank, returncode, 5, "after step 5 (training)", **more)
+
+
+HUNG = {"was_killed": True, "hung": "gave no sign of life for 61 s (its process: stopped, T)"}
+# In the order in which they explain the others: what goes wrong by itself, then silence, then what follows from a peer.
+CLASSES = [
+    [end(0, 1), end(1, 2), end(2, 3), end(3, 4), end(4, -signal.SIGKILL), end(5, 130)],
+    [end(6, -signal.SIGKILL, **HUNG)],
+    [end(7, 75)],
+    [end(8, -signal.SIGKILL, was_killed=True)],
+]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_cause_is_the_earliest_end_that_is_no_consequence(seed):
+    chosen = random.Random(seed)
+    all_ends = [*itertools.chain(*CLASSES), end(9, 0), end(10, 85)]
+    ends = chosen.sample(all_ends, k=chosen.randint(1, len(all_ends)))
+    bad = [[one for one in ends if one in group] for group in CLASSES]
+    assert cause(ends) == next((group[0] for group in bad if group), None)
+
+
+def test_good_ends_have_no_cause():
+    assert cause([]) is None
+    assert cause([end(0, 0), end(1, 85), end(2, -signal.SIGTERM, was_told=True)]) is None
+
+
+@pytest.mark.parametrize(
+    ("returncode", "code"), [(1, 1), (2, 2), (3, 3), (4, 4), (75, 75), (-9, 75), (-64, 75), (130, 1), (120, 1)]
+)
+def test_the_code_of_a_launch_that_ends_for_it(returncode, code):
+    assert end(0, returncode).code == code
+
+
+def test_every_code_of_an_error_has_a_meaning():
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    assert len(kinds) > 5
+    for kind in kinds:
+        assert "unknown" not in end(0, kind.exit_code).describe()

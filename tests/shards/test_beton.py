@@ -52,17 +52,6 @@ def test_what_is_written_is_read(tmp_path, photos):
     assert [path.name for path in tmp_path.iterdir()] == ["s.beton"]
 
 
-def test_several_labels(tmp_path, photos):
-    samples = list(samples_of(photos, labels=True))
-    samples.append(StoredSample(photos[0], 40, 64, -1, 5000, np.array([], np.int32)))
-    write_shard(tmp_path / "s.beton", samples)
-    with ShardFile(tmp_path / "s.beton") as shard:
-        assert shard.fields[-1] == "labels"
-        for slot, sample in enumerate(samples):
-            assert shard.read(slot) == sample.image
-            assert shard.labels(slot).tolist() == sample.labels.tolist()
-
-
 # numba complains when FFCV's compiled pipelines are collected; the test collects them itself, to hear it here.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("labels", [False, True])

@@ -9,7 +9,7 @@ from messages import refusal
 from PIL import Image, ImageChops
 from python_processes import run_python
 from shards_command import run
-from small_files import files_in, flip, upload, write_files
+from small_files import files_in, flip_images, upload, write_files
 from stored_dataset import Photo, write_dataset
 from typer.testing import CliRunner
 
@@ -75,8 +75,7 @@ def test_verify(tmp_path):
     manifest = write_dataset(tmp_path / "ds", PHOTOS, 5)
     code, text = run("verify", tmp_path / "ds", "--workers", 2, "--decode")
     assert code == 0 and "whole: 3 shards, 12 samples, all decoded" in text
-    with ShardFile(manifest.shard_path(1)) as shard:
-        flip(shard.path, int(shard.offset[0]))
+    flip_images(manifest.shard_path(1), 0)
     (tmp_path / "ds" / "shard-00002.beton").unlink()
     code, text = run("verify", tmp_path / "ds")
     assert code == 3 and "DAMAGED" in text and "dog/05.png" in text
@@ -234,8 +233,7 @@ def test_export_without_tables_names_by_uid(tmp_path):
 
 def test_export_never_half(tmp_path):
     manifest = write_dataset(tmp_path / "ds", PHOTOS, 5)
-    with ShardFile(manifest.shard_path(2)) as shard:
-        flip(shard.path, int(shard.offset[1]) + 3)
+    flip_images(manifest.shard_path(2), 1)
     with pytest.raises(DataError, match=r"uid 11 \(dog/11\.png\)"):
         run("export", tmp_path / "ds", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["ds"]

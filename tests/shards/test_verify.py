@@ -5,7 +5,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from small_files import edit_manifest, excluding, flip, upload
+from small_files import edit_manifest, excluding, flip, flip_images, upload
 from stored_dataset import Photo, write_dataset, write_one_shard
 
 from vitscale.data.shards import Manifest, ShardFile, StoredSample
@@ -86,10 +86,7 @@ def test_damage_does_not_hide_other_damage(dataset):
     (dataset / "shard-00000.beton").unlink()
     with (dataset / "shard-00001.beton").open("r+b") as file:
         file.truncate(9 << 20 >> 1)
-    with ShardFile(dataset / "shard-00002.beton") as shard:
-        positions = shard.offset.tolist()
-    for position in positions:
-        flip(dataset / "shard-00002.beton", position + 5)
+    flip_images(dataset / "shard-00002.beton", 0, 1)
     verdict = found(dataset)
     told = [(one.path[:11], one.what) for one in verdict.damage]
     assert {path for path, _ in told} == {"shard-00000", "shard-00001", "shard-00002"}
@@ -100,11 +97,7 @@ def test_damage_does_not_hide_other_damage(dataset):
 
 def test_many_damaged_samples_are_counted_not_listed(tmp_path):
     write_generated_dataset(tmp_path / "ds", [60])
-    path = tmp_path / "ds" / "shard-00000.beton"
-    with ShardFile(path) as shard:
-        positions = shard.offset.tolist()
-    for position in positions:
-        flip(path, position + 9)
+    flip_images(tmp_path / "ds" / "shard-00000.beton", *range(60))
     damage = found(tmp_path / "ds").damage
     assert [one.uid for one in damage if one.uid is not None] == list(range(20))
     assert any(one.what.startswith("40 more samples: ") for one in damage)
@@ -223,9 +216,8 @@ def test_at_a_url(dataset):
     url = upload(dataset, f"memory://{dataset.parent.name}/train")
     verdict = found(url)
     assert (verdict.damage, verdict.samples) == ([], 12)
-    with ShardFile(dataset / "shard-00002.beton") as shard:
-        flip(shard.path, int(shard.offset[0]))
-    upload(shard.path, f"{url}/{shard.path.name}")
+    flip_images(dataset / "shard-00002.beton", 0)
+    upload(dataset / "shard-00002.beton", f"{url}/shard-00002.beton")
     fsspec.filesystem("memory").rm_file(f"{url}/shard-00000.beton")
     verdict = found(f"{url}/manifest.json")
     assert ("dog/a.jpg", 10) in {(one.key, one.uid) for one in verdict.damage}

@@ -1,13 +1,13 @@
 """A training set with copies of test images in it, and who copied what: made once for all tests that ask for it."""
 
-import io
 from pathlib import Path
 from typing import NamedTuple
 
 import fsspec
-import numpy as np
-from dedup_data import index_of, source_of
-from PIL import Image
+from dedup_data import index_of, make_photo, source_of
+from pictures import encoded
+from PIL import Image, ImageOps
+from small_files import write_files
 
 from data_tools.conversion import convert
 from data_tools.request import Request
@@ -27,6 +27,8 @@ PLANTED = {
     "b/cropped.jpg": ("birds", "5.jpg", None),
     "a/other-set.jpg": ("fish", "0.jpg", "bytes"),
     "a/other-set-mirrored.jpg": ("fish", "1.jpg", "hash"),
+    "b/border.jpg": ("fish", "2.jpg", "hash"),
+    "a/corner.jpg": ("fish", "3.jpg", None),
 }
 
 
@@ -39,32 +41,20 @@ class Planted(NamedTuple):
     indexes: dict[str, Path]
 
 
-def photo(seed: int, height: int = 150, width: int = 200) -> Image.Image:
-    """An RGB picture with enough detail for a hash; those of two seeds have nothing in common."""
-    rng = np.random.default_rng(1000 + seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), np.uint8))
-    return coarse.resize((width, height), Image.Resampling.BICUBIC)
-
-
 def jpeg(picture: Image.Image, quality: int = 92, **options: object) -> bytes:
-    out = io.BytesIO()
-    picture.save(out, "JPEG", quality=quality, **options)
-    return out.getvalue()
+    return encoded(picture, quality=quality, **options)
 
 
-def write_images(folder: Path, images: dict[str, bytes]) -> Path:
-    for name, content in images.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content)
-    return folder
+def photo(seed: int, height: int = 150, width: int = 200) -> Image.Image:
+    return make_photo(1000 + seed, height, width)
 
 
 def plant(root: Path) -> Planted:
     """Write all of it into a folder."""
     birds, fish = [photo(i) for i in range(10)], [photo(100 + i) for i in range(6)]
     test_sets = {
-        "birds": write_images(root / "birds", {f"{i}.jpg": jpeg(picture) for i, picture in enumerate(birds)}),
-        "fish": write_images(root / "fish", {f"{i}.jpg": jpeg(picture) for i, picture in enumerate(fish)}),
+        "birds": write_files(root / "birds", *((f"{i}.jpg", jpeg(picture)) for i, picture in enumerate(birds))),
+        "fish": write_files(root / "fish", *((f"{i}.jpg", jpeg(picture)) for i, picture in enumerate(fish))),
     }
     images = {f"{'ab'[i % 2]}/own-{i:02d}.jpg": jpeg(photo(500 + i, 120 + 2 * i, 180)) for i in range(OWN)}
     images |= {
@@ -77,8 +67,10 @@ def plant(root: Path) -> Planted:
         "b/cropped.jpg": jpeg(birds[5].crop((20, 15, 180, 135))),
         "a/other-set.jpg": jpeg(fish[0]),
         "a/other-set-mirrored.jpg": jpeg(fish[1].transpose(Image.Transpose.FLIP_LEFT_RIGHT)),
+        "b/border.jpg": jpeg(ImageOps.expand(fish[2], 12, "white")),
+        "a/corner.jpg": jpeg(fish[3].crop((0, 0, 194, 146))),
     }
-    write_images(root / "images", images)
+    write_files(root / "images", *images.items())
     # To memory first: that needs no worker process, which would take seconds to start.
     convert(Request(str(root / "images"), shard_samples=SHARD_SAMPLES, shuffle_seed=3), URL)
     dataset = root / "train"

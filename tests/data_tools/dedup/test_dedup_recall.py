@@ -1,8 +1,9 @@
-"""Proof on real photos: which edited copies are found, and whether strangers are taken for copies."""
+"""Proof on real photos: which edited copies are found, that no stranger is taken for one, and what people judged."""
 
 from itertools import pairwise
 
 import pytest
+from dedup_judged import deduplicate, listed_pairs
 from dedup_recall import CROSSED, Photo, index_of, photos, recall, spread, strangers
 from photo_edits import BORDERS, CERTAIN
 
@@ -59,3 +60,22 @@ def test_no_stranger_among_ten_million_pairs(data_root, tmp_path, level):
     images, _, false = strangers(clothing, index_of(grocery, level, tmp_path, workers=2), CROSSED)
     assert images >= 1e7
     assert not false
+
+
+@pytest.mark.slow
+def test_near_duplicates_that_people_judged(data_root, tmp_path):
+    cifar = data_root / "cifar10"
+    judged = deduplicate("cifar10", cifar / "test_dev.tar.xz", cifar / "train.tar.xz", tmp_path)
+    listed = listed_pairs(data_root)
+    assert (judged.images, judged.test_images, len(listed)) == (50_000, 5_000, 149)
+    assert len(listed.keys() & judged.removed_pairs.keys()) >= 0.6 * len(listed)
+    assert judged.flagged <= 200
+
+
+@pytest.mark.slow
+def test_signs_of_different_people_stay(data_root, tmp_path):
+    signs = data_root / "signdigits"
+    judged = deduplicate("signdigits", signs / "test_dev.tar.xz", signs / "train.tar.xz", tmp_path)
+    assert judged.images == 1_450
+    assert judged.removed <= 0.02 * judged.images  # all of them are photos of their own
+    assert all(tier == "correlation" for tier, _, _ in judged.removed_pairs.values())

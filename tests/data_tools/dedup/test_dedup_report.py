@@ -1,4 +1,4 @@
-"""The report: its numbers against what was planted, its pictures by what can be seen in them."""
+"""The report: its numbers against what was planted, its pictures, and expected false removals of known histograms."""
 
 import io
 import json
@@ -12,14 +12,16 @@ import pytest
 from dedup_data import candidate, index_of, source_of
 from pictures import encoded
 from PIL import Image
-from planted_copies import jpeg, photo, write_images
+from planted_copies import jpeg, photo
 from rich.console import Console
+from small_files import write_files
 
 from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.matches import Findings, Match, Pair
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.report import described, pair_sheet, tables, write_report
-from data_tools.dedup.settings import Settings
+from data_tools.dedup.settings import COUNTED, PRESETS, Settings
+from data_tools.dedup.tail import expected_false
 
 COLUMNS = 110
 
@@ -31,7 +33,7 @@ def index_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources = []
     for number, (name, preset) in enumerate((("birds", "photo"), ("scans", "exact"))):
         images = {f"{i}.jpg": jpeg(photo(10 * number + i)) for i in range(5)}
-        sources.append(source_of(write_images(root / name, images), name, preset, level=1))
+        sources.append(source_of(write_files(root / name, *images.items()), name, preset, level=1))
     return index_of(root / "index", sources).folder
 
 
@@ -119,19 +121,6 @@ def test_table_of_large_counts_fits_the_terminal(index_folder: Path, tmp_path: P
     assert "9,876" in text and "Nor is what the embedding decided" in text
 
 
-def test_equal_inputs_give_equal_files(index_folder: Path, tmp_path: Path) -> None:
-    first = write_report(tmp_path / "a", *matched(index_folder))
-    second = write_report(tmp_path / "b", *matched(index_folder))
-    assert first == second == ["report.json", "birds.pairs.png"]
-    for name in first:
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(first)  # nothing half-written is left
-    for name in first[1:]:
-        with Image.open(tmp_path / "a" / name) as image:
-            image.load()
-            assert image.width > 900 and not image.info.keys() & {"Software", "Creation Time"}
-
-
 @pytest.mark.parametrize(
     "names",
     [["a/b", "a:b"], ["../../etc", "..\\..\\ETC"], ["\U0001f41f $x_$ \\frac", "鸟"], [".", ""], ["x" * 400, "x" * 401]],
@@ -146,13 +135,6 @@ def test_any_names_make_files_of_their_own(index_folder: Path, tmp_path: Path, n
     assert len({name.lower() for name in written}) == len(written) == 3
     assert sorted(path.name for path in (tmp_path / "report").iterdir()) == sorted(written)
     assert json.loads((tmp_path / "report" / "report.json").read_text())["test_sets"][0]["name"] == names[0]
-
-
-def test_damage_of_an_earlier_report_is_overwritten(index_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text("cut off")
-    matcher, findings = matched(index_folder)
-    write_report(tmp_path, matcher, findings)
-    assert json.loads((tmp_path / "report.json").read_text())["images"] == 6
 
 
 def pair(removed: bool, key: str = "train/0.jpg", colour: str = "red", picture: bytes | None = None) -> Pair:
@@ -180,7 +162,99 @@ def test_sheet_without_pictures_still_has_the_facts(picture: bytes) -> None:
     assert np.asarray(sheet).min() < 60  # text
 
 
-def test_sheet_grows_with_its_pairs() -> None:
-    empty, some, more = (pair_sheet("birds", [(pair(True), b"")] * count, []) for count in (0, 4, 24))
-    assert empty.width == some.width == more.width
-    assert empty.height < some.height < more.height
+_BITS = np.arange(COUNTED + 1)
+_NO_CORRELATIONS = np.zeros(100, np.int64)
+_REMOVED = round(100 * Settings().correlation)  # the first bin of correlations that are reached
+
+
+def _even(density: np.ndarray) -> np.ndarray:
+    """Two PDQ hashes have as many ones, so they differ in an even number of bits."""
+    return np.where(_BITS % 2 == 0, density, 0.0)
+
+
+def _copies(rng: np.random.Generator, count: int, farthest: int) -> np.ndarray:
+    """Of which most are near."""
+    distances = np.minimum(2 * rng.geometric(4 / farthest, count), farthest)
+    return np.bincount(distances, minlength=COUNTED + 1)
+
+
+@pytest.mark.parametrize("slope", [0.25, 0.35, 0.46])  # 0.46: a hundredfold in ten bits, as unrelated photos have it
+@pytest.mark.parametrize(("copies", "farthest"), [(0, 40), (300, 40), (5000, 64)])
+def test_geometric_tail_is_followed_to_the_threshold(slope: float, copies: int, farthest: int) -> None:
+    rng = np.random.default_rng(int(slope * 100) + copies)
+    tail = _even(1e5 * np.exp(slope * (_BITS - COUNTED)))
+    expected = expected_false(rng.poisson(tail) + _copies(rng, copies, farthest), _NO_CORRELATIONS, Settings())
+    truth = tail[:32].sum()
+    assert expected.hash.expected is not None
+    assert truth / 2 < expected.hash.expected < truth * 2
+    assert expected.hash.fit is not None
+    assert expected.hash.fit.slope == pytest.approx(slope, rel=0.05)
+
+
+def test_small_counts_are_not_undersold() -> None:
+    inside = known = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        tail = _even(rng.uniform(30, 300) * np.exp(rng.uniform(0.25, 0.5) * (_BITS - COUNTED)))
+        expected = expected_false(rng.poisson(tail) + _copies(rng, 40, 50), _NO_CORRELATIONS, Settings())
+        known += expected.hash.expected is not None
+        inside += tail[:32].sum() <= expected.hash.at_most
+    assert known >= 55
+    assert inside >= 54  # of 60: two standard errors, less what the choice of the range adds
+
+
+def test_plateau_of_look_alikes_is_no_tail() -> None:
+    # CIFAR-10's training images against 5,000 of its test images, two bits a number from 50 on.
+    seen = [28, 25, 26, 26, 25, 24, 39, 40, 45, 61, 76, 127, 214, 385, 753, 1599, 3614, 8627, 20872, 51450, 127652]
+    counts = np.zeros(COUNTED + 1, np.int64)
+    counts[50::2] = seen
+    counts[10:50:2] = 15
+    fit = expected_false(counts, _NO_CORRELATIONS, PRESETS["small"]).hash.fit
+    assert fit is not None
+    assert fit.first >= 66
+    assert 0.38 < fit.slope < 0.46  # log(127,652 / 1,599) / 10 is 0.438
+
+
+@pytest.mark.parametrize("copies", [0, 150, 3000])
+def test_correlation_of_candidates_is_followed_to_the_threshold(copies: int) -> None:
+    rng = np.random.default_rng(copies)
+    middles = (np.arange(100) + 0.5) / 100
+    tail = np.where(middles < 0.3, 1600.0, 1600 * np.exp(-14 * (middles - 0.3)))
+    near_one = np.minimum(99, (100 * (1 - rng.exponential(0.02, copies))).astype(int))
+    correlations = rng.poisson(tail) + np.bincount(near_one, minlength=100)
+    distances = rng.poisson(_even(1e7 * np.exp(0.4 * (_BITS - COUNTED))))
+    expected = expected_false(distances, correlations, Settings())
+    truth = tail[_REMOVED:].sum()
+    assert expected.correlation.expected is not None
+    assert truth / 2 < expected.correlation.expected < truth * 2
+    assert truth <= expected.correlation.at_most * 1.2
+
+
+def test_few_candidates_cannot_be_more_wrong_than_the_tail_allows() -> None:
+    rng = np.random.default_rng(0)
+    tail = _even(1e4 * np.exp(0.46 * (_BITS - COUNTED)))
+    correlations = np.zeros(100, np.int64)
+    correlations[[20, 35, 95, 97, 99]] = 1
+    expected = expected_false(rng.poisson(tail), correlations, Settings())
+    assert expected.correlation.expected is None
+    assert tail[32:81].sum() * 0.8 < expected.correlation.at_most < tail[32:81].sum() * 2
+
+
+def test_nothing_counted_is_nothing_known() -> None:
+    expected = expected_false(np.zeros(COUNTED + 1, np.int64), _NO_CORRELATIONS, Settings())
+    assert expected.hash.expected is None and expected.correlation.expected is None
+    assert expected.hash.at_most == expected.correlation.at_most == 3  # none seen: fewer than three, with 95 %
+
+
+def test_no_histogram_and_no_setting_is_too_odd() -> None:
+    rng = np.random.default_rng(5)
+    for _ in range(60):
+        distances = rng.poisson(10 ** rng.uniform(-3, 15) * rng.uniform(0, 1, COUNTED + 1) ** rng.integers(0, 60))
+        correlations = rng.poisson(10 ** rng.uniform(-3, 15) * rng.uniform(0, 1, 100) ** rng.integers(0, 60))
+        candidates = int(rng.integers(0, COUNTED + 1))
+        correlation = float(rng.choice([0, 0.02, 0.03, 0.5, 0.99, 1]))
+        settings = Settings(True, int(rng.integers(0, candidates + 1)), candidates, correlation)
+        expected = expected_false(distances, correlations, settings)
+        for estimate in (expected.hash, expected.correlation):
+            assert np.isfinite(estimate.at_most) and estimate.at_most >= 0
+            assert estimate.expected is None or 0 <= estimate.expected <= estimate.at_most

@@ -1,7 +1,12 @@
-"""What an index of test images has in it."""
+"""What an index of test images has in it, how it is built, and folders that are none or a damaged one."""
 
 import hashlib
+import json
+import resource
 import shutil
+import signal
+import subprocess
+import sys
 import tarfile
 from io import BytesIO
 from pathlib import Path
@@ -10,7 +15,8 @@ import numpy as np
 import pytest
 import xxhash
 from datasets_on_disk import contents
-from dedup_data import NAMES, candidate, index_of, make_photo, source_of, write_photos
+from dedup_data import NAMES, candidate, index_of, make_photo, source_of
+from messages import OF_PYDANTIC, assert_messages
 from PIL import Image, ImageOps
 
 from data_tools.dedup import building
@@ -20,6 +26,8 @@ from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.queries import Candidate
 from data_tools.dedup.settings import PRESETS, Settings
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.files.durable import durable_folder
 
 
 def file(path: Path) -> Candidate:
@@ -173,23 +181,6 @@ def test_exact_test_sets_have_no_hashes_and_match(inline, tmp_path, photos):
     ]
 
 
-def test_exact_and_photo_test_sets_in_one_index(inline, tmp_path, photos):
-    sources = [source_of(photos, "exact", "exact"), source_of(photos, "photo", level=0)]
-    matcher = Matcher([index_of(tmp_path / "index", sources)])
-    edited = tmp_path / "edited.jpg"
-    Image.open(photos / NAMES[4]).resize((180, 140)).save(edited, quality=60)
-    ((match,),) = matcher.match([file(edited)])
-    assert (match.test_set, match.key, match.tier) == (1, "04.png", "hash")
-
-
-def test_the_preset_goes_by_size_unless_said(inline, tmp_path, photos):
-    write_photos(tmp_path / "small", ["a.png", "b.png"], size=(32, 32))
-    sources = [source_of(tmp_path / "small", "small"), source_of(tmp_path / "small", "said", "photo", level=0)]
-    index = index_of(tmp_path / "index", sources)
-    assert [(one.preset, one.level) for one in index.test_sets] == [("small", 3), ("photo", 0)]
-    assert index.test_sets[0].settings == PRESETS["small"]
-
-
 def test_pictures_of_odd_shapes(inline, tmp_path):
     (tmp_path / "odd").mkdir()
     for height, width in ((1, 1), (1, 3000), (3000, 2), (7, 5), (64, 64)):
@@ -205,3 +196,238 @@ def test_settings_may_be_given(inline, tmp_path, photos):
     settings = Settings(distance=10, candidates=40, correlation=0.97)
     index = index_of(tmp_path / "index", [TestSource(one.name, one.src, one.source, level=0, settings=settings)])
     assert index.test_sets[0].settings == settings
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_place_that_is_taken_is_left_alone(tmp_path, photos):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    for out in (tmp_path / "out", tmp_path / "out" / "thesis.txt", tmp_path / "out" / "thesis.txt" / "below"):
+        with pytest.raises(RecipeError, match="--out"):
+            build_index([source_of(photos)], out, workers=1)
+    with pytest.raises(RecipeError, match="s3://bucket/index"):
+        build_index([source_of(photos)], "s3://bucket/index", workers=1)
+    assert contents(tmp_path / "out") == {"thesis.txt": b"years of work"}
+    assert names_in(tmp_path) == ["out"]
+
+
+def test_an_empty_folder_may_be_used_and_so_may_a_link_to_one(inline, tmp_path, photos):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    index_of(tmp_path / "link", [source_of(photos, preset="exact")])
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "elsewhere" / "index.json").exists()
+
+
+def test_a_level_that_there_is_not(photos):
+    for level in (-1, 4):
+        with pytest.raises(RecipeError, match=rf"{level}\b.*\b3\b"):
+            source_of(photos, level=level)
+
+
+def test_a_test_set_without_images(inline, tmp_path, photos):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    with pytest.raises(DataError, match=r"texts\b.*\b1 file"):
+        build_index([source_of(photos, "a", level=0), source_of(tmp_path / "texts")], tmp_path / "index", workers=1)
+    assert names_in(tmp_path) == ["texts"]
+
+
+@pytest.mark.parametrize("preset", [None, "photo"])
+def test_an_image_that_cannot_be_read_ends_it(inline, tmp_path, photos, preset):
+    folder = tmp_path / "photos"
+    shutil.copytree(photos, folder)
+    (folder / "gone.jpg").symlink_to("nowhere.jpg")
+    with pytest.raises(DataError, match=r"'gone\.jpg'.*No such file"):
+        build_index([source_of(folder, preset=preset)], tmp_path / "index", workers=1)
+    assert names_in(tmp_path) == ["photos"]
+
+
+def test_a_damaged_archive_ends_it(inline, tmp_path, photos):
+    packed = tmp_path / "photos.tar.gz"
+    with tarfile.open(packed, "w:gz") as archive:
+        for name in NAMES:
+            archive.add(photos / name, name)
+    packed.write_bytes(packed.read_bytes()[:-50_000])
+    with pytest.raises(DataError, match=r"photos\.tar\.gz"):
+        build_index([source_of(packed, preset="photo", level=0)], tmp_path / "index", workers=1)
+    assert names_in(tmp_path) == ["photos.tar.gz"]
+
+
+@pytest.mark.parametrize("piece", [256, 1])  # too large for the disk are the pieces; or what is made of them
+def test_a_disk_that_refuses(inline, monkeypatch, tmp_path, photos, piece):
+    monkeypatch.setattr(building, "_PIECE", piece)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
+    try:
+        with pytest.raises(DataError, match="File too large"):
+            build_index([source_of(photos, preset="exact")], tmp_path / "index", workers=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names_in(tmp_path) == []
+
+
+def test_of_two_builds_of_one_index_the_second_is_refused_at_once(tmp_path, photos):
+    with durable_folder(tmp_path / "index"), pytest.raises(RecipeError):
+        build_index([source_of(photos)], tmp_path / "index", workers=1, told=lambda _: pytest.fail("it works in vain"))
+    assert names_in(tmp_path / "index") == []
+
+
+def test_a_killed_build_leaves_nothing_under_the_name(tmp_path, photos):
+    out = tmp_path / "index"
+    program = f"""
+import os, signal, sys
+from data_tools.dedup import building
+from data_tools.sources import SourceOptions, open_source
+source = open_source({str(photos)!r}, None, SourceOptions(unlabelled=True))
+def hook(event, arguments):
+    if event == "shutil.rmtree" and str(arguments[0]).endswith("/pieces"):  # all is written, and nothing has its name
+        os.kill(os.getpid(), signal.SIGKILL)
+sys.addaudithook(hook)
+building.build_index([building.TestSource("photos", "src", source, "photo", 0)], {str(out)!r}, workers=1)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    assert list(tmp_path.glob(".index.*.part/index/pieces/*.npz"))
+    assert not out.exists()
+    with pytest.raises(DataError, match=str(out)):
+        FingerprintIndex(out)
+
+
+@pytest.fixture
+def index_copy(tmp_path: Path, made: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "copy"))
+
+
+def edit(index: Path, change) -> None:
+    content = json.loads((index / "index.json").read_text())
+    change(content)
+    (index / "index.json").write_text(json.dumps(content))
+
+
+def put_array(index: Path, name: str, array: np.ndarray) -> None:
+    """In place of another one, with its size in `index.json`."""
+    np.save(index / f"{name}.npy", array)
+    size = (index / f"{name}.npy").stat().st_size
+    edit(index, lambda content: content["files"][f"{name}.npy"].update(bytes=size))
+
+
+def test_a_folder_without_index(tmp_path, made):
+    for where in (tmp_path, tmp_path / "nowhere", made / "index.json"):
+        with pytest.raises(DataError, match=str(where)):
+            FingerprintIndex(where)
+
+
+def test_every_file_is_missed(index_copy):
+    for name in ("images.parquet", "hashes.npy", "owners.npy", "variants.npy", "thumbnails.npy"):
+        path = index_copy / name
+        content = path.read_bytes()
+        flipped, rubbish = bytearray(content), (b"{['" * len(content))[: len(content)]
+        flipped[-100] ^= 1
+        for damaged in (None, content[:-1], bytes(flipped), rubbish):
+            path.unlink() if damaged is None else path.write_bytes(damaged)
+            with pytest.raises(DataError, match=name):
+                FingerprintIndex(index_copy).verify()
+        path.write_bytes(content)
+        FingerprintIndex(index_copy).verify()
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"[]", b"null", b'{"version": "1"}'])
+def test_an_index_file_that_is_none(index_copy, text):
+    (index_copy / "index.json").write_bytes(text)
+    with pytest.raises(DataError, match=r"index\.json"):
+        FingerprintIndex(index_copy)
+
+
+GONE = "gone"
+# A key of `index.json`, what it is set to, and what the message has to name.
+EDITS = [
+    ("version", 2, ["version 2", "1"]),
+    ("algorithm", "pdq-64-0", ["pdq-64-0"]),
+    ("algorithm", GONE, ["None"]),
+    ("test_sets", GONE, ["test_sets"]),
+    ("test_sets", [], ["test_sets"]),
+    ("test_sets", {"a": 1}, ["test_sets"]),
+    ("test_sets 1", 5, ["test_sets.1"]),
+    ("test_sets 1 name", "photos", ["photos"]),
+    ("test_sets 0 level", GONE, ["test_sets.0.level"]),
+    ("test_sets 0 level", 9, ["test_sets.0.level"]),
+    ("test_sets 0 name", None, ["test_sets.0.name"]),
+    ("test_sets 0 images", -1, ["test_sets.0.images"]),
+    ("test_sets 0 images", 10**30, ["images.parquet"]),
+    ("test_sets 0 hashes", 10**30, ["hashes.npy"]),
+    ("test_sets 0 images", "11", ["test_sets.0.images"]),
+    ("test_sets 0 colour", 1, ["colour"]),
+    ("test_sets 0 settings", None, ["test_sets.0.settings"]),
+    ("test_sets 0 settings distance", 81, ["distance 81", "80"]),
+    ("test_sets 0 settings candidates", 256, ["candidates 256", "90"]),
+    ("test_sets 0 settings correlation", float("nan"), ["correlation"]),
+    ("test_sets 0 settings min_quality", "50", ["min_quality"]),
+    ("test_sets 0 settings near", 1, ["near"]),
+    ("test_sets 0 images", 12, ["images.parquet", "11", "12"]),
+    ("test_sets 0 hashes", 87, ["hashes.npy", "(4, 88)", "(4, 87)"]),
+    ("embedding", {"title": "m", "sha256": "5" * 64}, ["embedding.dimensions"]),
+    ("embedding", {"title": "m", "sha256": "5" * 64, "dimensions": 8}, ["embeddings.npy"]),
+    ("files", [], ["files"]),
+    ("files owners.npy", GONE, ["owners.npy"]),
+    ("files ../secret", {"bytes": 1, "sha256": "5" * 64}, ["../secret"]),
+    ("files owners.npy bytes", 1.5, ["files.owners.npy.bytes"]),
+    ("files owners.npy sha256", "no", ["files.owners.npy.sha256"]),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "named"), EDITS)
+def test_an_edited_index_file(index_copy, key, value, named):
+    def change(content) -> None:
+        content["test_sets"] *= 2 if key.startswith("test_sets 1") else 1
+        *folders, last = [int(part) if part.isdigit() else part for part in key.split()]
+        for part in folders:
+            content = content[part]
+        if value is GONE:
+            del content[last]
+        else:
+            content[last] = value
+
+    edit(index_copy, change)
+    with pytest.raises(DataError) as caught:
+        FingerprintIndex(index_copy)
+    message = str(caught.value)
+    assert all(name in message for name in named), message
+    if not OF_PYDANTIC.search(message):
+        assert_messages("dedup", {f"index.json, {key}: {value}": message}, {index_copy: "INDEX"})
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("hashes", np.zeros((88, 4), np.uint64)),
+        ("hashes", np.zeros((4, 88), np.int64)),
+        ("hashes", np.asfortranarray(np.zeros((4, 88), np.uint64))),
+        ("owners", np.zeros(87, np.uint32)),
+        ("owners", np.full(88, 11, np.uint32)),
+        ("variants", np.zeros(88, np.uint16)),
+        ("variants", np.zeros((), np.uint8)),
+        ("thumbnails", np.zeros((11, 32, 32), np.uint8)),
+        ("thumbnails", np.zeros((10, 64, 64), np.uint8)),
+    ],
+)
+def test_arrays_that_contradict_each_other(index_copy, name, array):
+    put_array(index_copy, name, array)
+    with pytest.raises(DataError, match=f"{name}.npy"):
+        FingerprintIndex(index_copy)
+
+
+def test_pickles_are_not_loaded(index_copy):
+    (index_copy / "variants.npy").unlink()
+    with (index_copy / "variants.npy").open("wb") as file:
+        np.lib.format.write_array(file, np.array([print] * 88, object), allow_pickle=True)
+    size = (index_copy / "variants.npy").stat().st_size
+    edit(index_copy, lambda content: content["files"]["variants.npy"].update(bytes=size))
+    with pytest.raises(DataError, match=r"variants\.npy"):
+        FingerprintIndex(index_copy)
+
+
+def test_an_index_is_told_by_its_content(inline, tmp_path, index_copy, photos, made):
+    other = index_of(tmp_path / "other", [source_of(photos, level=0)])
+    assert FingerprintIndex(index_copy).sha256 == FingerprintIndex(made).sha256 != other.sha256

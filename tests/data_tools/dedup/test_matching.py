@@ -1,6 +1,11 @@
-"""What decides about a pair, in which order, and what is not even asked for."""
+"""What decides about a pair, in which order; and pictures in frames, most of what a hash of a pale picture sees."""
 
+import io
+import tarfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -9,6 +14,7 @@ from PIL import Image, ImageOps
 from planted_copies import jpeg
 
 from data_tools.dedup.fingerprint import fingerprint
+from data_tools.dedup.matches import Match
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.queries import Candidate
 
@@ -105,3 +111,143 @@ def test_nothing_within_a_border_has_no_hash():
     assert found.inside is not None and found.luma_trimmed is not None
     assert found.pdq_trimmed is None
     assert found.quality >= 50  # of the frame
+
+
+SIDE = 200
+PICTURES = 40  # half of them are the test set
+
+
+class Frame(NamedTuple):
+    """How pictures are framed: contrast and brightness of what is inside, widths (left, top, right, bottom), colour."""
+
+    contrast: float
+    brightness: float
+    widths: tuple[int, int, int, int]
+    colour: str
+
+    def around(self, picture: Image.Image) -> Image.Image:
+        return ImageOps.expand(self.inside(picture), self.widths, self.colour)
+
+    def inside(self, picture: Image.Image) -> Image.Image:
+        return picture.point(lambda value: int(value * self.contrast + self.brightness))
+
+
+def all_around(share: float) -> tuple[int, int, int, int]:
+    return (round(share * SIDE),) * 4
+
+
+TOP_AND_BOTTOM = (0, 46, 0, 46)  # 23 %
+CROOKED = [(30, 50, 14, 22), (15, 60, 70, 25)]  # of these a hash has all of its frequencies
+FRAMES = [
+    *(Frame(contrast, 0, all_around(share), "white") for contrast in (0.3, 0.5, 1) for share in (0.12, 0.25)),
+    *(Frame(contrast, 255 * (1 - contrast), all_around(0.25), "black") for contrast in (0.3, 0.6)),
+    *(Frame(contrast, 255 * (1 - contrast), all_around(0.12), "black") for contrast in (0.3, 1)),
+    Frame(0.3, 0, TOP_AND_BOTTOM, "white"),
+    Frame(0.6, 100, TOP_AND_BOTTOM, "black"),
+    Frame(1, 0, (46, 0, 46, 0), "white"),
+    Frame(0.3, 0, CROOKED[0], "white"),
+]
+
+
+@pytest.fixture(scope="module")
+def made() -> list[Image.Image]:
+    return [make_photo(7000 + i, SIDE, SIDE) for i in range(PICTURES)]
+
+
+@pytest.fixture(scope="module")
+def groceries(data_root: Path) -> list[Image.Image]:
+    """Photos of shelves, squeezed into one size so that their frames are equal."""
+    with tarfile.open(data_root / "grocery" / "test_dev.tar") as archive:
+        members = [member for member in archive.getmembers() if member.name.endswith(".jpg")]
+        some = [members[i] for i in np.linspace(0, len(members) - 1, PICTURES).astype(int)]
+        files = [io.BytesIO(archive.extractfile(member).read()) for member in some]
+    return [Image.open(file).convert("RGB").resize((SIDE, SIDE)) for file in files]
+
+
+@pytest.fixture(scope="module")
+def pictures(request: pytest.FixtureRequest) -> list[Image.Image]:
+    return request.getfixturevalue(request.param)
+
+
+def indexed(pictures: list[Image.Image], folder: Path) -> Matcher:
+    """A test set of these pictures, called by number."""
+    folder.mkdir()
+    for i, picture in enumerate(pictures):
+        (folder / f"{i:02d}.jpg").write_bytes(jpeg(picture))
+    return Matcher([index_of(folder.with_suffix(".index"), [source_of(folder, preset="photo")])])
+
+
+def matched(matcher: Matcher, pictures: list[Image.Image], quality: int = 92) -> list[list[Match]]:
+    return matcher.match([candidate(jpeg(picture, quality)) for picture in pictures])
+
+
+def as_itself(picture: Image.Image) -> Image.Image:
+    return picture
+
+
+def smaller(picture: Image.Image) -> Image.Image:
+    return picture.resize((picture.width * 2 // 3, picture.height * 2 // 3), Image.Resampling.LANCZOS)
+
+
+# What becomes of a framed picture, and in which quality: found in the same frame, all of them.
+EDITS: dict[str, tuple[Callable[[Image.Image], Image.Image], int]] = {
+    "JPEG quality 50": (as_itself, 50),
+    "two thirds of the size": (smaller, 90),
+    "mirrored": (ImageOps.mirror, 90),
+}
+
+
+@pytest.mark.parametrize(
+    ("pictures", "frame"),
+    [
+        *(pytest.param("made", frame, marks=[] if i % 3 == 1 else pytest.mark.slow) for i, frame in enumerate(FRAMES)),
+        *(("groceries", frame) for frame in FRAMES[::4]),
+    ],
+    indirect=["pictures"],
+    ids=str,
+)
+def test_strangers_in_one_kind_of_frame_stay_and_copies_are_found(pictures, frame, tmp_path):
+    tests, strangers = pictures[: PICTURES // 2], pictures[PICTURES // 2 :]
+    matcher = indexed([frame.around(picture) for picture in tests], tmp_path / "framed")
+    for edit, quality in EDITS.values():  # framed as they are, anew compressed, smaller and mirrored
+        found = matched(matcher, [edit(frame.around(picture)) for picture in strangers], quality)
+        assert not [match for matches in found for match in matches if match.removed]
+        own = matched(matcher, [edit(frame.around(picture)) for picture in tests], quality)
+        removed = [{match.key for match in matches if match.removed} for matches in own]
+        # Its own copy, and no other picture of the test set with it.
+        assert removed == [{f"{i:02d}.jpg"} for i in range(len(tests))]
+
+
+@pytest.mark.parametrize("pictures", ["made", "groceries"], indirect=True)
+@pytest.mark.parametrize(
+    "frame",
+    [Frame(0.1, 0, CROOKED[1], "white"), Frame(0.1, 230, CROOKED[0], "black"), Frame(0.2, 0, CROOKED[1], "white")],
+    ids=str,
+)
+def test_hashes_that_a_frame_makes_decide_nothing(pictures, frame, tmp_path):
+    """So pale that the frame alone is the hash: of many pairs of strangers it differs in a bit or ten."""
+    tests, strangers = pictures[: PICTURES // 2], pictures[PICTURES // 2 :]
+    matcher = indexed([frame.around(picture) for picture in tests], tmp_path / "framed")
+    found = matched(matcher, [frame.around(picture) for picture in strangers])
+    assert matcher.findings.distances[0][:32].sum() > 0
+    assert not [match for matches in found for match in matches if match.removed]
+    own = matched(matcher, [frame.around(picture) for picture in tests], 85)
+    removed = [{match.key for match in matches if match.removed} for matches in own]
+    assert removed == [{f"{i:02d}.jpg"} for i in range(len(tests))]
+
+
+@pytest.mark.parametrize(("pictures", "contrast"), [("made", 0.5), ("groceries", 1)], indirect=["pictures"])
+def test_copies_are_found_in_another_frame_or_none(pictures, contrast, tmp_path):
+    """And the other way round: in a frame, of a test image without."""
+    tests, strangers = pictures[: PICTURES // 2], pictures[PICTURES // 2 :]
+    thick, thin = Frame(contrast, 0, all_around(0.25), "white"), Frame(contrast, 0, all_around(0.12), "white")
+    bars, black = thick._replace(widths=TOP_AND_BOTTOM), thick._replace(brightness=60, colour="black")
+    none = thick._replace(widths=all_around(0))
+    for number, (of_tests, others) in enumerate(((thick, (thin, bars, black, none)), (none, (thick, bars, black)))):
+        matcher = indexed([of_tests.around(picture) for picture in tests], tmp_path / str(number))
+        for other in others:
+            found = matched(matcher, [other.around(picture) for picture in tests], 80)
+            removed = [{match.key for match in matches if match.removed} for matches in found]
+            assert removed == [{f"{i:02d}.jpg"} for i in range(len(tests))], other
+            found = matched(matcher, [other.around(picture) for picture in strangers], 80)
+            assert not [match for matches in found for match in matches if match.removed], other

@@ -155,9 +155,7 @@ class _Assignment:
             objective = build_objective(recipe, len(class_names))
         model = objective.backbone
         names = [name for name, _ in model.named_parameters()]
-        drop = (
-            [] if init.head == "keep" else list(_OUTPUT_LAYERS)
-        )  # theirs goes if ours has none, too
+        drop = [] if init.head == "keep" else list(_OUTPUT_LAYERS)  # theirs goes if ours has none, too
         # No format but these two has a place for the layer `pre_logits`.
         may_have_it = weights.source.form in ("safetensors", "npz")
         has_pre_logits = may_have_it and any(key.startswith("pre_logits") for key in weights.source.entries)

@@ -2,23 +2,18 @@
 
 import io
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import fsspec
 import pyarrow.parquet as pq
 import pytest
-from datasets_on_disk import command, contents, run_here
-from dedup_data import index_of, make_photo, source_of, write_photos
-from kill_at import convert_killed_at
+from datasets_on_disk import contents, run_here
+from dedup_data import index_of, source_of, write_photos
 from messages import assert_messages
-from PIL import Image, ImageOps
+from planted_copies import OWN, PLANTED, photo
 from typer.testing import CliRunner
 
 from data_tools.conversion import convert, merge
@@ -32,58 +27,20 @@ from vitscale.data.shards.verify import verify
 from vitscale.ground.errors import DataError, RecipeError
 
 SHARDS = ("--shard-samples", 8)
-SHELF = [f"shelf-{i}.jpg" for i in range(6)]
-GARDEN = ["garden-0.jpg", "garden-1.png"]
+ALL = OWN + len(PLANTED)
+LISTED = f"{len(PLANTED)} (listed in dedup.parquet)"
 
 
 @pytest.fixture(scope="module")
-def sets_and_index(tmp_path_factory) -> tuple[Path, Path]:
-    """Two test sets, and an index of both."""
-    root = tmp_path_factory.mktemp("tests")
-    write_photos(root / "shelf", SHELF, seed=100)
-    write_photos(root / "garden", GARDEN, seed=200)
-    index_of(root / "index", [source_of(root / name, name, preset="photo", level=2) for name in ("shelf", "garden")])
-    return root, root / "index"
+def index(planted, tmp_path_factory) -> Path:
+    """Of both test sets."""
+    sources = [source_of(folder, name) for name, folder in planted.test_sets.items()]
+    return index_of(tmp_path_factory.mktemp("both") / "index", sources).folder
 
 
 @pytest.fixture(scope="module")
-def index(sets_and_index) -> Path:
-    return sets_and_index[1]
-
-
-def cropped(picture: Image.Image, share: float, at: float = 0.5) -> Image.Image:
-    """A part of a picture with this share of its sides; from the middle, or at 0 from the top left corner."""
-    width, height = picture.size
-    left, top = round(width * (1 - share) * at), round(height * (1 - share) * at)
-    return picture.crop((left, top, left + round(width * share), top + round(height * share)))
-
-
-@pytest.fixture(scope="module")
-def pictures(sets_and_index, tmp_path_factory) -> Path:
-    """24 pictures that are in no test set, and 7 copies."""
-    root, tests = tmp_path_factory.mktemp("pictures"), sets_and_index[0]
-    write_photos(root, [f"{'ab'[i % 2]}/{i:02d}.jpg" for i in range(24)], seed=1000)
-    shutil.copy(tests / "shelf" / SHELF[0], root / "a" / "same.jpg")
-    photos = [Image.open(tests / "shelf" / name).convert("RGB") for name in SHELF]
-    content = (tests / "shelf" / SHELF[1]).read_bytes()
-    (root / "a" / "same-pixels.jpg").write_bytes(content[:2] + b"\xff\xfe\0\x06hi!!" + content[2:])  # a comment
-    photos[2].save(root / "b" / "quality-50.jpg", quality=50)
-    cropped(photos[3], 0.9).save(root / "a" / "cropped.jpg", quality=90)
-    ImageOps.mirror(photos[4]).save(root / "b" / "mirrored.jpg", quality=90)
-    ImageOps.expand(photos[5], 12, "white").save(root / "b" / "border.jpg", quality=90)
-    cropped(Image.open(tests / "garden" / GARDEN[1]), 0.97, at=0).save(root / "a" / "corner.jpg", quality=90)
-    return root
-
-
-COPIES = {
-    "a/same.jpg": ("shelf", SHELF[0], "bytes"),
-    "a/same-pixels.jpg": ("shelf", SHELF[1], "pixels"),
-    "b/quality-50.jpg": ("shelf", SHELF[2], "hash"),
-    "a/cropped.jpg": ("shelf", SHELF[3], "hash"),
-    "b/mirrored.jpg": ("shelf", SHELF[4], "hash"),
-    "b/border.jpg": ("shelf", SHELF[5], "hash"),
-    "a/corner.jpg": ("garden", GARDEN[1], "correlation"),
-}
+def pictures(planted) -> Path:
+    return planted.images
 
 
 @pytest.fixture(scope="module")
@@ -134,16 +91,17 @@ def rows_of(dataset: Path) -> list[dict]:
 
 def test_exactly_the_copies_are_left_out(pictures, index, in_peace):
     removed = [row for row in decisions(in_peace) if row["removed"]]
-    assert {row["train_key"]: (row["test_set"], row["test_key"], row["tier"]) for row in removed} == COPIES
+    found = {row["train_key"]: (row["test_set"], row["test_key"], row["tier"]) for row in removed}
+    assert found == {key: (*of, tier or found[key][2]) for key, (*of, tier) in PLANTED.items()}
     stored = rows_of(in_peace)
     names = {str(path.relative_to(pictures)) for path in pictures.rglob("*.*")}
-    assert {row["key"] for row in stored} == names - COPIES.keys()
+    assert {row["key"] for row in stored} == names - PLANTED.keys()
     # Numbers in the shuffled order stay what they are, with gaps.
-    assert sorted([row["uid"] for row in stored] + [row["train_uid"] for row in removed]) == list(range(31))
+    assert sorted([row["uid"] for row in stored] + [row["train_uid"] for row in removed]) == list(range(ALL))
     manifest = Manifest.load(in_peace)
-    assert (manifest.num_samples, manifest.num_removed, manifest.num_rejected) == (24, 7, 0)
+    assert (manifest.num_samples, manifest.num_removed, manifest.num_rejected) == (OWN, len(PLANTED), 0)
     (named,) = name_indexes([str(index)])
-    assert manifest.options["dedup_against"] == [{"test_sets": ["shelf", "garden"], "sha256": named.sha256}]
+    assert manifest.options["dedup_against"] == [{"test_sets": ["birds", "fish"], "sha256": named.sha256}]
     verdict = verify(manifest, decode=True)
     assert (verdict.damage, verdict.notes) == ([], [])
     assert sorted(path.name for path in (in_peace / "dedup").iterdir()) != []
@@ -154,7 +112,7 @@ def test_the_command_tells_what_was_left_out(here, pictures, index, in_peace, tm
     arguments = (pictures, tmp_path / "out", *SHARDS, "--dedup-against", index)
     done = run_here(*arguments)
     assert (done.exit_code, done.stderr) == (0, "")
-    assert "7 (listed in dedup.parquet)" in done.stdout and "shelf" in done.stdout and "garden" in done.stdout
+    assert LISTED in done.stdout and "birds" in done.stdout and "fish" in done.stdout
     assert contents(tmp_path / "out") == contents(in_peace)
     again = run_here(*arguments)
     assert again.exit_code == 0 and "already complete" in again.stdout
@@ -176,42 +134,11 @@ def test_what_is_kept_is_stored_as_without_the_option(pictures, in_peace, unrela
     # Against a test set of which there are no copies, all of it is the same.
     clean = converted(request_for(pictures, unrelated), tmp_path / "clean")
     shards = [name for name in names if name.startswith("shard-")]
-    assert len(shards) == 8
+    assert len(shards) == 2 * -(-ALL // 8)
     for name in shards:
         assert (clean / name).read_bytes() == (without / name).read_bytes()
     assert not decisions(clean) and Manifest.load(clean).num_removed == 0
     assert (clean / "dedup").is_dir()
-
-
-def test_killed_and_started_again(here, pictures, index, in_peace, tmp_path):
-    out = tmp_path / "out"
-    arguments = (pictures, out, *SHARDS, "--dedup-against", index, "--workers", 1)
-    process = subprocess.Popen(command(*arguments), stdout=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + 60
-    done = ".vitscale-convert/done/" + 6 * "[0-9]" + ".json"  # of a whole shard, and not what it found
-    while not list(out.glob(done)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL and not (out / "manifest.json").exists()
-    again = run_here(*arguments)
-    assert again.exit_code == 0 and "already done" in again.stdout, again.stderr
-    assert contents(out) == contents(in_peace)
-
-
-@pytest.mark.slow
-def test_killed_after_every_rename(pictures, index, in_peace, tmp_path):
-    def attempt(kill_at: int, out: Path) -> subprocess.CompletedProcess[str]:
-        return convert_killed_at(kill_at, pictures, out, 8, index)
-
-    whole = attempt(0, tmp_path / "whole")
-    assert whole.returncode == 0, whole.stderr
-    assert contents(tmp_path / "whole") == contents(in_peace)
-    for kill_at in range(1, int(whole.stdout) + 1):
-        out = tmp_path / str(kill_at)
-        assert attempt(kill_at, out).returncode == -signal.SIGKILL
-        again = attempt(0, out)
-        assert again.returncode == 0, again.stderr
-        assert contents(out) == contents(in_peace)
 
 
 def test_task_ranges_and_a_merge_that_needs_the_index(here, pictures, index, in_peace, tmp_path):
@@ -228,7 +155,7 @@ def test_task_ranges_and_a_merge_that_needs_the_index(here, pictures, index, in_
     assert other.exit_code == 2 and "--dedup-against" in other.stderr
     (tmp_path / "elsewhere").rename(place)
     merged = run_here("--merge", out)
-    assert merged.exit_code == 0 and "7 (listed in dedup.parquet)" in merged.stdout, merged.stderr
+    assert merged.exit_code == 0 and LISTED in merged.stdout, merged.stderr
     assert contents(out) == contents(in_peace)
 
 
@@ -238,7 +165,7 @@ def test_an_index_that_was_moved_is_the_same(pictures, index, in_peace, tmp_path
     convert(request_for(pictures, tmp_path / "index"), url, Machine(tasks=TaskRange(0, 2)))
     (tmp_path / "index").rename(tmp_path / "moved")
     convert(request_for(pictures, tmp_path / "moved"), url, Machine(tasks=TaskRange(1, 2)))
-    assert merge(url, 0.01).manifests[""].num_removed == 7
+    assert merge(url, 0.01).manifests[""].num_removed == len(PLANTED)
     assert contents(fetched(url, tmp_path / "out")) == contents(in_peace)
 
 
@@ -249,7 +176,7 @@ def test_another_index_on_a_half_done_output(pictures, index, unrelated, tmp_pat
     convert(asked, url, Machine(tasks=TaskRange(0, 2)))
     shutil.rmtree(here)
     shutil.copytree(unrelated, here)
-    with pytest.raises(RecipeError, match=r"dedup_against: .*shelf, garden"):
+    with pytest.raises(RecipeError, match=r"dedup_against: .*birds, fish"):
         convert(request_for(pictures, here), url)
     with pytest.raises(RecipeError, match=r"dedup_against: "):
         convert(Request(str(pictures), shard_samples=8), url)
@@ -269,7 +196,7 @@ def test_indexes_that_cannot_be_used(pictures, index, tmp_path):
         ([old], DataError, "version"),
         ([damaged], DataError, r"hashes\.npy: damaged"),
         ([tmp_path], DataError, "no index there"),
-        ([index, index], RecipeError, "shelf"),
+        ([index, index], RecipeError, "birds"),
         (["s3://bucket/index"], RecipeError, "--dedup-against s3://bucket/index: an index is read"),
     ):
         with pytest.raises(kind, match=message):
@@ -290,13 +217,13 @@ def test_splits_have_their_own(pictures, index, tmp_path):
         assert not verify(manifest).damage
         assert (tmp_path / "out" / split / "dedup").is_dir()
         found[split] = (manifest.num_samples + manifest.num_removed, removed)
-    assert [count for count, _ in found.values()] == [10, 21]
-    assert found["val"][1] | found["train"][1] == COPIES.keys()
+    assert [count for count, _ in found.values()] == [10, ALL - 10]
+    assert found["val"][1] | found["train"][1] == PLANTED.keys()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["convert.log.jsonl", "train", "val"]
 
 
 def test_shards_of_which_nothing_is_left(pictures, index, tmp_path):
-    for name in ("00.jpg", "02.jpg", "same.jpg", "04.jpg", "cropped.jpg"):
+    for name in ("own-00.jpg", "own-02.jpg", "same-bytes.jpg", "own-04.jpg", "quality.jpg"):
         (tmp_path / "images" / "a").mkdir(parents=True, exist_ok=True)
         shutil.copy(pictures / "a" / name, tmp_path / "images" / "a" / name)
     out = converted(replace(request_for(tmp_path / "images", index), shard_samples=1), tmp_path / "out")
@@ -307,8 +234,8 @@ def test_shards_of_which_nothing_is_left(pictures, index, tmp_path):
     assert (verdict.damage, verdict.notes) == ([], [])
 
 
-def test_a_source_that_is_the_test_set(sets_and_index, index, tmp_path):
-    tests = sets_and_index[0] / "shelf"
+def test_a_source_that_is_the_test_set(planted, index, tmp_path):
+    tests = planted.test_sets["fish"]
     (tmp_path / "images").mkdir()
     shutil.copytree(tests, tmp_path / "images" / "x")
     (tmp_path / "images" / "x" / "broken.jpg").write_bytes(b"no image")
@@ -323,11 +250,12 @@ def test_a_source_that_is_the_test_set(sets_and_index, index, tmp_path):
 def test_a_dry_run_counts_them(pictures, index, tmp_path):
     done = run_here(pictures, tmp_path / "out", "--dry-run", "--dedup-against", index)
     assert done.exit_code == 0 and not (tmp_path / "out").exists(), done.stderr
-    assert re.search(r"copies of test images\W+7 ", done.stdout), done.stdout
+    assert re.search(rf"copies of test images\W+{len(PLANTED)} ", done.stdout), done.stdout
     # Images of the test set, contaminated ones, copies: of them by bytes, pixels, hash, correlation.
     lines = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.strip()}
-    assert lines["shelf"][1:9] == ["6", "6", "(100.0%)", "6", "1", "1", "4", "0"]
-    assert lines["garden"][1:9] == ["2", "1", "(50.0%)", "1", "0", "0", "0", "1"]
+    assert lines["birds"][1:7] == ["10", "6", "(60.0%)", "7", "2", "1"]
+    assert lines["fish"][1:7] == ["6", "4", "(66.7%)", "4", "1", "0"]
+    assert [sum(map(int, lines[name][7:9])) for name in ("birds", "fish")] == [4, 3]
 
 
 def test_a_dataset_is_cleaned_by_converting_it(pictures, index, tmp_path):
@@ -336,8 +264,8 @@ def test_a_dataset_is_cleaned_by_converting_it(pictures, index, tmp_path):
         pq.write_table(pq.read_table(path).drop_columns(list(FINGERPRINT_COLUMNS)), path)
     converted(request_for(tmp_path / "all", index), tmp_path / "clean")
     removed = {row["train_key"] for row in decisions(tmp_path / "clean") if row["removed"]}
-    assert removed == COPIES.keys()
-    assert Manifest.load(tmp_path / "clean").num_samples == 24
+    assert removed == PLANTED.keys()
+    assert Manifest.load(tmp_path / "clean").num_samples == OWN
     assert not verify(Manifest.load(tmp_path / "clean")).damage
 
 
@@ -345,17 +273,17 @@ def test_a_remote_output(pictures, index, in_peace, tmp_path):
     assert contents(converted(request_for(pictures, index), tmp_path / "out")) == contents(in_peace)
 
 
-def test_two_copies_of_one_test_image_in_two_indexes(sets_and_index, tmp_path):
+def test_two_copies_of_one_test_image_in_two_indexes(planted, tmp_path):
     """An image that is in several test sets is told with each, and removed once."""
-    shelf = sets_and_index[0] / "shelf"
-    for name, files in (("one", SHELF[:1]), ("two", SHELF[:2])):
+    birds = planted.test_sets["birds"]
+    for name, files in (("one", ["0.jpg"]), ("two", ["0.jpg", "1.jpg"])):
         (tmp_path / name).mkdir()
         for file in files:
-            shutil.copy(shelf / file, tmp_path / name / file)
+            shutil.copy(birds / file, tmp_path / name / file)
         index_of(tmp_path / f"{name}.index", [source_of(tmp_path / name, name, preset="photo", level=0)])
     write_photos(tmp_path / "images" / "x", ["a.jpg", "b.jpg"], seed=3000)
-    shutil.copy(shelf / SHELF[0], tmp_path / "images" / "x" / "c.jpg")
-    make_photo(101).save(tmp_path / "images" / "x" / "d.png")  # what SHELF[1] was made of
+    shutil.copy(birds / "0.jpg", tmp_path / "images" / "x" / "c.jpg")
+    photo(1).save(tmp_path / "images" / "x" / "d.png")  # what 1.jpg was made of
     request = request_for(tmp_path / "images", tmp_path / "one.index", tmp_path / "two.index")
     manifest = Manifest.load(converted(request, tmp_path / "out"))
     assert (manifest.num_samples, manifest.num_removed) == (2, 2)
