@@ -1,10 +1,8 @@
 """A finished model of any source answers alike, wherever its weights lie and however many processes share images."""
 
-import json
-
 import pytest
 import torch
-from commands import command, on_processes
+from commands import command
 from models.weights.exported import TINY, described, valued
 
 from vitscale.data.shards.generated import CLASS_NAMES
@@ -91,17 +89,6 @@ def test_a_model_larger_than_its_device_is_spread(parts, dtype):
     assert are_equal(spread(pixels), whole(pixels))
     with torch.no_grad():
         assert torch.equal(spread.block_tokens(pixels, 4).tokens, whole.block_tokens(pixels, 4).tokens)
-
-
-@pytest.mark.slow
-def test_processes_share_the_images(home):
-    arguments = ("evaluate", home / "run", "--json")
-    alone = json.loads(command(*arguments).stdout)
-    two, three = (json.loads(*on_processes(processes, arguments)) for processes in (2, 3))
-    assert alone["validation/top1"] * SAMPLES == pytest.approx(round(alone["validation/top1"] * SAMPLES))
-    for shared in (two, three):
-        assert shared.pop("validation/loss") == pytest.approx(alone["validation/loss"], rel=1e-6)
-        assert shared == {key: value for key, value in alone.items() if key != "validation/loss"}
 
 
 def test_what_cannot_be_looked_at(home, tmp_path):

@@ -1,7 +1,5 @@
 """exaFLOPs against the paper's Table 6, under one convention for every model."""
 
-import pytest
-
 from vitscale.flops import exaflops, model_work
 from vitscale.flops.published import table_6
 from vitscale.recipe.families import model_of
@@ -27,25 +25,7 @@ TABLE_6 = {
     ("R50x1+ViT-L/16", 7): 859,
     ("R50x1+ViT-L/16", 14): 1668,
 }
-# The published 55 fits 49 tokens, that is no class token, while the other rows fit one. Of the last model's two rows
-# one must be wrong: 7 epochs cannot be more than half of 14.
-OUTSIDE = {("ViT-B/32", 7): (0.022, 0.024), ("R50x1+ViT-L/16", 7): (-0.032, -0.030)}
 JFT_IMAGES, JFT_CLASSES = 303e6, 18_291
-
-
-@pytest.mark.parametrize(("run", "published"), TABLE_6.items())
-def test_exaflops_of_table_6(run, published):
-    name, epochs = run
-    work = model_work(model_of(name=name), 224, JFT_CLASSES)
-    lowest, highest = OUTSIDE.get(run, (-0.015, 0.015))
-    assert lowest < exaflops(work.accounting_macs, JFT_IMAGES * epochs) / published - 1 < highest
-
-
-@pytest.mark.parametrize("run", [run for run in TABLE_6 if run[0].startswith("ResNet")])
-def test_with_taps_on_padding_no_resnet_would_fit(run):
-    name, epochs = run
-    work = model_work(model_of(name=name), 224, JFT_CLASSES)
-    assert exaflops(work.macs, JFT_IMAGES * epochs) / TABLE_6[run] - 1 > 0.03
 
 
 def test_the_package_has_the_corrected_table():
@@ -60,8 +40,3 @@ def test_the_figures_first_posted_are_mostly_those_of_384_pixels():
         deviations.append(exaflops(work.accounting_macs, JFT_IMAGES * row.epochs) / row.exaflops_first_posted - 1)
     assert sum(abs(deviation) < 0.016 for deviation in deviations) == 13
     assert min(deviations) > -0.061 and max(deviations) < 0.014
-
-
-def test_without_convolutions_the_two_figures_are_one():
-    work = model_work(model_of(name="ViT-H/14"), 384, 1000)
-    assert work.macs == work.accounting_macs

@@ -68,17 +68,6 @@ def test_sines_and_cosines_are_big_vision_s(grid, width):
     assert sincos_positions(grid, width, like=torch.empty(0, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_sines_and_cosines_are_timm_s_at_the_temperature_of_as_low_a_frequency():
-    layers = pytest.importorskip("timm.layers")
-    bands = 48
-    theirs = layers.build_sincos2d_pos_embed(
-        [7, 7], dim=4 * bands, temperature=10_000 ** (bands / (bands - 1)), interleave_sin_cos=True
-    )
-    by_row, by_column = theirs.chunk(2, dim=1)
-    found = sincos_positions(7, 4 * bands, like=torch.empty(0))
-    assert (found[0] - torch.cat([by_column, by_row], dim=1)).abs().max() < 1e-5
-
-
 def test_mae_s_table_is_timm_s():
     theirs = pytest.importorskip("timm.layers").build_sincos2d_pos_embed([3, 3], dim=64, interleave_sin_cos=True)
     by_row, by_column = theirs.chunk(2, dim=1)

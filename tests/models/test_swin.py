@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from models.small_models import build, images, with_values
-from torch.nn import functional as F
 
 from vitscale.flops import model_work
 from vitscale.ground.errors import RecipeError
@@ -142,18 +141,6 @@ def test_axes_of_heads_and_patches():
         assert math.prod(axes[name]) == each.numel()
 
 
-def test_gradients_do_not_depend_on_how_windows_are_cut():
-    """Two images together have the gradients of each alone: windows among the heads mix no images."""
-    model = with_values(build_of_block(model_of(**TINY), image_size=40, num_classes=7))
-    pixels, gradients = images(40), []
-    for part in (pixels, pixels[:1], pixels[1:]):
-        model.zero_grad()
-        F.cross_entropy(model(part).logits, torch.zeros(len(part), dtype=torch.int64), reduction="sum").backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    for both, one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(both, one + other, rtol=1e-4, atol=1e-4)
-
-
 def recipe(model: dict, **blocks) -> dict:
     return {
         "model": model,
@@ -181,10 +168,3 @@ def recipe(model: dict, **blocks) -> dict:
 def test_what_a_swin_does_not_have_is_refused_by_its_key(model, blocks, words):
     with pytest.raises(RecipeError, match=words):
         validate_recipe(recipe(model, **blocks), "this test")
-
-
-def test_a_resolved_recipe_is_read_again():
-    for model in ({"name": "Swin-B", "window": 12}, TINY, "Swin-L"):
-        first = validate_recipe(recipe(model), "this test")
-        assert validate_recipe(first.dump(), "this test") == first
-        assert first.model.shape() == model_of(**(model if isinstance(model, dict) else {"name": model})).shape()

@@ -16,9 +16,9 @@ import torch
 from rank_processes import Ranks
 from torch.multiprocessing import start_processes
 
-from vitscale.data.augmentation import TrainTransform
-from vitscale.data.loader import Loader
-from vitscale.data.order import TrainOrder
+from vitscale.data.batch import Batch
+from vitscale.data.image_operations import TrainingInput
+from vitscale.data.loader import training_loader, training_order
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.ground.errors import VitscaleError
@@ -75,10 +75,13 @@ def initial_weights(recipe: Recipe, num_classes: int = 7) -> dict[str, torch.Ten
     return {name: parameter.detach() for name, parameter in begun(recipe, num_classes).named_weights()}
 
 
-def train_loader(root: Path, steps: int, image_size: int = 32) -> Loader:
-    """The first batches of a run on one rank."""
-    order, transform = TrainOrder(SHARDS, BASE["batch"]["global"], 0), TrainTransform()
-    return Loader(Manifest.load(root / "train"), order, image_size=image_size, transform=transform, stop_step=steps)
+def batches(recipe: Recipe, steps: int) -> Iterator[tuple[Batch, tuple[torch.Tensor, ...]]]:
+    """The first batches of a run on one rank, with what the model sees in fp32: (B, n, S, S, 3) a kind of view."""
+    manifest, to_input = Manifest.load(recipe.dataset_path(recipe.data.train)), TrainingInput(recipe)
+    order = training_order(recipe, manifest)
+    with training_loader(recipe, manifest, order, rank=0, world=1, start=0, stop=steps, digest=False) as loader:
+        for batch in loader:
+            yield batch, to_input.of_views(batch.views, batch.view_keys, torch.device("cpu"), torch.float32)
 
 
 Fault = Callable[[Any], contextlib.AbstractContextManager[None]]

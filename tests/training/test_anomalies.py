@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitscale.recipe import Anomalies, Spike
-from vitscale.training.watching.anomalies import AnomalyRecord, SkippedData, loss_limit
+from vitscale.training.watching.anomalies import AnomalyRecord, SkippedData
 
 RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)).map(lambda at: [at[0], sum(at)]), max_size=8)
 LOSSES = st.lists(st.floats(-1e6, 1e6), min_size=5, max_size=40)
@@ -47,11 +47,6 @@ def test_the_limit_is_the_median_and_its_deviation_of_the_last_losses(losses, wi
             noise = max(1.4826 * deviation, 1e-3 * abs(np.median(last)))
             assert record.limit(settings) == pytest.approx(np.median(last) + factor * noise, rel=1e-12, abs=1e-6)
         record = record.after(loss, settings)
-
-
-def test_the_factor_counts_standard_deviations_of_noise():
-    losses = np.random.default_rng(0).normal(5.0, 0.1, 10_000).tolist()
-    assert loss_limit(Spike(window=10_000, factor=3.0), losses) == pytest.approx(5.0 + 3 * 0.1, abs=0.01)
 
 
 def test_nobody_watches_unless_asked():

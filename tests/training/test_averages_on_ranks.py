@@ -13,15 +13,12 @@ import torch
 from averaged_target import KIND, run_allowed
 from outcomes import assert_same_run, checkpoint, column, everything, printed
 from rank_faults import leave_out, replaced
-from ranks import STEPS, begun, job, make_recipe, on_ranks
+from ranks import STEPS, batches, begun, job, make_recipe, on_ranks
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from vitscale.cli.main import app
 from vitscale.data.batch import Batch
-from vitscale.data.image_operations import TrainingInput
-from vitscale.data.loader import training_loader, training_order
-from vitscale.data.shards import Manifest
 from vitscale.ground import extensions
 from vitscale.ground.errors import CheckpointError, RecipeError
 
@@ -135,39 +132,36 @@ def _allowed():
 @pytest.fixture(scope="module")
 def loop(root: Path) -> tuple[dict[str, dict[str, torch.Tensor]], list[float]]:
     """Weights and averages after the run by kind, and its losses: one process, whole batches, no DeepSpeed."""
-    recipe, manifest = make_recipe(root, **blocks(1)), Manifest.load(root / "train")
+    recipe = make_recipe(root, **blocks(1))
     student = begun(recipe).train()
     averages = {name: copy.deepcopy(student).eval() for name in ("ema", "still", "slow")}
     momenta, losses = {name: torch.zeros_like(each) for name, each in student.named_weights()}, []
-    order, to_input = training_order(recipe, manifest), TrainingInput(recipe)
-    with training_loader(recipe, manifest, order, rank=0, world=1, start=0, stop=STEPS, digest=False) as loader:
-        for step, batch in enumerate(loader):
-            views = to_input.of_views(batch.views, batch.view_keys, torch.device("cpu"), torch.float32)
-            teacher = averages["ema"]
-            with torch.no_grad():
-                features = torch.tanh(teacher.features(views))
-                target = (features - features.mean(dim=0)) / features.abs().amax(dim=0) @ teacher.guess.weight.T
-            guess = student.guess(student.features(views))
-            loss = (1 + min(step / 4, 1)) * (guess - target).square().sum(dim=1).mean()
-            student.zero_grad()
-            loss.backward()
-            losses.append(loss.item())
-            rate = RATE * step / 2 if step < 2 else 1e-5 + (RATE - 1e-5) * (1 - (step - 2) / (STEPS - 2))
-            done = step + 1
-            shares = {
-                "ema": 0.5 + 0.5 * (1 - math.cos(math.pi * step / STEPS)) / 2,
-                "still": float(done not in (1, 3, 5)),
-                "slow": min(0.9 - 0.1 * min(step / 3, 1), (1 + done) / (10 + done)),
-            }
-            with torch.no_grad():
-                for name, weight in student.named_weights():
-                    momenta[name].mul_(0.5).add_(weight.grad)
-                    if done > BEGIN or name != "guess.weight":
-                        weight -= rate * momenta[name]
-                for name, average in averages.items():
-                    source = dict((averages["ema"] if name == "still" else student).named_weights())
-                    for key, value in average.named_weights():
-                        value.copy_(shares[name] * value + (1 - shares[name]) * source[key])
+    for step, (_, views) in enumerate(batches(recipe, STEPS)):
+        teacher = averages["ema"]
+        with torch.no_grad():
+            features = torch.tanh(teacher.features(views))
+            target = (features - features.mean(dim=0)) / features.abs().amax(dim=0) @ teacher.guess.weight.T
+        guess = student.guess(student.features(views))
+        loss = (1 + min(step / 4, 1)) * (guess - target).square().sum(dim=1).mean()
+        student.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        rate = RATE * step / 2 if step < 2 else 1e-5 + (RATE - 1e-5) * (1 - (step - 2) / (STEPS - 2))
+        done = step + 1
+        shares = {
+            "ema": 0.5 + 0.5 * (1 - math.cos(math.pi * step / STEPS)) / 2,
+            "still": float(done not in (1, 3, 5)),
+            "slow": min(0.9 - 0.1 * min(step / 3, 1), (1 + done) / (10 + done)),
+        }
+        with torch.no_grad():
+            for name, weight in student.named_weights():
+                momenta[name].mul_(0.5).add_(weight.grad)
+                if done > BEGIN or name != "guess.weight":
+                    weight -= rate * momenta[name]
+            for name, average in averages.items():
+                source = dict((averages["ema"] if name == "still" else student).named_weights())
+                for key, value in average.named_weights():
+                    value.copy_(shares[name] * value + (1 - shares[name]) * source[key])
     kinds = {"master": student, "momentum_buffer": momenta, "ema": averages["ema"]}
     kinds |= {f"ema.{name}": averages[name] for name in ("still", "slow")}
     return {

@@ -4,15 +4,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from outcomes import assert_same_run, checkpoint, column, everything
-from ranks import asked, job, launch, quick_of, train_loader
+from ranks import asked, batches, job, launch, make_recipe, quick_of
 
 from vitscale.cli.export import export
-from vitscale.recipe import load_recipe
-from vitscale.training.beginning.run_plan import schedule_in_steps
 
 transformers = pytest.importorskip("transformers")
 zoom = pytest.importorskip("scipy.ndimage").zoom
@@ -86,22 +83,22 @@ def loop(root: Path, momentum_dtype: torch.dtype) -> tuple[dict[str, torch.Tenso
     parameters = list(model.parameters())
     momenta = [torch.zeros_like(parameter, dtype=momentum_dtype) for parameter in parameters]
     losses, norms = [], []
-    with train_loader(root, STEPS, NEW) as loader:
-        for step, batch in enumerate(loader):
-            pixels = (batch.images.float() / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
-            logits = model(pixel_values=pixels.permute(0, 3, 1, 2)).logits
-            loss = torch.nn.functional.cross_entropy(logits, batch.labels)
-            model.zero_grad()
-            loss.backward()
-            norms.append(torch.nn.utils.clip_grad_norm_(parameters, CLIP).item())
-            losses.append(loss.item())
-            progress = max(step - WARMUP, 0) / (STEPS - WARMUP)
-            rate = RATE * min(1.0, step / WARMUP) * (1 + math.cos(math.pi * progress)) / 2
-            with torch.no_grad():
-                for parameter, momentum in zip(parameters, momenta, strict=True):
-                    direction = 0.9 * momentum.float() + parameter.grad
-                    parameter -= rate * direction
-                    momentum.copy_(direction)
+    recipe = make_recipe(root, **fine_tuning(root / "weights", 0, "fp32"))
+    for step, (batch, _) in enumerate(batches(recipe, STEPS)):
+        pixels = (batch.images.float() / 255 - torch.tensor(MEAN)) / torch.tensor(STD)
+        logits = model(pixel_values=pixels.permute(0, 3, 1, 2)).logits
+        loss = torch.nn.functional.cross_entropy(logits, batch.labels)
+        model.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, CLIP).item())
+        losses.append(loss.item())
+        progress = max(step - WARMUP, 0) / (STEPS - WARMUP)
+        rate = RATE * min(1.0, step / WARMUP) * (1 + math.cos(math.pi * progress)) / 2
+        with torch.no_grad():
+            for parameter, momentum in zip(parameters, momenta, strict=True):
+                direction = 0.9 * momentum.float() + parameter.grad
+                parameter -= rate * direction
+                momentum.copy_(direction)
     return model.state_dict(), losses, norms
 
 
@@ -135,16 +132,3 @@ def test_momentum_in_bf16_is_another_run_and_is_kept_exactly(root, loops):
     assert_same_run(root, "bf16-zero1-cut", "bf16-zero1", STEPS)
     momenta = [value for key, value in everything(checkpoint(root, "bf16-zero1", STEPS)).items() if "momentum" in key]
     assert momenta and all(torch.equal(value, value.bfloat16().float()) for value in momenta)
-
-
-def test_how_much_of_a_zero_head_an_average_keeps():
-    """After the 20,000 steps of ImageNet at 0.9999: e^-2, 13 %, unless the average keeps less at first."""
-    rest = {}
-    for warmup in (False, True):
-        recipe = load_recipe("b16_i1k", [f"ema={{decay: 0.9999, warmup: {str(warmup).lower()}}}"])
-        rates = schedule_in_steps(recipe, 10**6)[1]
-        rest[warmup] = np.prod([rates(step).averages["ema"] for step in range(20_000)])
-    assert rest[False] == pytest.approx(math.exp(-2), rel=1e-3)
-    # The product of (1 + t) / (10 + t), whose factors cancel but for the first and the last nine.
-    left = math.prod(range(2, 11)) / math.prod(range(20_002, 20_011))
-    assert rest[True] == pytest.approx(left, rel=1e-6) and left < 1e-32

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import json
 import re
 import shutil
 import subprocess
@@ -17,7 +16,7 @@ import yaml
 from models.weights.exported import described, finished_run, valued, write
 from outcomes import checkpoint, equal, printed
 from ranks import BASE, asked, initial_weights, job, launch, make_recipe, quick_of
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from small_recipes import DINO
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models import Model, build_model
 from vitscale.models.vit.positions import resample_positions
 from vitscale.models.weights import load_weights, open_weights
-from vitscale.recipe import Normalise, load_recipe, override, smoke_form
+from vitscale.recipe import Normalise, override
 from vitscale.runs.names import step_folder
 from vitscale.training.beginning.initial_weights import check_initial_weights, initial_source
 from vitscale.training.deepspeed.distributed import World
@@ -320,17 +319,6 @@ def test_damage(data, tmp_path, models):
     assert "index.json" in refused(data, CheckpointError, usual)
 
 
-@pytest.mark.parametrize("form", ["safetensors", "timm"])
-def test_every_key_is_accounted_for(data, tmp_path, models, form):
-    tensors = load_file(models[form][1])
-    del tensors["norm.bias"]
-    tensors["surplus"] = torch.ones(3)
-    save_file(tensors, tmp_path / f"{form}.safetensors")
-    message = refused(data, CheckpointError, begins(tmp_path / f"{form}.safetensors", model={"head": FORMATS[form]}))
-    assert "missing norm.bias (32,)" in message and "unexpected surplus (3,)" in message
-    assert len(message.splitlines()) == 3
-
-
 @pytest.mark.parametrize(("kind", "is_taken"), [("dino", True), ("dino-without-ibot", False), ("mae", False)])
 def test_the_mask_of_dinov2_s_authors_is_taken_where_there_is_one(data, tmp_path, kind, is_taken):
     """In their files it is beside the model, whose parameters have timm's names."""
@@ -456,11 +444,3 @@ def test_the_command_ends_before_anything_is_made(data, tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 2 and str(tmp_path / "none") in ended.stderr and "Traceback" not in ended.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_the_smoke_form_of_a_fine_tuning_recipe_needs_no_weights(data, tmp_path):
-    recipe = make_recipe(data, **begins(tmp_path / "none"))
-    assert recipe.init is not None and smoke_form(recipe, tmp_path).init is None
-    again = tmp_path / "r.yaml"
-    again.write_text(json.dumps(recipe.dump()))
-    assert load_recipe(again) == recipe and load_recipe(again, ["init=null"]).init is None

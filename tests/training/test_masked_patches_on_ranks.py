@@ -8,10 +8,9 @@ import pytest
 import torch
 from finished_runs import evaluate_run
 from outcomes import assert_same_run, checkpoint, column
-from ranks import STEPS, asked, begun, initial_weights, job, launch, make_recipe, quick_of, train_loader
+from ranks import STEPS, asked, batches, begun, initial_weights, job, launch, make_recipe, quick_of
 
 from vitscale.cli.export import export
-from vitscale.data.image_operations import to_model_input
 from vitscale.models.weights import describe, open_weights
 from vitscale.runs.checkpoint.opening import open_run
 
@@ -98,11 +97,10 @@ def test_the_first_losses_equal_those_of_one_process(root):
     """The weights are the initial ones up to the second update, whose learning rate is not 0."""
     recipe = make_recipe(root, **blocks(0, "fp32"))
     objective, losses = begun(recipe, 0), []
-    with train_loader(root, 2) as loader, torch.no_grad():
-        for batch in loader:
-            images = to_model_input(batch.images, torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        for batch, views in batches(recipe, 2):
             plan = objective.plan(batch.keys.numpy(), batch.position)
-            losses.append(objective([images[:, None]], batch.labels, plan).per_sample.mean().item())
+            losses.append(objective(views, batch.labels, plan).per_sample.mean().item())
     assert column(root, "zero1-fp32", "loss")[:2] == pytest.approx(losses, rel=1e-5)
     assert losses == pytest.approx([np.log(512)] * 2)
 

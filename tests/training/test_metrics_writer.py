@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 from datetime import datetime
 from pathlib import Path
 
@@ -18,16 +17,6 @@ def rows(run_dir):
     times = [datetime.fromisoformat(row.pop("time")) for row in found]
     assert times == sorted(times)
     return found
-
-
-def test_training_and_evaluation_are_lines_of_their_own(tmp_path):
-    writer = MetricsWriter(tmp_path, resume_step=0, trackers=[])
-    writer.training(1, {"loss": 0.5, "lr": 0.0, "batch_digest": "00000000000000ff"})
-    writer.evaluation(1, {"val/top1": 0.25})
-    assert rows(tmp_path) == [
-        {"step": 1, "loss": 0.5, "lr": 0.0, "batch_digest": "00000000000000ff"},
-        {"step": 1, "eval/val/top1": 0.25},
-    ]
 
 
 def test_resuming_drops_later_lines_and_a_torn_one(tmp_path):
@@ -47,11 +36,6 @@ def test_a_new_run_starts_an_empty_file(tmp_path):
     MetricsWriter(tmp_path, resume_step=0, trackers=[]).training(1, {"loss": 1.0})
     MetricsWriter(tmp_path, resume_step=0, trackers=[])
     assert rows(tmp_path) == []
-
-
-def test_values_that_json_has_not_are_null(tmp_path):
-    MetricsWriter(tmp_path, resume_step=0, trackers=[]).training(1, {"loss": math.nan, "grad_norm": math.inf})
-    assert rows(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None}]
 
 
 def test_a_directory_that_vanishes_is_reported_once_and_used_again_when_back(tmp_path, caplog):

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from outcomes import assert_same_run, column, error_of
-from ranks import begun, job, launch, make_recipe, train_loader
+from ranks import batches, begun, job, launch, make_recipe
 from torch.nn import functional as F
 
-from vitscale.data.image_operations import to_model_input
 from vitscale.objectives.mixing import partners_of
 
 pytestmark = pytest.mark.slow
@@ -83,10 +82,10 @@ def test_the_first_losses_are_those_of_dense_targets(root, per):
     """The weights are the initial ones up to the second update, whose learning rate is not 0."""
     recipe = make_recipe(root, **blocks(per))
     objective, losses = begun(recipe), []
-    with train_loader(root, 2) as loader, torch.no_grad():
-        for batch in loader:
+    with torch.no_grad():
+        for batch, (views,) in batches(recipe, 2):
             own, blend, boxes = objective.plan(batch.keys.numpy(), batch.position)
-            images = to_model_input(batch.images, torch.device("cpu"), torch.float32)
+            images = views[:, 0]
             labels = F.one_hot(batch.labels, 7) * 0.9 + 0.1 / 7
             targets = own[:, None] * labels + (1 - own)[:, None] * partners_of(labels)
             mixed = images.clone()

@@ -1,6 +1,5 @@
 """`vitscale prove`: engines as they are pass, on every stage, precision, world and objective; broken ones do not."""
 
-import ast
 import contextlib
 import json
 import signal
@@ -243,18 +242,6 @@ def test_what_is_broken_is_found_and_named(proofs, fault):
 
 
 # ---- Without ranks ---------------------------------------------------------------------------------------------------
-
-
-def test_the_oracle_is_short_and_knows_of_training_the_formulas_alone():
-    source = Path("vitscale/about/checks/oracle.py").read_text()
-    assert len(source.splitlines()) <= 220
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {name for node in nodes for name in ([node.module] if isinstance(node, ast.ImportFrom) else [])}
-    names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    rooms = {"vitscale.data.batch", "vitscale.data.image_operations", "vitscale.objectives", "vitscale.recipe", "torch"}
-    rooms |= {"vitscale.objectives.objective", "vitscale.ground.ranks", "vitscale.runs.checkpoint"}
-    rooms |= {"vitscale.training.optimizers.rule", "vitscale.training.optimizers.schedule"}
-    assert {name for name in names if name.startswith(("vitscale", "torch", "deepspeed"))} == rooms
 
 
 @pytest.mark.parametrize(("piece", "times", "passes"), [((0, 16), 1, True), ((0, 16), 3, False), ((16, 32), 1, False)])

@@ -96,14 +96,6 @@ def test_parameters_and_averages_that_never_begin_are_told(root):
         assert len(plan.warnings) == count and any("never" in warning for warning in plan.warnings) == bool(count)
 
 
-def test_weight_decay_and_momentum_are_functions_of_the_step(root):
-    schedule = {"weight_decay": {"to": 0.4, "shape": "linear"}, "momentum": {"to": 0.5, "over": {"steps": 2}}}
-    plan = plan_run(make_recipe(root, schedule=schedule), rank=0, world_size=1)  # of 6 steps, from 0.1 and 0.9
-    assert [plan.rates(step).weight_decay_factor for step in (0, 2, 6)] == pytest.approx([1, 2, 4])
-    assert [plan.rates(step).momentum for step in (0, 1, 2, 6)] == pytest.approx([0.9, 0.7, 0.5, 0.5])
-    assert plan_run(make_recipe(root), rank=0, world_size=1).rates(3)[2:4] == (None, None)
-
-
 @pytest.mark.parametrize(
     ("checkpoint", "total", "tail"),
     [

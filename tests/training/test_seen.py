@@ -182,20 +182,3 @@ def test_what_cannot_be_told_is_said(root, tmp_path, uids):
     (make_other / "train" / "manifest.json").write_text(json.dumps(manifest | {"shuffle_seed": 77}))
     with pytest.raises(DataError):
         History(root / "runs" / "run", str(make_other))
-
-
-@pytest.mark.slow
-def test_a_thousand_random_pairs_are_rendered_as_the_run_saw_them(tmp_path):
-    make_data(tmp_path)
-    blocks = {"schedule": {"duration": {"steps": 90}}, "evaluation": {"validation": None}}
-    launch(tmp_path, [job("run", blocks)], 1)
-    rows = {line["step"]: line["batch_digest"] for line in metrics(tmp_path, "run")}
-    chosen = set(np.random.default_rng(0).choice(sorted(rows), 63, replace=False).tolist())
-    history = History(tmp_path / "runs" / "run")
-    places = [place for place in history.find(range(200)) if place is not None]
-    pairs = [seen for each in history.sightings(places) for seen in each if seen.step in chosen]
-    digests = defaultdict(int)
-    for seen in pairs:
-        digests[seen.step] = (digests[seen.step] + history.pixels(seen).digest) % WORD
-    assert len(pairs) == 63 * 16 > 1000
-    assert {step: f"{digests[step]:016x}" for step in chosen} == {step: rows[step] for step in chosen}

@@ -48,7 +48,7 @@ def exact(stage: int, **others: Any) -> dict[str, Any]:
 
 
 # The steps after which a run of each stage is interrupted: each step in two stages, all of them in the one that divides
-# everything. Every step of every stage is in `make test-all`.
+# everything.
 INTERRUPTED = {0: (1, 4), 1: (2, 5), 2: (3,), 3: (1, 2, 3, 4, 5)}
 
 # Evaluating exchanges weights and averages, comparing devices computes with the engine: both are to leave no trace.
@@ -84,8 +84,6 @@ def root(root: Path, request: pytest.FixtureRequest) -> Path:
     for stage in STAGES:
         jobs.append(job(f"zero{stage}", exact(stage)))
         jobs.append(job(f"zero{stage}-disturbed", exact(stage, **DISTURBED), *INTERRUPTED[stage], None))
-    for stage, step in {(params["stage"], params["step"]) for params in parameters if "step" in params}:
-        jobs.append(job(f"zero{stage}-at-{step}", exact(stage, checkpoint={}), step, None))
     jobs += [job(f"whole-{precision}", moved(precision, 1)) for precision in NOISE]
     launch(root, jobs, 2)
     # First where runs begin, then where they go on.
@@ -113,13 +111,6 @@ def test_interrupted_evaluated_and_checked_it_equals_the_undisturbed_run(root, s
     for step in range(1, STEPS):  # and at every step of the way
         one, other = (everything(checkpoint(root, name, step)) for name in (f"zero{stage}-disturbed", f"zero{stage}"))
         assert all(torch.equal(one[key], other[key]) for key in other)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", range(1, STEPS))
-@pytest.mark.parametrize("stage", STAGES)
-def test_interrupted_at_any_step_it_equals_the_uninterrupted_run(root, stage, step):
-    assert_same_run(root, f"zero{stage}-at-{step}", f"zero{stage}")
 
 
 # ---- Frozen ----------------------------------------------------------------------------------------------------------

@@ -332,13 +332,6 @@ def test_a_run_of_two_ranks_on_one(root, copied):
 
 
 @pytest.mark.slow  # takes steps in processes of their own
-def test_every_loss_a_little_lower(copied):
-    for step in range(1, STEPS + 1):
-        edit_line(copied, step, loss=lambda loss: loss - 0.001)
-    assert verified(copied, "run", *LAST_LINK)[1] == [f"steps {STEPS - 1} to {STEPS}"]
-
-
-@pytest.mark.slow  # takes steps in processes of their own
 def test_a_checkpoint_of_another_run_that_says_it_is_of_this_one(root, copied):
     name = f"step-{STEPS:08d}"
     own, other = (root / "runs" / run / "checkpoints" / name for run in ("run", "other"))
@@ -370,11 +363,3 @@ def test_another_best_step(copied):
     changed = replace(index, selection=index.selection | another)
     (checkpoint / "index.json").write_text(index_text(changed))
     assert verified(copied, "run", *NOTHING)[1] == [f"checkpoint {STEPS}"]
-
-
-def test_an_evaluation_set_that_the_checkpoints_do_not_name(copied):
-    path = copied / "run" / "recipe.yaml"
-    content = yaml.safe_load(path.read_text())
-    content["evaluation"]["validation"] = "train"
-    path.write_text(yaml.safe_dump(content))
-    assert verified(copied, "run", *NOTHING)[1] == ["recipe.yaml"]

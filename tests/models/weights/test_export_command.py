@@ -113,16 +113,6 @@ def test_a_file_of_replaced_dimensions_is_named_by_a_recipe(tmp_path, capsys):
         export(str(tmp_path / "own.safetensors"), "npz", tmp_path / "b.npz", model="ViT-Ti/16")
 
 
-def test_a_post_activation_resnet_goes_through_timm(tmp_path):
-    block = {"name": "ResNet50x1", "blocks": [1, 1], "variant": "v1"}
-    description = described(block)
-    model = valued(description)
-    path = write(model, description, "timm", tmp_path)
-    out = tmp_path / "again.safetensors"
-    export(str(path), "safetensors", out, model="ResNet50x1", settings=["model.blocks=[1, 1]", "model.variant=v1"])
-    assert differing(model, loaded(describe(open_weights(out)), out)) == []
-
-
 @pytest.mark.parametrize("form", ["safetensors", "npz", "timm", "hf"])
 def test_what_has_no_head_is_passed_on_without_one(form, tmp_path, capsys):
     description = described({"name": "ViT-Ti/16", "depth": 1})
@@ -241,43 +231,31 @@ def test_the_command(tmp_path):
         assert ended.returncode == 2 and words in ended.stderr
 
 
-# A source, a format, a file, options, and what the message has to name.
-MISTAKES = [
-    ("ViT-B16", "npz", "a.npz", {"num_classes": 3}, "'ViT-B/16'"),
-    ("nowhere.npz", "npz", "a.npz", {"model": "ViT-B/16"}, "nowhere.npz"),
-    ("ViT-B/16", "npz", "a.npz", {}, "--num-classes"),
-    ("ViT-B/16", "npz", "a.npz", {"num_classes": 3, "step": 3}, "--step"),
-    ("ViT-B/16", "npz", "a.safetensors", {"num_classes": 3}, ".npz"),
-    ("ViT-B/16", "hf", "..", {"num_classes": 3}, ".."),
-    ("ViT-B/16", "npz", "a.npz", {"num_classes": 3, "image_size": 8}, "8 x 8"),
-    ("ViT-B/16", "npz", "a.npz", {"num_classes": 3, "settings": ["model.depth=3"]}, "--set"),
-    ("ResNet50x1", "hf", "a", {"num_classes": 3}, "timm"),
-    ("AxialResNet50", "hf", "a", {"num_classes": 3}, "safetensors"),
-    ("x" * 5000, "npz", "a.npz", {}, "x" * 100),
-    ("Axial-ViT-B/16", "timm", "a.safetensors", {"num_classes": 3}, "axial"),
-    ("ViT-B/16", "timm", "a.safetensors", {"num_classes": 3, "head": "pretrain"}, "--drop-head"),
+# A source, a format, a file, options.
+MISTAKES: list[tuple[str, str, str, dict]] = [
+    ("ViT-B16", "npz", "a.npz", {"num_classes": 3}),
+    ("nowhere.npz", "npz", "a.npz", {"model": "ViT-B/16"}),
+    ("ViT-B/16", "npz", "a.npz", {}),
+    ("ViT-B/16", "npz", "a.npz", {"num_classes": 3, "step": 3}),
+    ("ViT-B/16", "npz", "a.safetensors", {"num_classes": 3}),
+    ("ViT-B/16", "hf", "..", {"num_classes": 3}),
+    ("ViT-B/16", "npz", "a.npz", {"num_classes": 3, "image_size": 8}),
+    ("ViT-B/16", "npz", "a.npz", {"num_classes": 3, "settings": ["model.depth=3"]}),
+    ("ResNet50x1", "hf", "a", {"num_classes": 3}),
+    ("AxialResNet50", "hf", "a", {"num_classes": 3}),
+    ("x" * 5000, "npz", "a.npz", {}),
+    ("Axial-ViT-B/16", "timm", "a.safetensors", {"num_classes": 3}),
+    ("ViT-B/16", "timm", "a.safetensors", {"num_classes": 3, "head": "pretrain"}),
 ]
 
 
-def refused(folder: Path, source: str, form: str, out: str, options: dict) -> str:
-    with pytest.raises(RecipeError) as caught:
-        export(source, form, folder / out, **options)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("source", "form", "out", "options", "named"), MISTAKES)
-def test_mistakes(source, form, out, options, named, tmp_path):
-    assert named in refused(tmp_path, source, form, out, options)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_messages(tmp_path):
-    said = {
-        f"export {source[:40]} as {form} to {out} {options or ''}".rstrip(): refused(
-            tmp_path, source, form, out, options
-        )
-        for source, form, out, options, _ in MISTAKES
-    }
+def test_mistakes_leave_nothing_and_end_with_their_messages(tmp_path):
+    said = {}
+    for source, form, out, options in MISTAKES:
+        with pytest.raises(RecipeError) as caught:
+            export(source, form, tmp_path / out, **options)
+        said[f"export {source[:40]} as {form} to {out} {options or ''}".rstrip()] = str(caught.value)
+        assert list(tmp_path.iterdir()) == []
     for cause, (name, *_) in NO_WEIGHTS.items():
         if not name.endswith((".safetensors", ".npz")):  # there, other libraries have the last word
             said[f"{name}: {cause}"] = no_weights(cause, tmp_path)

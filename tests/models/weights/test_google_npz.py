@@ -209,18 +209,6 @@ def test_group_norms_of_four_dimensions(tmp_path):
     assert (logits(model) - expected).abs().max() < 1e-4
 
 
-def test_positions_are_resampled_as_scipy_does(tmp_path):
-    zoom = pytest.importorskip("scipy.ndimage").zoom
-    path = saved(tmp_path / "weights.npz", authors())
-    notes: list[str] = []
-    model = read_back(described(TI, 96, CLASSES), path, notes)
-    old = authors()["Transformer/posembed_input/pos_embedding"][0]
-    grid = zoom(old[1:].reshape(GRID, GRID, D).astype(np.float64), (6 / 4, 6 / 4, 1), order=1)
-    expected = np.concatenate([old[:1], grid.reshape(-1, D)])
-    assert np.abs(model.pos_embedding[0].detach().numpy() - expected).max() < 1e-6
-    assert len(notes) == 1 and "from (4, 4) to (6, 6)" in notes[0]
-
-
 def test_pickled_objects_are_refused(tmp_path):
     arrays = authors() | {"extra": np.array([{"a": 1}], dtype=object)}
     with pytest.raises(CheckpointError, match=r"\bextra\b"):

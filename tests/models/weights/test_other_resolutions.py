@@ -1,23 +1,17 @@
 """Weights at another resolution: logits equal to the peer's on the same positions; how other rules resample."""
 
-import re
 from pathlib import Path
 
-import numpy as np
 import peers  # noqa: F401 (makes timm importable)
 import pytest
 import torch
 from models.weights.exported import TINY, assert_equal_logits, described, loaded, transformers_config, write
 from models.weights.test_weights_peers import TANH, prepared
 from safetensors.torch import save_file
-from torch.nn import functional as F
-
-from vitscale.models.vit.positions import resample_positions
 
 timm = pytest.importorskip("timm")
 zoom = pytest.importorskip("scipy.ndimage").zoom
 OLD, NEW, CLASSES = 64, 96, 7  # pixels: 8 x 8 and 12 x 12 patches
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "weights.md"
 
 
 def zoomed(positions: torch.Tensor, new: int) -> torch.Tensor:
@@ -84,67 +78,3 @@ def test_logits_equal_the_peer_s_on_the_same_resampled_positions(saved, tmp_path
 
 
 # ---- How others resample ---------------------------------------------------------------------------------------------
-
-
-def timm_default(positions: torch.Tensor, new: int) -> torch.Tensor:
-    return timm.layers.resample_abs_pos_embed(positions, [new, new])
-
-
-def timm_from_npz(positions: torch.Tensor, new: int) -> torch.Tensor:
-    return timm.layers.resample_abs_pos_embed(positions, [new, new], interpolation="bilinear", antialias=False)
-
-
-def bicubic(positions: torch.Tensor, new: int, **options: float) -> torch.Tensor:
-    """transformers' `interpolate_pos_encoding`."""
-    side = round((positions.shape[1] - 1) ** 0.5)
-    planes = positions[:, 1:].view(1, side, side, -1).permute(0, 3, 1, 2)
-    size = {} if options else {"size": (new, new)}
-    planes = F.interpolate(planes, mode="bicubic", align_corners=False, **size, **options)
-    return torch.cat([positions[:, :1], planes.flatten(2).transpose(1, 2)], 1)
-
-
-def dinov2(positions: torch.Tensor, new: int) -> torch.Tensor:
-    side = round((positions.shape[1] - 1) ** 0.5)
-    return bicubic(positions, new, scale_factor=(new + 0.1) / side)
-
-
-RULES = {
-    "timm's default": timm_default,
-    "timm's reader of `.npz`": timm_from_npz,
-    "transformers": bicubic,
-    "DINOv2's code": dinov2,
-}
-GRIDS = ((14, 24), (16, 27), (16, 37))
-
-
-def smooth(side: int) -> torch.Tensor:
-    """A table of sines and cosines as MAE's, values from -1 to 1, places from 0 to 1: (1, 1 + side * side, 64)."""
-    places = np.arange(side) / (side - 1)
-    angles = 2 * np.pi * places[:, None] * 0.5 * np.arange(1, 17) / 4  # up to two turns over the picture
-    waves = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
-    rows, columns = np.repeat(waves, side, axis=0), np.tile(waves, (side, 1))
-    table = np.concatenate([rows, columns], axis=1)
-    return torch.from_numpy(np.concatenate([np.zeros((1, table.shape[1])), table])).float()[None]
-
-
-def largest_difference(name: str, old: int, new: int) -> float:
-    positions = smooth(old)
-    return (RULES[name](positions, new) - zoomed(positions, new)).abs().max().item()
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_the_documented_differences_are_those_measured(name):
-    """docs/weights.md has one row a rule; ours is the authors' zoom."""
-    rows = [row for row in DOCS.read_text().splitlines() if row.startswith(f"| {name} ")]
-    assert len(rows) == 1
-    printed = [float(value) for value in re.findall(r"\| (\d\.\d\d) ", f"{rows[0]} ")]
-    found = [largest_difference(name, *grids) for grids in GRIDS]
-    print(name, found)
-    assert printed == pytest.approx(found, abs=0.0051)
-
-
-@pytest.mark.parametrize(("old", "new"), GRIDS)
-def test_ours_is_the_authors_rule(old, new):
-    positions = smooth(old)
-    ours = resample_positions(positions, (old, old), (new, new))
-    assert (ours - zoomed(positions, new)).abs().max() < 1e-5
