@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from data_tools.classes import SPLIT_NAMES
 from data_tools.sources.archive import TAR_SUFFIXES
+from data_tools.sources.cifar import is_cifar, open_cifar
 from data_tools.sources.dataset import open_dataset
 from data_tools.sources.folder import FolderSource
 from data_tools.sources.image_list import LIST_SUFFIXES, open_image_list
@@ -21,7 +22,7 @@ from vitscale.data.shards.images import IMAGE_SUFFIXES
 from vitscale.ground import storage
 from vitscale.ground.errors import RecipeError
 
-Kind = Literal["folder", "tar", "list", "parquet", "tfrecord", "dataset"]
+Kind = Literal["folder", "tar", "list", "parquet", "tfrecord", "cifar", "dataset"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _RECORD_NAME = re.compile(r".*\.(tfrecords?|tfrec)(\.gz)?|.+-\d{5}-of-\d{5}(\.gz)?")
@@ -60,6 +61,8 @@ def open_source(src: str, kind: Kind | None, options: SourceOptions, *, has_spli
         return open_dataset(src, files, options)
     if len(files) == 1 and storage.is_folder(files[0]):
         files = _members(src, files[0], kind)
+    if kind == "cifar":
+        return open_cifar(src, files, options, mixed_ok=has_splits)
     if not has_splits:
         _refuse_mixed(src, files)
     return _OPENERS[kind](src, files, options)
@@ -121,10 +124,12 @@ def _kind_of_file(name: str) -> Kind | None:
     low = name.lower()
     for kind, suffixes in _SUFFIXES.items():
         if low.endswith(suffixes):
-            return kind
+            return "cifar" if kind == "tar" and low.startswith("cifar-") else kind
     if name == MANIFEST_NAME:
         return "dataset"
-    return "tfrecord" if _RECORD_NAME.fullmatch(low) else None
+    if _RECORD_NAME.fullmatch(low):
+        return "tfrecord"
+    return "cifar" if is_cifar([name]) else None
 
 
 def _kind_of_folder(folder: str) -> Kind:
@@ -132,6 +137,8 @@ def _kind_of_folder(folder: str) -> Kind:
     names = [name for name in storage.names_in(folder) if not name.startswith(".")]
     if MANIFEST_NAME in names:
         return "dataset"
+    if is_cifar(names):
+        return "cifar"
     if any(name.lower().endswith(IMAGE_SUFFIXES) for name in names):
         return "folder"
     kinds = {kind for name in names if (kind := _kind_of_file(name)) is not None and kind != "list"}
@@ -148,6 +155,8 @@ def _kind_of_folder(folder: str) -> Kind:
 
 def _members(src: str, folder: str, kind: Kind) -> list[str]:
     names = storage.names_in(folder)
+    if kind == "cifar":
+        return [storage.join(folder, name) for name in names]
     members = [name for name in names if _kind_of_file(name) == kind and not name.startswith(".")]
     if not members:
         raise RecipeError(f"SRC {src}: no {kind} files in this folder; it holds {', '.join(names[:10]) or 'nothing'}")

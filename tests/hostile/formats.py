@@ -211,6 +211,12 @@ def checkpoint_index() -> str:
     return index_text(toy_checkpoint.index(3))
 
 
+def cifar(folder: Path, name: str) -> Path:
+    (folder / "test_batch.bin").write_bytes(b"".join(bytes([label]) + bytes(3072) for label in range(10)))
+    (folder / "batches.meta.txt").write_text("".join(f"c{label}\n" for label in range(10)))
+    return folder / name
+
+
 def recipe() -> str:
     return yaml.safe_dump(load_recipe(next(iter(list_recipes()))).dump())
 
@@ -236,6 +242,8 @@ FORMATS: dict[str, Format] = {
     "index, hashes": Format(index("hashes.npy"), read_index, seal_index),
     "rejects": Format(rejects, lambda path: read_table(path, REJECTS)),
     "parquet": Format(parquet, read_source),
+    "cifar": Format(lambda folder: cifar(folder, "test_batch.bin"), lambda path: read_source(path.parent)),
+    "cifar, meta": Format(lambda folder: cifar(folder, "batches.meta.txt"), lambda path: read_source(path.parent)),
     "tar": Format(_file("a.tar", lambda: _tar("w", "a/1.jpg", "b/2.jpg")), read_source),
     "tar.gz": Format(_file("a.tar.gz", lambda: _tar("w:gz", "a/1.jpg", "b/2.jpg")), read_source),
     "webdataset": Format(_file("a.tar", lambda: _tar("w", "1.jpg", "1.cls", "2.jpg", "2.cls")), read_source),

@@ -38,7 +38,7 @@ def command(
     src: Annotated[
         str | None,
         Argument(
-            help="Folder of class folders, tar(s), list (csv, jsonl), parquet, TFRecord, or another dataset; "
+            help="Folder of class folders, tar(s), list (csv, jsonl), parquet, TFRecord, CIFAR, or another dataset; "
             "a path, URL or quoted pattern such as 's3://bucket/train-{000..127}.tar'.",
             show_default=False,
         ),
