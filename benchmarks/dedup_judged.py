@@ -25,7 +25,7 @@ from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.embedding import Embedder
 from data_tools.dedup.fingerprint import fingerprint
 from data_tools.dedup.index import FingerprintIndex
-from data_tools.dedup.matches import Match, Pair
+from data_tools.dedup.matches import Match, Pair, Tier
 from data_tools.dedup.matching import BITS, correlation, near_pairs, words
 from data_tools.dedup.queries import small_picture
 from data_tools.dedup.report import pair_sheet
@@ -55,10 +55,10 @@ class Judged:
     removed: int
     test_images: int
     flagged: int
-    removed_pairs: dict[tuple[str, str], tuple[str, int, float]]
+    removed_pairs: dict[tuple[str, str], tuple[Tier, int, float]]
     index: FingerprintIndex
 
-    def nearest(self, train_file: bytes, test_key: str) -> tuple[str, int, float]:
+    def nearest(self, train_file: bytes, test_key: str) -> tuple[Tier, int, float]:
         """How far a pair is that was not removed: distance of the nearest hashes, and correlation from there."""
         stored = store_image(train_file)
         assert isinstance(stored, StoredImage)
