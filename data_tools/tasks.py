@@ -12,7 +12,6 @@ class Progress(Protocol):
 
     def alive(self) -> None:
         """Signals that something long, other than an image, is still in progress."""
-        ...
 
 
 class Task(ABC):

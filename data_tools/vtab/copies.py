@@ -42,11 +42,6 @@ class Copy:
     version: str | None = None  # the TFDS version; None for other layouts
     doubt: str | None = None  # why these are not the published images, unless a list of ids selects them, if so
 
-    @property
-    def val_follows_train(self) -> bool:
-        """Whether the validation images come right after the training images in the same slice."""
-        return self.val == self.train
-
 
 @dataclass(frozen=True)
 class Search:
