@@ -2,10 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 
-class Progress(Protocol):
+class Progress:
     """Receives a task's progress: one more image done, and whether it was rejected."""
 
     def advance(self, rejected: bool = False) -> None: ...
