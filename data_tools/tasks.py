@@ -2,17 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 
-class Progress(Protocol):
+class Progress:
     """Receives a task's progress: one more image done, and whether it was rejected."""
 
     def advance(self, rejected: bool = False) -> None: ...
 
     def alive(self) -> None:
         """Signals that something long, other than an image, is still in progress."""
-        ...
 
 
 class Task(ABC):
@@ -40,7 +39,7 @@ Tick = Callable[[int, int], None]  # images done, images rejected
 Run = Callable[[Iterable[Task], Tick], Iterator[Any]]  # runs tasks; what each returns, as it comes
 
 
-class _Counts:
+class _Counts(Progress):
     """Progress as numbers of images; `tick` is called at each."""
 
     def __init__(self, tick: Tick) -> None:
@@ -51,9 +50,6 @@ class _Counts:
         self._done += 1
         self._rejected += rejected
         self._tick(self._done, self._rejected)
-
-    def alive(self) -> None:
-        pass
 
 
 def run_inline(tasks: Iterable[Task], tick: Tick) -> Iterator[Any]:

@@ -252,7 +252,11 @@ class _View:
                 self._add(name, content)
             same = {name: getattr(self._dataset, name) for name in Manifest.model_fields}
             same |= {"schema_version": schema_version_of(shards), "shards": shards}
-            return self._save(Manifest(**same | {"num_samples": sum(each.num_selected for each in shards)} | changes))
+            same["num_samples"] = sum(each.num_selected for each in shards)
+            self._added.append(MANIFEST_NAME)
+            with staged([storage.join(self._out, MANIFEST_NAME)]) as (path,):
+                saved = Manifest(**same | changes).save(path.parent)
+            return Manifest.load(self._out) if storage.is_url(self._out) else saved
 
     def _entry(self, index: int, kept: np.ndarray | None) -> ShardEntry:
         entry = self._moved(self._dataset.shards[index])
@@ -273,12 +277,6 @@ class _View:
         self._added.append(name)
         with staged([storage.join(self._out, name)]) as (path,), durable_file(path) as file:
             file.write(content)
-
-    def _save(self, manifest: Manifest) -> Manifest:
-        self._added.append(MANIFEST_NAME)
-        with staged([storage.join(self._out, MANIFEST_NAME)]) as (path,):
-            saved = manifest.save(path.parent)
-        return Manifest.load(self._out) if storage.is_url(self._out) else saved
 
     def _selection(self, index: int, entry: ShardEntry, kept: np.ndarray) -> SelectFirst | SelectExclude:
         if len(kept) == 0 or kept[-1] == len(kept) - 1:

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from data_tools.tasks import Task, Tick
+from data_tools.tasks import Progress, Task, Tick
 from vitscale.ground.errors import DataError, VitscaleError
 
 STALL_SECONDS = 1800.0
@@ -57,7 +57,7 @@ class _Worker:
     since: float = 0.0
 
 
-class _Progress:
+class _Progress(Progress):
     """The worker's access to the counters."""
 
     def __init__(self, counts: Any) -> None:

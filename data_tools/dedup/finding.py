@@ -123,9 +123,6 @@ class _Task(Task):
     def name(self) -> str:
         return f"shard {self.path}"
 
-    def describe(self, position: int) -> str:
-        return f"image {position:,} of {self.path}"
-
     def run(self, progress: Progress) -> tuple[Findings, bool]:
         """Returns the findings, and whether the fingerprints had to be made for them.
 

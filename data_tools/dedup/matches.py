@@ -77,12 +77,6 @@ class Findings:
         self.correlations = np.zeros((len(names), BINS), np.int64)
         self._closest: dict[tuple[int, bool], list[Pair]] = {}
 
-    def add_distances(self, test_set: int, distances: np.ndarray) -> None:
-        self.distances[test_set] += np.bincount(distances, minlength=COUNTED + 1)
-
-    def add_correlation(self, test_set: int, correlation: float) -> None:
-        self.correlations[test_set, min(BINS - 1, max(0, int(correlation * BINS)))] += 1
-
     def add_images(self, queries: Sequence[Query], matches: Sequence[Sequence[Match]]) -> None:
         """Count images with their matches, sorted by test set and tier, and keep the closest pairs."""
         self.images += len(queries)

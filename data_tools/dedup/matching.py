@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
-import pyarrow as pa
 
 from data_tools.dedup.embedding import Embedder, cosine, unit_vector, whitened
 from data_tools.dedup.fingerprint import HASH_BYTES, SIDE, Window
 from data_tools.dedup.index import FingerprintIndex
-from data_tools.dedup.matches import TIERS, Findings, Match, Tier
+from data_tools.dedup.matches import BINS, TIERS, Findings, Match, Tier
 from data_tools.dedup.queries import Query
 from data_tools.dedup.settings import COUNTED, EMBEDDED, Settings
 from data_tools.dedup.variants import window_of
@@ -84,8 +83,10 @@ class _Search:
     def __init__(self, index: FingerprintIndex, first_set: int, embedder: Embedder | None) -> None:
         self.index, self.first_set, self.sets = index, first_set, len(index.test_sets)
         self._settings = [one.settings for one in index.test_sets]
-        self._bytes = _Exact.of_digests(index.images["sha256"])
-        self._pixels = _Exact.of_numbers(index.images["pixels"])
+        content = b"".join(digest[:8] for digest in index.images["sha256"].to_pylist())
+        self._bytes = _Exact(np.frombuffer(content, "<u8"), np.arange(len(index.images)))
+        pixels = index.images["pixels"]
+        self._pixels = _Exact(pixels.drop_null().to_numpy(), np.flatnonzero(pixels.is_valid().to_numpy()))
         self._embedder = None if index.embedding is None else embedder
 
     def add(self, queries: Sequence[Query], matches: list[list[Match]], findings: Findings) -> None:
@@ -138,7 +139,7 @@ class _Search:
         order = np.lexsort((hits, distances, images, of_query))
         of_query, images, distances, hits, rows = (a[order] for a in (of_query, images, distances, hits, rows))
         begins = np.flatnonzero(np.diff(of_query, prepend=-1) | np.diff(images, prepend=-1))
-        findings.add_distances(self.first_set + number, distances[begins])
+        findings.distances[self.first_set + number] += np.bincount(distances[begins], minlength=COUNTED + 1)
         pairs = []
         for begin, after in pairwise([*begins.tolist(), len(images)]):
             if distances[begin] > self._limit(settings):
@@ -182,7 +183,7 @@ class _Search:
         tier: Tier = "hash" if decided else "correlation"
         removed = decided or counted >= settings.correlation
         if tier == "correlation" and distance <= settings.candidates:
-            findings.add_correlation(self.first_set + number, counted)
+            findings.correlations[self.first_set + number, min(BINS - 1, max(0, int(counted * BINS)))] += 1
         if not removed and self._embedder is not None:
             tier = "embedding"
             alike = self._cosine(query, image, is_mirrored=pair.variants[0] % 2 == 1)
@@ -220,17 +221,6 @@ class _Exact:
     def __init__(self, numbers: np.ndarray, rows: np.ndarray) -> None:
         order = np.argsort(numbers, kind="stable")
         self._numbers, self._rows = numbers[order], rows[order]
-
-    @classmethod
-    def of_digests(cls, digests: pa.ChunkedArray) -> "_Exact":
-        content = b"".join(digest[:8] for digest in digests.to_pylist())
-        numbers = np.frombuffer(content, "<u8")
-        return cls(numbers, np.arange(len(numbers)))
-
-    @classmethod
-    def of_numbers(cls, numbers: pa.ChunkedArray) -> "_Exact":
-        rows = np.flatnonzero(numbers.is_valid().to_numpy())
-        return cls(numbers.drop_null().to_numpy(), rows)
 
     def rows(self, number: int) -> list[int]:
         wanted = np.uint64(number)

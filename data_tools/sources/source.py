@@ -49,28 +49,23 @@ class Source(Protocol):
     @property
     def streams(self) -> bool:
         """Whether items carry their bytes; `read` is not needed then."""
-        ...
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The parts' paths or URLs."""
-        ...
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
         """The classes in the source's own order; None if it states none."""
-        ...
 
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
         """The images of a part; files that are not images are counted in `ignored`, by reason.
 
         Raises DataError for damage, naming the part.
         """
-        ...
 
     def read(self, part: int, content: bytes) -> bytes:
         """The bytes of one image file. Raises OSError (TooLarge, before reading) or StorageError."""
-        ...
 
 
 def without_surrogates(text: str) -> str:

@@ -300,7 +300,6 @@ def _is_compressed(file: io.BufferedReader) -> bool:
 
 
 def _choose(found: Sequence[str], options: SourceOptions, where: str) -> tuple[str, str | None]:
-
     def named(wanted: str | None, common: tuple[str, ...], what: str, flags: str) -> str:
         name = next((name for name in (common if wanted is None else (wanted,)) if name in found), None)
         if name is None:

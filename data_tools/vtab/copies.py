@@ -24,8 +24,6 @@ Layout = Literal["tfds", "tars", "folders"]
 _VERSION = re.compile(r"\d+\.\d+\.\d+")
 _RECORDS = re.compile(r".+-(?P<split>\w+)\.tfrecord-(?P<index>\d{5})-of-(?P<count>\d{5})")
 _TFDS_NAMES = {"train": "train", "val": "validation", "test": "test"}
-# For copies already cut into VTAB's parts, but without one for validation: it follows the training images.
-_VAL_AFTER_TRAIN = Slice("train")
 
 
 @dataclass(frozen=True)
@@ -41,11 +39,6 @@ class Copy:
     test: Slice
     version: str | None = None  # the TFDS version; None for other layouts
     doubt: str | None = None  # why these are not the published images, unless a list of ids selects them, if so
-
-    @property
-    def val_follows_train(self) -> bool:
-        """Whether the validation images come right after the training images in the same slice."""
-        return self.val == self.train
 
 
 @dataclass(frozen=True)
@@ -136,7 +129,7 @@ def _cut(task: str, layout: Layout, place: Path, files: Mapping[str, tuple[Path,
         return None
     if missing := [split for split in ("train", "test") if split not in files]:
         raise DataError(f"{place}: {layout} without the split {' and '.join(missing)}; found {', '.join(files)}")
-    val = Slice("validation") if "validation" in files else _VAL_AFTER_TRAIN
+    val = Slice("validation" if "validation" in files else "train")  # which then follows the training images
     return Copy(task, layout, place, files, Slice("train"), val, Slice("test"), doubt="an order of its own")
 
 

@@ -92,10 +92,6 @@ class Ids(Strict):
         """How many images of this list are not in the same part of the other."""
         return sum((contents(part) - contents(other.parts[name])).total() for name, part in self.parts.items())
 
-    def write(self, folder: Path) -> None:
-        """Write IDS_NAME into a folder. Raises OSError."""
-        write_text(folder / IDS_NAME, self.model_dump_json(indent=1) + "\n")
-
     @classmethod
     def read(cls, path: Path) -> "Ids":
         """The list in a file. Raises RecipeError if it cannot be read, DataError if it is damaged."""
@@ -164,10 +160,12 @@ def prepare(
         RecipeError: other images are there already.
     """
     place = out / task
-    if is_prepared(place):
+    if all((place / name).is_file() for name in (IDS_NAME, *(f"{one}/{MANIFEST_NAME}" for one in DATASETS))):
         there = Ids.read(place / IDS_NAME)
-        if pinned is not None:
-            _refuse_others(pinned, there, place)
+        if pinned is not None and (others := pinned.differences(there) + there.differences(pinned)):
+            raise RecipeError(
+                f"{place}: was prepared with other images ({others:,} differ). Choose another OUT, or remove this one"
+            )
         return Prepared(task, None, _counts(place))
     search = find_copy(task, folders)
     if search.copy is None:
@@ -191,11 +189,6 @@ def prepare(
     return Prepared(task, search, _counts(place), None if pinned is not None else search.copy.doubt)
 
 
-def is_prepared(place: Path) -> bool:
-    """Whether a task is completely prepared in its folder."""
-    return all((place / name).is_file() for name in (IDS_NAME, *(f"{one}/{MANIFEST_NAME}" for one in DATASETS)))
-
-
 def chosen_rows(opened: OpenCopy, takes: Takes, pinned: Ids | None) -> tuple[dict[str, Rows], Rows]:
     """The images of the two small parts, by name, and those of the test part.
 
@@ -209,7 +202,7 @@ def chosen_rows(opened: OpenCopy, takes: Takes, pinned: Ids | None) -> tuple[dic
     else:
         for name, part, skipped, count in (
             ("train800", copy.train, 0, takes.train),
-            ("val200", copy.val, takes.train if copy.val_follows_train else 0, takes.val),
+            ("val200", copy.val, takes.train if copy.val == copy.train else 0, takes.val),  # follows the other part
         ):
             size = opened.size(part.split)
             small[name] = {part.split: part.rows(size)[skipped : skipped + count]}
@@ -280,7 +273,7 @@ def _write_list(place: Path, ids: Ids) -> None:
     """Write the list of ids, unless it exists. Raises RecipeError if a different one does."""
     if not (place / IDS_NAME).exists():
         place.mkdir(parents=True, exist_ok=True)
-        ids.write(place)
+        write_text(place / IDS_NAME, ids.model_dump_json(indent=1) + "\n")
     elif Ids.read(place / IDS_NAME) != ids:
         raise RecipeError(
             f"{place}: was started with other images or from another copy. Choose another OUT, or remove this one"
@@ -289,13 +282,6 @@ def _write_list(place: Path, ids: Ids) -> None:
 
 def _described(split: str, rows: Sequence[int], opened: OpenCopy) -> str:
     return split if len(rows) == opened.size(split) else f"{split}[{rows[0]}:{rows[-1] + 1}]"
-
-
-def _refuse_others(expected: Ids, found: Ids, place: Path) -> None:
-    if others := expected.differences(found) + found.differences(expected):
-        raise RecipeError(
-            f"{place}: was prepared with other images ({others:,} differ). Choose another OUT, or remove this one"
-        )
 
 
 def _joined(parts: Iterable[Rows]) -> Rows:

@@ -28,6 +28,10 @@ _SLICE_SAMPLES = 16  # at 224 px the decoded pixels are still in the core's cach
 _WORD = 2**64
 # Errors of a server or a network, not of the file.
 _MAY_PASS = {errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+_PROBLEMS = {
+    CRC_MISMATCH: "its bytes do not match their checksum",
+    WRONG_SIZE: "its picture is not of the height and width that the shard states",
+}
 
 _log = logging.getLogger(__name__)
 
@@ -148,7 +152,7 @@ class BatchReader:
         count = len(slots.shard)
         samples = Samples.of(shards, shard_of, slots.position)
         drawn = self._draw(slots.epoch, samples, slots.view)
-        checked = self._is_checked(drawn[0].keys[:, 0])
+        checked = uniform(drawn[0].keys[:, 0], self._seed, Purpose.CHECK) < self._reading.check_rate
         # A rank's part may be small: at least two slices for each thread, so that none is idle.
         length = max(1, min(_SLICE_SAMPLES, count // (2 * self._reading.threads)))
         slices = [slice(start, min(start + length, count)) for start in range(0, count, length)]
@@ -207,12 +211,6 @@ class BatchReader:
         columns = (samples.uids[rows], repeats[rows], samples.heights[rows], samples.widths[rows])
         return draw_views(self._kinds, self._seed, epoch, *columns)
 
-    def _is_checked(self, keys: np.ndarray) -> np.ndarray:
-        """The samples whose checksum is compared, bool (b,)."""
-        if self._reading.check_rate >= 1:
-            return np.ones(len(keys), bool)
-        return uniform(keys, self._seed, Purpose.CHECK) < self._reading.check_rate
-
     def _read_rows(self, work: Work, rows: slice) -> None:
         samples = work.samples
         sizes = samples.sizes[rows]
@@ -229,7 +227,8 @@ class BatchReader:
         self._decode(work, rows, stored, starts, work.checked[rows], status)
         for i in np.flatnonzero(status != OK).tolist():
             row = rows.start + i
-            self._handle(work, row, unreadable.get(row) or self._problem(samples, row, int(status[i])))
+            what = _PROBLEMS.get(int(status[i]), "the decoder refused it")
+            self._handle(work, row, unreadable.get(row) or self._damaged(samples, row, what))
 
     def _read_into(self, stored: np.ndarray, start: int, samples: Samples, row: int) -> None:
         """Read a row's stored bytes into the buffer. Raises DataError if the file no longer has them."""
@@ -313,13 +312,6 @@ class BatchReader:
             if status[0] == OK:
                 return
         raise DataError(f"{problem}. No other sample of the shard could replace it: all are damaged")
-
-    def _problem(self, samples: Samples, row: int, status: int) -> DataError:
-        what = {
-            CRC_MISMATCH: "its bytes do not match their checksum",
-            WRONG_SIZE: "its picture is not of the height and width that the shard states",
-        }.get(status, "the decoder refused it")
-        return self._damaged(samples, row, what)
 
     def _damaged(self, samples: Samples, row: int, what: str) -> DataError:
         shard = samples.shards[samples.shard_of[row]]

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitscale import recipe as recipes
 from vitscale.data.draws import operation_keys
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.extensions import implementation
@@ -65,7 +64,15 @@ class TrainingInput:
     """
 
     def __init__(self, recipe: Recipe, normalise: Callable[..., Tensor] = to_model_input) -> None:
-        self._operations = [_of_device(view.operations) for view, _ in recipe.data.training_views()]
+        # By kind of views, those that the loader has not applied already.
+        self._operations: list[list[_Operation]] = [
+            [
+                (block, implementation(block.implementation, ImageOperation).of(block), index)
+                for index, block in enumerate(view.operations)
+                if not isinstance(block, LoaderOperation)
+            ]
+            for view, _ in recipe.data.training_views()
+        ]
         self._normalise = partial(normalise, normalise=recipe.data.normalise)
 
     def __call__(self, images: Tensor, keys: Tensor, device: torch.device, dtype: torch.dtype, kind: int = 0) -> Tensor:
@@ -92,15 +99,6 @@ class TrainingInput:
             self(views[kind].flatten(0, 1), keys[kind].flatten(), device, dtype, kind).unflatten(0, keys[kind].shape)
             for kind in (range(len(views)) if kinds is None else kinds)
         )
-
-
-def _of_device(blocks: Sequence[recipes.ImageOperation]) -> list[_Operation]:
-    """The operations that the loader has not applied already, with their places in the list."""
-    return [
-        (block, implementation(block.implementation, ImageOperation).of(block), index)
-        for index, block in enumerate(blocks)
-        if not isinstance(block, LoaderOperation)
-    ]
 
 
 def _operated(operations: list[_Operation], images: Tensor, keys: Tensor) -> Tensor:

@@ -90,16 +90,16 @@ class Interruption:
                         self._request(signal.Signals(number))
 
     def _request(self, number: signal.Signals) -> None:
-        now = time.monotonic()
+        now, is_deepspeeds = time.monotonic(), _OF_DEEPSPEEDS_LAUNCHER in os.environ
         if self._first is None:
             self._what, self._first = _name(number), now
             if not self._saves_first:
                 self._end_before_the_first_step()
             if self._answers:
-                is_by_hand = number == signal.SIGINT or _OF_DEEPSPEEDS_LAUNCHER in os.environ
-                again = "Ctrl-C again" if is_by_hand else "Another signal"
+                again = "Ctrl-C again" if number == signal.SIGINT or is_deepspeeds else "Another signal"
                 _say(f"{self._what}: saving after this step. {again} ends at once, without saving")
-        elif now - self._first > _SAME_REQUEST_SECONDS and not _is_of_launcher(number):
+        # DeepSpeed's launcher passes on the same request a second time, as SIGTERM.
+        elif now - self._first > _SAME_REQUEST_SECONDS and not (is_deepspeeds and number == signal.SIGTERM):
             _end(f"{_name(number)} again: ending without a checkpoint of this step", PeerLostError.exit_code)
 
     def _end_before_the_first_step(self) -> NoReturn:
@@ -108,11 +108,6 @@ class Interruption:
 
 def _name(number: signal.Signals) -> str:
     return "Ctrl-C" if number == signal.SIGINT else number.name
-
-
-def _is_of_launcher(number: signal.Signals) -> bool:
-    """Whether a signal may be DeepSpeed's launcher passing on the same request a second time."""
-    return number == signal.SIGTERM and _OF_DEEPSPEEDS_LAUNCHER in os.environ
 
 
 def _say(message: str) -> None:

@@ -53,15 +53,11 @@ def available_memory(root: Path = Path("/")) -> int | None:
     The least of what the kernel and our control groups allow; file caches count as free. `root` is the folder that
     contains `proc` and `sys`.
     """
-    found = [*_of_the_machine(root), *_of_groups(root)]
-    return max(0, min(found)) if found else None
-
-
-def _of_the_machine(root: Path) -> list[int]:
+    found = _of_groups(root)
     with suppress(OSError):
         line = re.search(r"^MemAvailable:\s+(\d+) kB$", (root / "proc/meminfo").read_text(), re.MULTILINE)
-        return [int(line[1]) << 10] if line else []
-    return []
+        found += [int(line[1]) << 10] if line else []
+    return max(0, min(found)) if found else None
 
 
 def _of_groups(root: Path) -> list[int]:

@@ -300,33 +300,31 @@ def size_of(where: str) -> int | None:
     if not is_url(where):
         path = Path(where)
         return path.stat().st_size if path.is_file() else None
-    info = _info(where)
+    info = _ask(where, "info")
     return info["size"] if info is not None and info["type"] == "file" else None
 
 
 def exists(where: str) -> bool:
     """Whether there is a file or a folder. Raises StorageError."""
-    return os.path.lexists(where) if not is_url(where) else _info(where) is not None
+    return os.path.lexists(where) if not is_url(where) else _ask(where, "info") is not None
 
 
 def is_folder(where: str) -> bool:
     """Whether `where` is a folder; at a URL, whether anything lies below it. Raises StorageError."""
     if not is_url(where):
         return Path(where).is_dir()
-    info = _info(where)
+    info = _ask(where, "info")
     return info is not None and info["type"] == "directory"
 
 
-def _info(url: str) -> dict[str, Any] | None:
-    """Size and type of what is at a URL; None if nothing is."""
+def _ask(url: str, call: str, **options: Any) -> Any:
+    """The file system's answer to a call about a URL, such as `info`; None if nothing is there."""
     fs, path = filesystem(url)
 
-    def ask() -> dict[str, Any] | None:
-        try:
-            found: dict[str, Any] = _Call(fs, "info", path).result()
-            return found
-        except FileNotFoundError:
-            return None
+    def ask() -> Any:
+        with suppress(FileNotFoundError):
+            return _Call(fs, call, path, **options).result()
+        return None
 
     return patiently(url, ask)
 
@@ -350,21 +348,10 @@ def sizes_in(folder: str) -> dict[str, int]:
 
 def _entries(url: str) -> list[dict[str, Any]]:
     """fsspec's entries directly below a URL, with the last part of each path as `name`."""
-    fs, there = filesystem(url)
-
-    def ask() -> list[dict[str, Any]]:
-        try:
-            found = _Call(fs, "ls", there, detail=True).result()
-        except FileNotFoundError:
-            return []
-        paths = [entry["name"].rstrip("/") for entry in found]
-        return [
-            {**entry, "name": base_name(path)}
-            for path, entry in zip(paths, found, strict=True)
-            if path != there.rstrip("/")  # some stores list a folder in itself
-        ]
-
-    return patiently(url, ask)
+    found, there = _ask(url, "ls", detail=True) or [], filesystem(url)[1].rstrip("/")
+    # Some stores list a folder in itself.
+    others = [entry for entry in found if entry["name"].rstrip("/") != there]
+    return [{**entry, "name": base_name(entry["name"])} for entry in others]
 
 
 def put(local: Path, url: str) -> None:
@@ -392,24 +379,12 @@ def remove(where: str) -> None:
     if not is_url(where):
         Path(where).unlink(missing_ok=True)
         return
-    fs, path = filesystem(where)
-
-    def delete() -> None:
-        with suppress(FileNotFoundError):
-            _Call(fs, "rm_file", path).result()
-
-    patiently(where, delete)
+    _ask(where, "rm_file")
 
 
 def remove_folder(url: str) -> None:
     """Remove all objects below a URL. Raises StorageError."""
-    fs, path = filesystem(url.rstrip("/"))
-
-    def delete() -> None:
-        with suppress(FileNotFoundError):
-            _Call(fs, "rm", path, recursive=True).result()
-
-    patiently(url, delete)
+    _ask(url.rstrip("/"), "rm", recursive=True)
 
 
 def patiently(where: str, act: Callable[[], Result], sleep: Callable[[float], None] = time.sleep) -> Result:

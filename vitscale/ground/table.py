@@ -214,12 +214,9 @@ def _table(results: ResultTable, columns: Sequence[Column]) -> Table:
         table.add_column(column.heading, justify=justify, overflow=overflow, no_wrap=not column.folds, min_width=least)
     ends = {sum(results.groups[: index + 1]) for index in range(len(results.groups))}
     for index, row in enumerate(results.rows, start=1):
-        table.add_row(*(_styled(column, row) for column in columns), end_section=index in ends)
+        cells = (Text(column.cell(row), column.style(row[column.key]) if column.style else "") for column in columns)
+        table.add_row(*cells, end_section=index in ends)
     return table
-
-
-def _styled(column: Column, row: Row) -> Text:
-    return Text(column.cell(row), style="" if column.style is None else column.style(row[column.key]))
 
 
 _PRINTERS: dict[Form, Callable[[ResultTable], None]] = {

@@ -52,14 +52,9 @@ class End:
         return self.returncode == EXIT_DONE
 
     @property
-    def is_preempted(self) -> bool:
-        """Whether the rank ended because it was told to."""
-        return self.returncode == EXIT_PREEMPTED or self.was_told
-
-    @property
     def is_bad(self) -> bool:
-        """Whether something went wrong with this rank, or with one that it depends on."""
-        return not (self.is_done or self.is_preempted)
+        """Whether something went wrong with this rank, or with one that it depends on; not if it was told to end."""
+        return not (self.is_done or self.was_told or self.returncode == EXIT_PREEMPTED)
 
     @property
     def is_consequence(self) -> bool:
@@ -74,15 +69,11 @@ class End:
 
     def describe(self) -> str:
         """Which rank ended, how, and where in training, in words."""
-        return f"rank {self.rank} (pid {self.pid}) {self._how()} {self.where}"
-
-    def _how(self) -> str:
-        if self.hung:
-            return self.hung
-        if self.returncode < 0:
+        how = self.hung or f"ended with exit code {self.returncode} ({_MEANINGS.get(self.returncode, 'unknown')})"
+        if self.returncode < 0 and not self.hung:
             name = signal_name(-self.returncode)
-            return f"was killed by the launch ({name})" if self.was_killed else f"was killed by {name}"
-        return f"ended with exit code {self.returncode} ({_MEANINGS.get(self.returncode, 'unknown')})"
+            how = f"was killed by the launch ({name})" if self.was_killed else f"was killed by {name}"
+        return f"rank {self.rank} (pid {self.pid}) {how} {self.where}"
 
 
 def signal_name(number: int) -> str:

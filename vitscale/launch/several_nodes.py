@@ -65,7 +65,8 @@ class FirstNode:
         """Wait for the other nodes, then send each its ranks."""
         place, patience = self._place, Patience(self._place, self._supervisor)
         while missing := self._missing():
-            who, where = f"{_nodes(missing)} of {place.nodes}", f"{place.address}:{place.port}"
+            nodes, where = ", ".join(map(str, missing)), f"{place.address}:{place.port}"
+            who = f"node{'' if len(missing) == 1 else 's'} {nodes} of {place.nodes}"
             failure = (
                 f"{who} did not connect to {where} within {place.wait_s:,.0f} s. Does the launch run there, with this "
                 f"--master and --nodes? Can that machine resolve the name and reach the port?"
@@ -217,10 +218,6 @@ class _Other:
         if self._account is None and (self.connection.lost or self.is_ready or self.left):
             return Account(lost=self.trouble())
         return self._account
-
-
-def _nodes(numbers: Sequence[int]) -> str:
-    return f"node{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
 
 
 class OtherNode:

@@ -4,12 +4,10 @@ OUT/manifest.json      refers to the file where it is
 OUT/train.crc.npy      the checksums of its images, which such a file lacks: taken now, they reveal any later damage
 """
 
-import io
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +17,7 @@ from vitscale.data.shards.foreign import IMAGE, INTEGER, ForeignShard, read_fiel
 from vitscale.data.shards.manifest import Adopted, Manifest, ShardEntry, StoredChecksums, schema_version_of
 from vitscale.data.shards.scan import Scan, scan
 from vitscale.ground.errors import DataError, RecipeError, os_errors
+from vitscale.ground.files.digests import file_digests
 from vitscale.ground.files.durable import new_folder
 from vitscale.ground.storage import is_url, without_file_scheme
 from vitscale.ground.wording import listed
@@ -94,10 +93,9 @@ def adopt(
     with ForeignShard(file, image_field=image_field, label_field=label_field) as shard, new_folder(out) as folder:
         names = _class_names(shard, label_field, class_names)
         scanned = _scan(shard, decode, progress)
-        crc = io.BytesIO()
+        crc = folder / f"{Path(file).stem}.crc.npy"
         np.save(crc, scanned.crc)
-        checksums = StoredChecksums(path=f"{Path(file).stem}.crc.npy", sha256=sha256(crc.getvalue()).hexdigest())
-        (folder / checksums.path).write_bytes(crc.getvalue())
+        checksums = StoredChecksums(path=crc.name, sha256=file_digests(crc).sha256)
         used = {"image_field": image_field, "label_field": label_field}
         entry = ShardEntry(
             path=_relative(file, out),
@@ -156,7 +154,6 @@ def _class_names(shard: ShardFile, label_field: str | None, stated: Sequence[str
 
 def _scan(shard: ShardFile, decode: bool, progress: Callable[[int], None] | None) -> Scan:
     """Read the whole file. Raises DataError for images that training would refuse, or if the file changes meanwhile."""
-
     before = _state(shard)
     with os_errors(f"{shard.path}: cannot be read"):
         scanned = scan(shard, decode, progress)

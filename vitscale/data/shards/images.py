@@ -217,7 +217,13 @@ def _store(data: bytes, header: Header | None, options: ImageOptions) -> StoredI
         if (reason := _limits(data, height, width, options)) is not None:
             return Reject(reason)
         if image.format not in _JPEG_FORMATS:
-            return _store_other(image, options)
+            with _silence(image.format == "TIFF"):
+                image.load()
+            rgb = _to_rgb(image)
+            # Not the size at opening: Pillow turns a TIFF upright on loading.
+            rgb = _resized(rgb, options.fitted(*rgb.size))
+            # EXIF is read last: once asked for it, Pillow loads a damaged PNG in part and no longer reports the damage.
+            return _encoded(rgb, _turn(image), options)
         if header is not None and (header.width, header.height) != (width, height):
             return Reject(f"its header contradicts itself: {width} x {height} pixels in one place, not in another")
         return _store_jpeg(data, image, options)
@@ -239,15 +245,6 @@ def _store_jpeg(data: bytes, image: Image.Image, options: ImageOptions) -> Store
         drafted = image.draft(None, (2 * fitted[0], 2 * fitted[1]))
         box = drafted[1] if drafted else None
     return _encoded(_resized(_to_rgb(image), fitted, box), turn, options)
-
-
-def _store_other(image: Image.Image, options: ImageOptions) -> StoredImage:
-    with _silence(image.format == "TIFF"):
-        image.load()
-    rgb = _to_rgb(image)
-    rgb = _resized(rgb, options.fitted(*rgb.size))  # not the size at opening: Pillow turns a TIFF upright on loading
-    # EXIF is read last: once asked for it, Pillow loads a damaged PNG in part and no longer reports the damage.
-    return _encoded(rgb, _turn(image), options)
 
 
 def _encoded(rgb: Image.Image | np.ndarray, turn: Image.Transpose | None, options: ImageOptions) -> StoredImage:

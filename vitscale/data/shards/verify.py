@@ -129,7 +129,10 @@ def verify(
     elif without:
         verdict.notes.append("no shard has a table of provenance (.idx.parquet) beside it, so keys are not known")
     _check_rejects(manifest, verdict)
-    _note_unlisted(manifest, verdict)
+    known = {base_name(shard.path) for shard in manifest.shards}
+    unlisted = [name for name in names_in(manifest.location("")) if name.endswith(".beton") and name not in known]
+    if unlisted:
+        verdict.notes.append(f"in the folder, but not in the manifest: {listed(unlisted, _LISTED_NAMES)}")
     return verdict
 
 
@@ -269,14 +272,6 @@ def _check_rejects(manifest: Manifest, verdict: Verdict) -> None:
     if rows != manifest.num_rejected:
         what = f"{counted(rows, 'image')}; the manifest says that {manifest.num_rejected:,} were rejected"
         verdict.damage.append(Damage(REJECTS_NAME, what))
-
-
-def _note_unlisted(manifest: Manifest, verdict: Verdict) -> None:
-    known = {base_name(shard.path) for shard in manifest.shards}
-    names = names_in(manifest.location(""))
-    unlisted = [name for name in names if name.endswith(".beton") and name not in known]
-    if unlisted:
-        verdict.notes.append(f"in the folder, but not in the manifest: {listed(unlisted, _LISTED_NAMES)}")
 
 
 class StockReader:

@@ -13,7 +13,6 @@ from contextlib import suppress
 from errno import EPERM
 from pathlib import Path
 from stat import S_ISDIR, S_ISVTX
-from types import TracebackType
 from typing import Self
 
 from vitscale.ground.errors import RecipeError
@@ -88,9 +87,7 @@ class MachineFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -1,6 +1,5 @@
 """Pages of results: one HTML file each that refers to nothing outside it, with tables, figures and pictures."""
 
 from vitscale.ground.page.drawing import FAINT, SERIES, Drawing, check_drawing, draw, standalone
-from vitscale.ground.page.parts import Facts, Folded, Part, Picture, Section, Table, Text, Tone
-from vitscale.ground.page.plot import Plot
-from vitscale.ground.page.rendering import fragment, page_text
+from vitscale.ground.page.parts import Facts, Folded, Part, Section, Table, Text, Tone
+from vitscale.ground.page.rendering import Plot, fragment, page_text

@@ -1,6 +1,5 @@
 """The parts of a page. All text is plain text: what looks like HTML in it is shown, never obeyed."""
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -43,30 +42,6 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """Pixels as PNG.
-
-    Attributes:
-        png: the file's bytes.
-        alt: what it shows, in words.
-        width: in CSS pixels; None for the picture's own.
-        pixelated: keep the edges of pixels sharp when it is enlarged.
-    """
-
-    png: bytes
-    alt: str
-    caption: str = ""
-    width: int | None = None
-    pixelated: bool = False
-    kind: ClassVar[str] = "picture"
-
-    @property
-    def url(self) -> str:
-        """The picture itself as a data URL."""
-        return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
-
-
-@dataclass(frozen=True)
 class Folded:
     """Parts behind a line that opens them; open in print."""
 
@@ -75,7 +50,7 @@ class Folded:
     kind: ClassVar[str] = "folded"
 
 
-Part = Text | Facts | Table | Picture | Drawing | Folded
+Part = Text | Facts | Table | Drawing | Folded
 
 
 @dataclass(frozen=True)

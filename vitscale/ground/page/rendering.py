@@ -2,16 +2,23 @@
 
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 import vitscale
-from vitscale.ground.page.drawing import FAINT, SERIES
+from vitscale.ground.errors import RecipeError
+from vitscale.ground.page.drawing import FAINT, SERIES, Drawing, draw, standalone
 from vitscale.ground.page.parts import Part, Section
 from vitscale.ground.safe_text import shown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def page_text(title: str, subtitle: str, sections: Sequence[Section]) -> str:
@@ -33,6 +40,41 @@ def fragment(parts: Sequence[Part]) -> str:
     colours = "".join(f"--series-{index}: {colour}; " for index, colour in enumerate(SERIES, start=1))
     style = f"{colours}--faint: {FAINT}; --sans: sans-serif"
     return shown(f'<div style="{style}">{"".join(map(show, parts))}</div>')
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure.
+
+    Attributes:
+        key: the name of its files: letters, digits and `_`.
+        title, caption: its title, and a text that says how to read it.
+        put: draws it into an empty figure of `width` x `height` CSS pixels.
+    """
+
+    key: str
+    title: str
+    caption: str
+    put: "Callable[[Figure], None]"
+    width: int
+    height: int
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write it to a file that ends in `.png` or `.svg`. Raises `RecipeError` for any other, and OSError."""
+        suffix = Path(file).suffix
+        if suffix not in (".png", ".svg"):
+            raise RecipeError(f"{os.fspath(file)}: expected a file that ends in .png or .svg")
+        content = standalone(self.put, "png" if suffix == ".png" else "svg", width=self.width, height=self.height)
+        Path(file).write_bytes(content)
+
+    @property
+    def drawing(self) -> Drawing:
+        """It as a part of a page."""
+        name = self.key.replace("_", "-")
+        return draw(name, self.title, self.put, width=self.width, height=self.height, caption=self.caption)
+
+    def _repr_html_(self) -> str:
+        return fragment([self.drawing])
 
 
 @cache
