@@ -82,7 +82,7 @@ def plain_loop(x, y, rate, steps, seed):
 @pytest.mark.parametrize("rates", [(1e-3,), (1e-4, 1e-3, 1e-2)])
 def test_every_head_is_what_a_plain_loop_with_torch_s_attention_trains(rates):
     (x, y), (test_x, test_y) = found_by_one_token(300, 1), found_by_one_token(200, 2)
-    heads = train_attentive(x, y, EVERY, K, rates, steps=25, seed=3)
+    heads = train_attentive(Splits(x, y, x, y, K), EVERY, rates, steps=25, seed=3)
     for head, rate, logits in zip(heads, rates, logits_of(heads, test_x), strict=True):
         expected = plain_loop(x, y, rate, 25, seed=3)(test_x)
         loss, wanted = F.cross_entropy(logits, test_y).item(), F.cross_entropy(expected, test_y).item()
@@ -107,10 +107,10 @@ def test_the_bank_is_chosen_on_the_development_part_alone_and_no_head_depends_on
     rate, share = best_attentive(Splits(x, y, test_x, test_y, K), held, steps=8)
     scores = {}
     for each in RATES:
-        (head,) = train_attentive(x, y, EVERY[~held], K, [each], steps=8)
+        (head,) = train_attentive(Splits(x, y, x, y, K), EVERY[~held], [each], steps=8)
         scores[each] = accuracy_of(head, x, y, EVERY[held])
     assert scores[rate] == max(scores.values()) > min(scores.values())
-    (head,) = train_attentive(x, y, EVERY, K, [rate], steps=8)
+    (head,) = train_attentive(Splits(x, y, x, y, K), EVERY, [rate], steps=8)
     assert share == accuracy_of(head, test_x, test_y, torch.arange(100))
     assert best_attentive(Splits(x, y, test_x, test_y.flip(0), K), held, steps=8)[0] == rate
 

@@ -43,8 +43,7 @@ def inspect(
     Each figure is a PNG, an SVG and a CSV of its numbers; index.html has them all.
     """
     from vitscale.evaluation.inspection.figures import INSPECTION_PAGE, inspection_figures, write_page
-    from vitscale.evaluation.inspection.finished import inspect_model, pictures_from
-    from vitscale.evaluation.inspection.looking import PARTS
+    from vitscale.evaluation.inspection.looking import PARTS, inspect_model, pictures_from
 
     check_drawing("vitscale inspect")
     wanted: list[Any] | None = None if show is None else show.split(",")  # `parts_of` checks them

@@ -11,6 +11,7 @@ the attention, d width of each.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, Self
 
 import torch
@@ -62,22 +63,21 @@ def logits_of(heads: Sequence[AttentiveHead], tokens: Tensor) -> Tensor:
 
 @torch.enable_grad()
 def train_attentive(
-    x: Tensor,
-    y: Tensor,
+    splits: Splits,
     rows: Tensor,
-    num_classes: int,
     rates: Sequence[float],
     *,
     steps: int | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> list[AttentiveHead]:
-    """Train one head for each rate on some rows of tokens, fp32 (N, T, D), and classes, int64 (N,), in host memory.
+    """Train one head for each rate on some rows of the training tokens, fp32 (N, T, D) in host memory.
 
     All begin with the same values and see the same batches. `steps` is as in `heads.train_heads`.
     """
     steps = default_steps(len(rows)) if steps is None else steps
-    heads = [AttentiveHead.begin(x.shape[-1], num_classes, seed, device) for _ in rates]
+    x, y = splits.train_x, splits.train_y
+    heads = [AttentiveHead.begin(x.shape[-1], splits.num_classes, seed, device) for _ in rates]
     groups = [{"params": [*head], "lr": rate} for head, rate in zip(heads, rates, strict=True)]
     adam = torch.optim.Adam(groups, betas=_BETAS)
     for step, chosen in enumerate(batches_of(len(rows), steps, seed)):
@@ -96,13 +96,10 @@ def best_attentive(
 ) -> tuple[float, float]:
     """The learning rate chosen as in `heads.best_on`, and the test accuracy (a fraction) of its head."""
 
-    def trained(rows: Tensor, rates: Sequence[float]) -> list[AttentiveHead]:
-        x, y, num_classes = splits.train_x, splits.train_y, splits.num_classes
-        return train_attentive(x, y, rows, num_classes, rates, steps=steps, device=device)
-
     def logits(rate: float, head: AttentiveHead, tokens: Tensor) -> Tensor:
         return logits_of([head], tokens.to(head.weight))[0]
 
+    trained = partial(train_attentive, splits, steps=steps, device=device)
     return best_on(splits, development, RATES, trained, logits, BATCH)
 
 
