@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from vitscale.evaluation.inspection.figures import InspectionFigure
-from vitscale.evaluation.inspection.output import PAGE, write
+from vitscale.evaluation.inspection.figures import INSPECTION_PAGE, InspectionFigure, write_page
 from vitscale.evaluation.placing import join
 from vitscale.ground.files.durable import new_folder
 from vitscale.ground.page import SERIES
@@ -66,8 +65,8 @@ def main() -> None:
             found.append(each)
             print(each, flush=True)
         figure = speed_figure(found, where, precision)
-        write(folder, [figure], figure.title, where, [("device", where), ("precision", precision)])
-    print(f"wrote {given.out / PAGE}")
+        write_page(folder, [figure], figure.title, where, [("device", where), ("precision", precision)])
+    print(f"wrote {given.out / INSPECTION_PAGE}")
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def make_block(shape: ViTShape, who: str, backend: Callable) -> nn.Module:
     """A block that gives its graph to a backend of torch.compile."""
     if who != "timm":
         model = ViT(shape, image_size=shape.patch_size, num_classes=None).to(torch.bfloat16)
-        compile_blocks(model, backend)
+        compile_blocks(model.units(), backend)
         return model.blocks[0]
     from timm.models.vision_transformer import Block
 

@@ -147,7 +147,7 @@ def loop_step(options: argparse.Namespace) -> Callable[[], float]:
     if options.compile and is_timm:
         model.compile()
     elif options.compile:
-        compile_blocks(ours)
+        compile_blocks(ours.units())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
     images, labels = images.to(options.device), (torch.arange(options.batch) % CLASSES).to(options.device)
 
@@ -175,7 +175,7 @@ def bare_step(options: argparse.Namespace) -> Callable[[], float]:
     vit = initial_model(options)
     vit.to(options.device, torch.bfloat16)
     if options.compile:
-        compile_blocks(vit)
+        compile_blocks(vit.units())
     weights: list[torch.Tensor] = list(vit.parameters())
     masters = [weight.detach().float().requires_grad_() for weight in weights]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, weight_decay=0.1, fused=True)

@@ -6,11 +6,12 @@ from models.weights.exported import TINY
 from torch import nn
 from torch.nn import functional as F
 
-from vitscale.evaluation.attentive import AttentiveHead, attentive_accuracy, best_attentive, logits_of, train_attentive
+from vitscale.evaluation.attentive import AttentiveHead, best_attentive, logits_of, train_attentive
 from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.fewshot import development
 from vitscale.evaluation.finished import FinishedModel, OfWeights
-from vitscale.evaluation.heads import RATES, Layout, best_of_bank
+from vitscale.evaluation.heads import RATES, Layout, accuracy, best_of_bank
+from vitscale.evaluation.probes import Splits
 from vitscale.evaluation.representation import FEWSHOT_CROP, Measuring, default_counts, measure
 from vitscale.ground.errors import DataError
 
@@ -30,6 +31,10 @@ def found_by_one_token(count, seed):
     tokens[rows, place, 0] = 20.0  # the mark
     tokens[rows, -1] -= tokens.sum(dim=1)  # the mean of tokens is 0, whatever the class
     return tokens, y
+
+
+def accuracy_of(head, x, y, rows):
+    return accuracy(lambda tokens: logits_of([head], tokens)[0], x, y, rows)
 
 
 class Plain(nn.Module):
@@ -77,37 +82,37 @@ def plain_loop(x, y, rate, steps, seed):
 @pytest.mark.parametrize("rates", [(1e-3,), (1e-4, 1e-3, 1e-2)])
 def test_every_head_is_what_a_plain_loop_with_torch_s_attention_trains(rates):
     (x, y), (test_x, test_y) = found_by_one_token(300, 1), found_by_one_token(200, 2)
-    heads = train_attentive(x, y, EVERY, K, rates, steps=25, seed=3)
+    heads = train_attentive(Splits(x, y, x, y, K), EVERY, rates, steps=25, seed=3)
     for head, rate, logits in zip(heads, rates, logits_of(heads, test_x), strict=True):
         expected = plain_loop(x, y, rate, 25, seed=3)(test_x)
         loss, wanted = F.cross_entropy(logits, test_y).item(), F.cross_entropy(expected, test_y).item()
         assert loss == pytest.approx(wanted, rel=1e-5, abs=1e-6)
         right = (expected.argmax(dim=1) == test_y).double().mean().item()
-        assert attentive_accuracy(head, test_x, test_y, torch.arange(200)) == right
+        assert accuracy_of(head, test_x, test_y, torch.arange(200)) == right
 
 
 def test_it_finds_what_no_mean_of_tokens_shows():
     (x, y), (test_x, test_y) = found_by_one_token(600, 1), found_by_one_token(300, 2)
     assert x.mean(dim=1).abs().max() < 1e-5
     held = development(y, torch.arange(600))
-    rate, accuracy = best_attentive(x, y, test_x, test_y, K, held, steps=60)
-    assert rate in RATES and accuracy == 1.0
-    means = x.mean(dim=1), y, test_x.mean(dim=1), test_y, K, held
-    assert best_of_bank(*means, Layout(1, D, has_patches=False), steps=60).accuracy < 0.5
+    rate, share = best_attentive(Splits(x, y, test_x, test_y, K), held, steps=60)
+    assert rate in RATES and share == 1.0
+    means = Splits(x.mean(dim=1), y, test_x.mean(dim=1), test_y, K)
+    assert best_of_bank(means, held, Layout(1, D, has_patches=False), steps=60)[1] < 0.5
 
 
 def test_the_bank_is_chosen_on_the_development_part_alone_and_no_head_depends_on_others():
     (x, y), (test_x, test_y) = found_by_one_token(300, 1), found_by_one_token(100, 2)
     held = EVERY % 10 == 0
-    rate, accuracy = best_attentive(x, y, test_x, test_y, K, held, steps=8)
+    rate, share = best_attentive(Splits(x, y, test_x, test_y, K), held, steps=8)
     scores = {}
     for each in RATES:
-        (head,) = train_attentive(x, y, EVERY[~held], K, [each], steps=8)
-        scores[each] = attentive_accuracy(head, x, y, EVERY[held])
+        (head,) = train_attentive(Splits(x, y, x, y, K), EVERY[~held], [each], steps=8)
+        scores[each] = accuracy_of(head, x, y, EVERY[held])
     assert scores[rate] == max(scores.values()) > min(scores.values())
-    (head,) = train_attentive(x, y, EVERY, K, [rate], steps=8)
-    assert accuracy == attentive_accuracy(head, test_x, test_y, torch.arange(100))
-    assert best_attentive(x, y, test_x, test_y.flip(0), K, held, steps=8)[0] == rate
+    (head,) = train_attentive(Splits(x, y, x, y, K), EVERY, [rate], steps=8)
+    assert share == accuracy_of(head, test_x, test_y, torch.arange(100))
+    assert best_attentive(Splits(x, y, test_x, test_y.flip(0), K), held, steps=8)[0] == rate
 
 
 @pytest.mark.parametrize(("width", "heads"), [(16, 1), (64, 1), (128, 2), (192, 3), (200, 2), (1024, 16)])
@@ -125,8 +130,8 @@ def test_a_finished_model_is_measured_by_its_patches(home, monkeypatch):
     ]
     splits = [each for part in parts for each in (part.features.flatten(1, 2), part.labels)]
     classes = len(model.dataset(tasks[0][0]).class_names)
-    rate, accuracy = best_attentive(*splits, classes, development(parts[0].labels, parts[0].uids))
-    assert task["all"] == {"mean": accuracy, "std": 0.0, "lr": rate, "draws": 1}
+    rate, share = best_attentive(Splits(*splits, classes), development(parts[0].labels, parts[0].uids))
+    assert task["all"] == {"mean": share, "std": 0.0, "lr": rate, "draws": 1}
     monkeypatch.setattr("vitscale.evaluation.representation.available_memory", lambda: 1000)
     with pytest.raises(DataError, match="room for 0 images"):
         measure(model, tasks, Measuring("attentive", default_counts("attentive"), 1, 1.0))

@@ -8,6 +8,7 @@ from toy_split import model, split
 from vitscale.evaluation import PAPER_L2S, FewShot, SharedL2FewShot
 from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.fewshot import select_shots
+from vitscale.evaluation.probes import Splits
 from vitscale.evaluation.ridge import RidgePath, best_shared_l2, fewshot_accuracy
 from vitscale.ground.errors import DataError
 
@@ -28,7 +29,7 @@ def test_accuracy_equals_scikit_learn(samples, width):
     linear_model = pytest.importorskip("sklearn.linear_model")
     train_x, train_y = features(samples, width, seed=1)
     test_x, test_y = features(500, width, seed=2)
-    ours = fewshot_accuracy(*map(torch.from_numpy, (train_x, train_y, test_x, test_y)), K, L2S)
+    ours = fewshot_accuracy(Splits(*map(torch.from_numpy, (train_x, train_y, test_x, test_y)), K), L2S)
     mean, std = train_x.astype(float).mean(0), train_x.astype(float).std(0) + 1e-5
     train_a, test_a = (np.column_stack([(x - mean) / std, np.full(len(x), 100.0)]) for x in (train_x, test_x))
     for l2, accuracy in zip(L2S, ours, strict=True):
@@ -55,7 +56,7 @@ def test_a_constant_feature_does_no_harm():
     train_x, train_y = features(60, 12, seed=1)
     test_x, test_y = features(500, 12, seed=2)
     train_x[:, 3] = test_x[:, 3] = 5.0
-    (accuracy,) = fewshot_accuracy(*map(torch.from_numpy, (train_x, train_y, test_x, test_y)), K, [1.0])
+    (accuracy,) = fewshot_accuracy(Splits(*map(torch.from_numpy, (train_x, train_y, test_x, test_y)), K), [1.0])
     assert accuracy > 0.5
 
 

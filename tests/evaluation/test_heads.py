@@ -9,7 +9,17 @@ from torch.nn import functional as F
 
 from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.finished import FinishedModel, OfWeights
-from vitscale.evaluation.heads import Head, Layout, accuracy, bank_of, best_of_bank, extract_blocks, train_heads
+from vitscale.evaluation.heads import (
+    Head,
+    Layout,
+    accuracy,
+    bank_of,
+    best_of_bank,
+    extract_blocks,
+    logits_of,
+    train_heads,
+)
+from vitscale.evaluation.probes import Splits
 
 K, D = 4, 6
 LAYOUT = Layout(blocks=4, width=D, has_patches=True)
@@ -42,6 +52,10 @@ def plain_loop(x, y, rate, steps, seed):
     return head.weight.detach(), head.bias.detach()
 
 
+def accuracy_of(head, values, x, y):
+    return accuracy(lambda rows: logits_of(LAYOUT, head, values, rows), x, y, torch.arange(len(x)))
+
+
 def test_every_head_is_what_a_plain_loop_trains():
     x, y = samples(300, seed=1)
     heads = [Head(1, False, 0.01), Head(1, False, 0.1), Head(4, True, 0.001), Head(4, True, 0.1)]
@@ -68,22 +82,22 @@ def test_a_head_does_not_depend_on_the_others_and_the_seed_decides():
 def test_the_head_is_chosen_on_the_development_part_alone():
     (train_x, train_y), (test_x, test_y) = samples(200, seed=1), samples(500, seed=2)
     development = torch.arange(200) % 10 == 0
-    chosen = best_of_bank(train_x, train_y, test_x, test_y, K, development, LAYOUT, steps=20)
+    chosen, share = best_of_bank(Splits(train_x, train_y, test_x, test_y, K), development, LAYOUT, steps=20)
     scores = {}
     for head in bank_of(LAYOUT):
         (values,) = train_heads(train_x[~development], train_y[~development], K, [head], LAYOUT, steps=20)
-        scores[head] = accuracy(head, LAYOUT, *values, train_x[development], train_y[development])
-    assert scores[chosen.head] == max(scores.values()) > min(scores.values())
-    shuffled = best_of_bank(train_x, train_y, test_x, test_y.flip(0), K, development, LAYOUT, steps=20)
-    assert shuffled.head == chosen.head and shuffled.accuracy != chosen.accuracy
-    (values,) = train_heads(train_x, train_y, K, [chosen.head], LAYOUT, steps=20)
-    assert chosen.accuracy == accuracy(chosen.head, LAYOUT, *values, test_x, test_y)
+        scores[head] = accuracy_of(head, values, train_x[development], train_y[development])
+    assert scores[chosen] == max(scores.values()) > min(scores.values())
+    shuffled = best_of_bank(Splits(train_x, train_y, test_x, test_y.flip(0), K), development, LAYOUT, steps=20)
+    assert shuffled[0] == chosen and shuffled[1] != share
+    (values,) = train_heads(train_x, train_y, K, [chosen], LAYOUT, steps=20)
+    assert share == accuracy_of(chosen, values, test_x, test_y)
 
 
 def test_a_head_that_diverged_is_never_right():
     x, y = samples(10, seed=1)
     undefined = torch.full((K, D), torch.nan), torch.zeros(K)
-    assert accuracy(Head(1, False, 1.0), LAYOUT, *undefined, x, y) == 0
+    assert accuracy_of(Head(1, False, 1.0), undefined, x, y) == 0
 
 
 @pytest.mark.parametrize("parts", [{}, {"registers": 2}, {"pool": "mean"}, {"pool": "normed_mean"}, {"pool": "map"}])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from vitscale.evaluation.probes import TEMPERATURE, logistic_probe, neighbour_accuracies, solve, whitened
+from vitscale.evaluation.probes import TEMPERATURE, Splits, logistic_probe, neighbour_accuracies, solve, whitened
 
 K = 4
 
@@ -24,7 +24,7 @@ def test_neighbours_equal_scikit_learn():
     neighbors = pytest.importorskip("sklearn.neighbors")
     train_x, train_y = samples(150, seed=1)
     test_x, test_y = samples(2000, seed=2)
-    found = neighbour_accuracies(*tensors(train_x, train_y, test_x, test_y), K)
+    found = neighbour_accuracies(Splits(*tensors(train_x, train_y, test_x, test_y), K))
     assert list(found) == [10, 20, 100]  # there are no 200
     for k, accuracy in found.items():
         peer = neighbors.KNeighborsClassifier(
@@ -60,14 +60,14 @@ def test_the_strength_is_chosen_on_the_development_part_alone():
     train_x, train_y, test_x, test_y = tensors(*samples(300, seed=1), *samples(1000, seed=2))
     development = torch.arange(300) % 10 == 0
     strengths = (1e-4, 1e-2, 1.0)
-    probe = logistic_probe(train_x, train_y, test_x, test_y, K, development, strengths)
+    chosen, share = logistic_probe(Splits(train_x, train_y, test_x, test_y, K), development, strengths)
     fit_x, held_x = whitened(train_x[~development], train_x[development])
     scores = [
         solve(fit_x, train_y[~development], K, strength).accuracy(held_x, train_y[development])
         for strength in strengths
     ]
-    assert probe.strength == strengths[int(np.argmax(scores))]
-    shuffled = logistic_probe(train_x, train_y, test_x, test_y.flip(0), K, development, strengths)
-    assert shuffled.strength == probe.strength and shuffled.accuracy != probe.accuracy
+    assert chosen == strengths[int(np.argmax(scores))]
+    shuffled = logistic_probe(Splits(train_x, train_y, test_x, test_y.flip(0), K), development, strengths)
+    assert shuffled[0] == chosen and shuffled[1] != share
     x, held = whitened(train_x, test_x)
-    assert probe.accuracy == solve(x, train_y, K, probe.strength).accuracy(held, test_y)
+    assert share == solve(x, train_y, K, chosen).accuracy(held, test_y)

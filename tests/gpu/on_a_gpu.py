@@ -41,7 +41,7 @@ def compiled(device: torch.device) -> None:
         initialise(model, seed=0)
         model.to(device, torch.bfloat16)
         if is_compiled:
-            compile_blocks(model)
+            compile_blocks(model.units())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         images = torch.rand(16, 64, 64, 3, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
         labels, own = torch.arange(16, device=device) % 10, []

@@ -17,7 +17,7 @@ vit = ViT(ViTShape(8, 64, 1, 128, 2), image_size=16, num_classes=3, head="linear
 initialise(vit, seed=0)
 images = torch.rand(2, 16, 16, 3, generator=torch.Generator().manual_seed(0))
 expected = vit(images).tokens
-compile_blocks(vit)
+compile_blocks(vit.units())
 tokens = vit(images).tokens
 tokens.square().sum().backward()
 assert torch.allclose(tokens, expected, atol=1e-4), (tokens - expected).abs().max()

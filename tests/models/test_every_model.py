@@ -142,7 +142,7 @@ def compiled_blocks_agree(name: str, dimensions: dict, options: dict, backend: s
     blocks = blocks_of(model)
     ends = [(copy.deepcopy(block), block, inputs) for block, inputs in (blocks[0], blocks[-1])]
     torch._dynamo.reset()
-    compile_blocks(model, backend)
+    compile_blocks(model.units(), backend)
     for block, compiled, (given, *others) in ends:
         x = torch.randn(given.shape, generator=torch.Generator().manual_seed(0))
         results = []

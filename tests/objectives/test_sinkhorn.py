@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vitscale.ground.ranks import Sums
-from vitscale.objectives.sinkhorn import potentials, targets
+from vitscale.objectives.dino_losses import potentials, targets
 
 
 def published(logits):

@@ -13,8 +13,7 @@ from vitscale.evaluation.build import samples_expected
 from vitscale.evaluation.features import Features, extract_features
 from vitscale.evaluation.finished import evaluate_finished
 from vitscale.evaluation.inspection.figures import inspection_figures
-from vitscale.evaluation.inspection.finished import first_of, inspect_model, pictures_from
-from vitscale.evaluation.inspection.looking import Findings, Part
+from vitscale.evaluation.inspection.looking import Findings, Part, first_of, inspect_model, pictures_from
 from vitscale.evaluation.representation import PAPERS_L2, Measuring, Method, default_counts, measure
 from vitscale.evaluation.scoring import scores
 from vitscale.evaluation.splits import Overlap

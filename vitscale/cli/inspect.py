@@ -42,10 +42,8 @@ def inspect(
 
     Each figure is a PNG, an SVG and a CSV of its numbers; index.html has them all.
     """
-    from vitscale.evaluation.inspection.figures import inspection_figures
-    from vitscale.evaluation.inspection.finished import inspect_model, pictures_from
-    from vitscale.evaluation.inspection.looking import PARTS
-    from vitscale.evaluation.inspection.output import PAGE, write
+    from vitscale.evaluation.inspection.figures import INSPECTION_PAGE, inspection_figures, write_page
+    from vitscale.evaluation.inspection.looking import PARTS, inspect_model, pictures_from
 
     check_drawing("vitscale inspect")
     wanted: list[Any] | None = None if show is None else show.split(",")  # `parts_of` checks them
@@ -67,10 +65,10 @@ def inspect(
         facts.append(("pictures", f"{', '.join(str(each.images) for each in findings.values())} of {images}"))
         title = "Inside " + " and ".join(names)
         with Console(stderr=True).status("drawing"):  # seen on a terminal only
-            write(folder, figures, title, ", ".join(each.title for each in findings.values()), facts, notes)
+            write_page(folder, figures, title, ", ".join(each.title for each in findings.values()), facts, notes)
     for figure in figures:
         print(f"{figure.key:<20} {figure.title}")
-    print(f"wrote {out / PAGE}: {len(figures)} figures, each as PNG, SVG and CSV")
+    print(f"wrote {out / INSPECTION_PAGE}: {len(figures)} figures, each as PNG, SVG and CSV")
 
 
 def _for_its_kind(options: ModelOptions, source: Path, sources: Sequence[Path]) -> ModelOptions:

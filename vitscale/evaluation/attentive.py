@@ -11,14 +11,15 @@ the attention, d width of each.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitscale.evaluation.classification import rank_of_label
 from vitscale.evaluation.heads import BATCH, RATES, batches_of, best_on, cosine, default_steps
+from vitscale.evaluation.probes import Splits
 from vitscale.ground.errors import DataError
 from vitscale.models import Outputs
 
@@ -62,22 +63,21 @@ def logits_of(heads: Sequence[AttentiveHead], tokens: Tensor) -> Tensor:
 
 @torch.enable_grad()
 def train_attentive(
-    x: Tensor,
-    y: Tensor,
+    splits: Splits,
     rows: Tensor,
-    num_classes: int,
     rates: Sequence[float],
     *,
     steps: int | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> list[AttentiveHead]:
-    """Train one head for each rate on some rows of tokens, fp32 (N, T, D), and classes, int64 (N,), in host memory.
+    """Train one head for each rate on some rows of the training tokens, fp32 (N, T, D) in host memory.
 
     All begin with the same values and see the same batches. `steps` is as in `heads.train_heads`.
     """
     steps = default_steps(len(rows)) if steps is None else steps
-    heads = [AttentiveHead.begin(x.shape[-1], num_classes, seed, device) for _ in rates]
+    x, y = splits.train_x, splits.train_y
+    heads = [AttentiveHead.begin(x.shape[-1], splits.num_classes, seed, device) for _ in rates]
     groups = [{"params": [*head], "lr": rate} for head, rate in zip(heads, rates, strict=True)]
     adam = torch.optim.Adam(groups, betas=_BETAS)
     for step, chosen in enumerate(batches_of(len(rows), steps, seed)):
@@ -91,37 +91,16 @@ def train_attentive(
     return heads
 
 
-@torch.no_grad()
-def attentive_accuracy(head: AttentiveHead, x: Tensor, y: Tensor, rows: Tensor) -> float:
-    """A head's accuracy (a fraction) on some rows of tokens (N, T, D) and classes (N,); NaN outputs are wrong."""
-    right = 0
-    for at in rows.split(BATCH):
-        (logits,) = logits_of([head], x[at].to(head.weight))
-        right += int((rank_of_label(logits, y[at].to(logits.device)) < 1).sum())
-    return right / len(rows)
-
-
 def best_attentive(
-    train_x: Tensor,
-    train_y: Tensor,
-    test_x: Tensor,
-    test_y: Tensor,
-    num_classes: int,
-    development: Tensor,
-    *,
-    steps: int | None = None,
-    device: torch.device | str = "cpu",
+    splits: Splits, development: Tensor, *, steps: int | None = None, device: torch.device | str = "cpu"
 ) -> tuple[float, float]:
-    """The learning rate chosen as in `heads.best_of_bank`, and the test accuracy (a fraction) of its head."""
+    """The learning rate chosen as in `heads.best_on`, and the test accuracy (a fraction) of its head."""
 
-    def trained(rows: Tensor, rates: Sequence[float]) -> list[AttentiveHead]:
-        return train_attentive(train_x, train_y, rows, num_classes, rates, steps=steps, device=device)
+    def logits(rate: float, head: AttentiveHead, tokens: Tensor) -> Tensor:
+        return logits_of([head], tokens.to(head.weight))[0]
 
-    def right(rate: float, head: AttentiveHead, rows: Tensor) -> float:
-        return attentive_accuracy(head, train_x, train_y, rows)
-
-    rate, head = best_on(development, RATES, trained, right)
-    return rate, attentive_accuracy(head, test_x, test_y, torch.arange(len(test_y)))
+    trained = partial(train_attentive, splits, steps=steps, device=device)
+    return best_on(splits, development, RATES, trained, logits, BATCH)
 
 
 def patches_of(outputs: Outputs, others: int, what: str, images: int, room: float) -> Outputs:

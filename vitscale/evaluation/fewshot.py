@@ -11,14 +11,14 @@ from torch import Tensor
 from vitscale.data.draws import mix
 from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict
 from vitscale.evaluation.features import Features, extract_features
-from vitscale.evaluation.probes import DEVELOPMENT, neighbour_accuracies
+from vitscale.evaluation.probes import DEVELOPMENT, Splits, neighbour_accuracies
 from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
 from vitscale.ground.errors import DataError
 from vitscale.ground.ranks import on_rank_zero
 
 PAPER_L2S = tuple(2.0**exponent for exponent in range(-10, 20))
 """The regularisation strengths among which the authors' original few-shot code chose."""
-
+_ALL = slice(None)  # rows, without a copy
 
 Result = TypeVar("Result")
 
@@ -91,8 +91,8 @@ class FewShot(OfSplits):
         """Accuracies (shots, seeds, strengths), and how many classes have fewer; on every rank. Raises as `run`."""
 
         def measure(task: Task) -> tuple[list, list[int]]:
-            def solve(few: Few, uids: Tensor) -> Solved:
-                return fewshot_accuracy(*few, l2s), []
+            def solve(few: Splits, uids: Tensor) -> Solved:
+                return fewshot_accuracy(few, l2s), []
 
             tables = [task.draws(shots, self.seeds, solve)[0].tolist() for shots in self.shots]
             return tables, [task.scarce_classes(shots) for shots in self.shots]
@@ -146,16 +146,13 @@ class NearestNeighbours(OfSplits):
         def measure(task: Task) -> list[float]:
             if (count := len(task.train.labels)) < max(self.numbers):
                 raise DataError(f"{self.what}: {max(self.numbers)} neighbours of only {count} training samples")
-            splits = task.train.features, task.train.labels, task.test.features, task.test.labels
-            accuracies = neighbour_accuracies(*splits, len(self.class_names), self.numbers)
+            accuracies = neighbour_accuracies(task.splits(), self.numbers)
             return [accuracies[k] for k in self.numbers]
 
         for k, accuracy in zip(self.numbers, self.measured(predict, measure), strict=True):
             yield f"{k}nn", accuracy
 
 
-Few = tuple[Tensor, Tensor, Tensor, Tensor, int]
-"""Training features (n, D) and classes (n,), test features (M, D) and classes (M,), and the number of classes."""
 Solved = tuple[list[float], list[dict[str, Any]]]
 """Test accuracies (fractions), and what to report about each."""
 
@@ -200,8 +197,13 @@ class Task:
                 )
         return cls(name, class_names, train, test)
 
+    def splits(self, rows: Tensor | slice = _ALL) -> Splits:
+        """For a classifier that learns from these rows of the training samples."""
+        train, test = self.train, self.test
+        return Splits(train.features[rows], train.labels[rows], test.features, test.labels, len(self.class_names))
+
     def draws(
-        self, shots: int | None, seeds: Sequence[int], solve: Callable[[Few, Tensor], Solved]
+        self, shots: int | None, seeds: Sequence[int], solve: Callable[[Splits, Tensor], Solved]
     ) -> tuple[np.ndarray, list[dict[str, Any]]]:
         """Accuracies (draws, columns) with so many samples per class, or all, and what to report about each column.
 
@@ -209,11 +211,8 @@ class Task:
         """
         train, num_classes, solved = self.train, len(self.class_names), []
         for seed in [0] if shots is None else seeds:
-            rows: Tensor | slice = slice(None)  # no copy
-            if shots is not None:
-                rows = select_shots(train.labels, train.uids, shots, num_classes, seed)
-            few = train.features[rows], train.labels[rows], self.test.features, self.test.labels, num_classes
-            solved.append(solve(few, train.uids[rows]))
+            rows = _ALL if shots is None else select_shots(train.labels, train.uids, shots, num_classes, seed)
+            solved.append(solve(self.splits(rows), train.uids[rows]))
         columns = []
         for column in zip(*(about for _, about in solved), strict=True):
             every = {

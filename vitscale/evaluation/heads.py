@@ -10,8 +10,9 @@ input.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from vitscale.evaluation.classification import rank_of_label
 from vitscale.evaluation.contract import MakeLoader
 from vitscale.evaluation.features import Features, extract_features
+from vitscale.evaluation.probes import Splits
 from vitscale.models import BlockTokens, Outputs
 
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
@@ -66,13 +68,6 @@ class Head:
     rate: float
 
 
-class Chosen(NamedTuple):
-    """The best head of a bank, and its accuracy on the test samples (a fraction)."""
-
-    head: Head
-    accuracy: float
-
-
 def extract_blocks(
     make_loader: MakeLoader, read: Callable[[Tensor, int], BlockTokens], num_samples: int | None = None
 ) -> tuple[Features | None, Layout]:
@@ -106,59 +101,44 @@ def bank_of(layout: Layout, rates: Sequence[float] = RATES) -> list[Head]:
 
 
 def best_of_bank(
-    train_x: Tensor,
-    train_y: Tensor,
-    test_x: Tensor,
-    test_y: Tensor,
-    num_classes: int,
-    development: Tensor,
-    layout: Layout,
-    *,
-    steps: int | None = None,
-    seed: int = 0,
-    device: torch.device | str = "cpu",
-) -> Chosen:
-    """Choose a head by its accuracy on the development samples, then train it on all training samples and test it.
+    splits: Splits, development: Tensor, layout: Layout, *, steps: int | None = None, device: torch.device | str = "cpu"
+) -> tuple[Head, float]:
+    """The head that is chosen as in `best_on`, and its test accuracy (a fraction); features have `layout`'s columns.
 
-    Between equal accuracies the head that reads less wins, and then the lower learning rate.
-
-    Args:
-        train_x, test_x: features, fp32 (N, columns of `layout`).
-        train_y, test_y: classes in [0, num_classes), int64 (N,).
-        development: which training samples heads are chosen on instead of trained on, bool (N,).
-        steps: the number of updates of each training; by default as in `train_heads`.
-        seed: the seed of the heads' initial values and of the order of samples.
+    Between equal accuracies the head that reads less wins, and then the lower learning rate. `steps` is as in
+    `train_heads`.
     """
+    x, y = splits.train_x, splits.train_y
 
     def trained(rows: Tensor, heads: Sequence[Head]) -> list[tuple[Tensor, Tensor]]:
-        x, y = (train_x, train_y) if len(rows) == len(train_y) else (train_x[rows], train_y[rows])  # no second copy
-        return train_heads(x, y, num_classes, heads, layout, steps=steps, seed=seed, device=device)
+        here = (x, y) if len(rows) == len(y) else (x[rows], y[rows])  # no second copy
+        return train_heads(*here, splits.num_classes, heads, layout, steps=steps, device=device)
 
-    def right(head: Head, values: tuple[Tensor, Tensor], rows: Tensor) -> float:
-        return accuracy(head, layout, *values, train_x[rows], train_y[rows])
-
-    best, values = best_on(development, bank_of(layout), trained, right)
-    return Chosen(best, accuracy(best, layout, *values, test_x, test_y))
+    return best_on(splits, development, bank_of(layout), trained, partial(logits_of, layout), _CHUNK)
 
 
 def best_on(
+    splits: Splits,
     development: Tensor,
     bank: Sequence[Kind],
     trained: Callable[[Tensor, Sequence[Kind]], Sequence[Values]],
-    right: Callable[[Kind, Values, Tensor], float],
-) -> tuple[Kind, Values]:
-    """The first of a bank's heads that is best on the development samples, and what all samples make of it.
+    logits: Callable[[Kind, Values, Tensor], Tensor],
+    at_once: int,
+) -> tuple[Kind, float]:
+    """Choose the first of a bank's heads that is best on the development samples, train it on all and test it.
 
     Args:
         development: which training samples heads are chosen on instead of trained on, bool (N,).
         trained: heads trained on the samples of some rows.
-        right: the accuracy of a head on the samples of some rows.
+        logits: a head's outputs for the features of `at_once` samples or fewer.
     """
+    x, y, test_x, test_y, _ = splits
     fitted, held = ((~development).nonzero()[:, 0], development.nonzero()[:, 0])
-    scores = [right(head, values, held) for head, values in zip(bank, trained(fitted, bank), strict=True)]
+    values = trained(fitted, bank)
+    scores = [accuracy(partial(logits, *head), x, y, held, at_once) for head in zip(bank, values, strict=True)]
     best = bank[scores.index(max(scores))]
-    (values,) = trained(torch.arange(len(development)), [best])
-    return best, values
+    (final,) = trained(torch.arange(len(y)), [best])
+    return best, accuracy(partial(logits, best, final), test_x, test_y, torch.arange(len(test_y)), at_once)
 
 
 @torch.no_grad()
@@ -198,13 +178,20 @@ def train_heads(
     return [values for group in groups for values in zip(group.weight, group.bias, strict=True)]
 
 
-def accuracy(head: Head, layout: Layout, weight: Tensor, bias: Tensor, x: Tensor, y: Tensor) -> float:
-    """A head's accuracy (a fraction) on features (N, columns of `layout`) and classes (N,); NaN outputs are wrong."""
-    columns, right = layout.columns(head), 0
-    for rows, labels in zip(x.split(_CHUNK), y.split(_CHUNK), strict=True):
-        logits = rows[:, columns].to(weight) @ weight.T + bias
-        right += int((rank_of_label(logits, labels.to(weight.device)) < 1).sum())
-    return right / len(x)
+def logits_of(layout: Layout, head: Head, values: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+    """The outputs (B, K) of a head with these weights (K, w) and biases (K,) for features (B, columns of `layout`)."""
+    weight, bias = values
+    return x[:, layout.columns(head)].to(weight) @ weight.T + bias
+
+
+@torch.no_grad()
+def accuracy(logits: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, rows: Tensor, at_once: int = BATCH) -> float:
+    """The share of some rows of features and classes (N,) for which `logits` are right; NaN outputs are wrong."""
+    right = 0
+    for at in rows.split(at_once):
+        outputs = logits(x[at])
+        right += int((rank_of_label(outputs, y[at].to(outputs.device)) < 1).sum())
+    return right / len(rows)
 
 
 @dataclass

@@ -37,19 +37,16 @@ class LinearHeads(OfSplits):
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
         """As `Evaluator.run`. Raises `DataError` as `measured`, and for fewer than ten training samples."""
-        accuracy, rate = self.measured(predict, self._best)
+        rate, accuracy = self.measured(predict, self._best)
         yield "top1", accuracy
         yield "lr", rate
 
     def _best(self, task: Task) -> tuple[float, float]:
-        """The test accuracy of the best head, and its learning rate."""
         layout = Layout(1, task.train.features.shape[1], has_patches=False)
-        chosen = best_of_bank(*self._splits(task), layout, steps=self.steps, device=_device())
-        return chosen.accuracy, chosen.head.rate
-
-    def _splits(self, task: Task) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
-        x, y = task.train.features, task.train.labels
-        return x, y, task.test.features, task.test.labels, len(self.class_names), development(y, task.train.uids)
+        head, accuracy = best_of_bank(
+            task.splits(), development(task.train.labels, task.train.uids), layout, steps=self.steps, device=_device()
+        )
+        return head.rate, accuracy
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,9 @@ class AttentiveHeads(LinearHeads):
         return super().measured(patches, measure)
 
     def _best(self, task: Task) -> tuple[float, float]:
-        rate, accuracy = best_attentive(*self._splits(task), steps=self.steps, device=_device())
-        return accuracy, rate
+        return best_attentive(
+            task.splits(), development(task.train.labels, task.train.uids), steps=self.steps, device=_device()
+        )
 
 
 def _device() -> str:

@@ -1,7 +1,5 @@
 """Classifiers on a frozen representation: nearest neighbours, as DINO measures (Caron et al. 2021), and logistic.
 
-All take the training samples' features and classes, the test samples', and the number of classes.
-
 Shape legend: N training samples, M test samples, D width, K classes. Features are (N, D) and (M, D), classes in [0, K)
 int64 (N,) and (M,).
 """
@@ -25,18 +23,22 @@ _CHUNK = 1024
 _STD_FLOOR = 1e-5
 
 
-def neighbour_accuracies(
-    train_x: Tensor,
-    train_y: Tensor,
-    test_x: Tensor,
-    test_y: Tensor,
-    num_classes: int,
-    numbers: Sequence[int] = NEIGHBOURS,
-) -> dict[int, float]:
+class Splits(NamedTuple):
+    """What a classifier learns from and is tested on: features, their classes, and K."""
+
+    train_x: Tensor
+    train_y: Tensor
+    test_x: Tensor
+    test_y: Tensor
+    num_classes: int
+
+
+def neighbour_accuracies(splits: Splits, numbers: Sequence[int] = NEIGHBOURS) -> dict[int, float]:
     """k -> test accuracy (a fraction) with k neighbours; `numbers` larger than N are left out.
 
     The k training samples with the highest cosine similarity vote for their classes with exp(similarity / 0.07).
     """
+    train_x, train_y, test_x, test_y, num_classes = splits
     counts = [k for k in sorted(numbers) if k <= len(train_x)]
     if not counts:
         return {}
@@ -50,13 +52,6 @@ def neighbour_accuracies(
     return {k: count / len(test_x) for k, count in right.items()}
 
 
-class Probe(NamedTuple):
-    """The result of a logistic probe: the chosen C, and the accuracy on the test samples (a fraction)."""
-
-    strength: float
-    accuracy: float
-
-
 class Solution(NamedTuple):
     """Weights (K, D) and biases (K,) for whitened features, in float64."""
 
@@ -68,20 +63,13 @@ class Solution(NamedTuple):
         return float(((x @ self.weight.T + self.bias).argmax(dim=1) == y).double().mean())
 
 
-def logistic_probe(
-    train_x: Tensor,
-    train_y: Tensor,
-    test_x: Tensor,
-    test_y: Tensor,
-    num_classes: int,
-    development: Tensor,
-    strengths: Sequence[float] = STRENGTHS,
-) -> Probe:
+def logistic_probe(splits: Splits, development: Tensor, strengths: Sequence[float] = STRENGTHS) -> tuple[float, float]:
     """Choose C on the training samples where `development`, bool (N,), is True, then fit all of them and test.
 
     Features are whitened by the mean and standard deviation of the samples that are fitted. Between equal accuracies
-    the smaller C wins.
+    the smaller C wins. Returns it and the test accuracy (a fraction).
     """
+    train_x, train_y, test_x, test_y, num_classes = splits
     fit_x, held_x = whitened(train_x[~development], train_x[development])
     fit_y, held_y = train_y[~development], train_y[development]
     best, start, chosen = -1.0, None, strengths[0]
@@ -91,7 +79,7 @@ def logistic_probe(
         if accuracy > best:
             best, chosen = accuracy, strength
     train_x, test_x = whitened(train_x, test_x)
-    return Probe(chosen, solve(train_x, train_y, num_classes, chosen).accuracy(test_x, test_y))
+    return chosen, solve(train_x, train_y, num_classes, chosen).accuracy(test_x, test_y)
 
 
 def whitened(train_x: Tensor, other_x: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,11 +14,11 @@ from vitscale.data.shards import Manifest
 from vitscale.evaluation.attentive import best_attentive, patches_of
 from vitscale.evaluation.build import check_class_names, samples_expected
 from vitscale.evaluation.features import Features, extract_features, read_features
-from vitscale.evaluation.fewshot import PAPER_L2S, Few, Solved, Task, development
+from vitscale.evaluation.fewshot import PAPER_L2S, Solved, Task, development
 from vitscale.evaluation.finished import FinishedModel, tell_common_samples
 from vitscale.evaluation.heads import Layout, best_of_bank, extract_blocks
 from vitscale.evaluation.placing import tell
-from vitscale.evaluation.probes import logistic_probe, neighbour_accuracies
+from vitscale.evaluation.probes import Splits, logistic_probe, neighbour_accuracies
 from vitscale.evaluation.ridge import best_shared_l2, fewshot_accuracy
 from vitscale.evaluation.segmentation import IGNORED, WHOLE, SegmentationProbe
 from vitscale.evaluation.splits import Overlap, common_samples, judge
@@ -229,29 +229,29 @@ def _measured(tasks: Sequence[Task], how: Measuring, layout: Layout | None, devi
 
 def _solver(
     method: Method, l2s: Sequence[float], layout: Layout | None, device: torch.device
-) -> Callable[[Few, Tensor], Solved]:
+) -> Callable[[Splits, Tensor], Solved]:
     """Classifies by a method, given the samples and the uids of those for training."""
 
-    def ridge(few: Few, uids: Tensor) -> Solved:
-        return fewshot_accuracy(*few, l2s), [{"l2": l2} for l2 in l2s]
+    def ridge(few: Splits, uids: Tensor) -> Solved:
+        return fewshot_accuracy(few, l2s), [{"l2": l2} for l2 in l2s]
 
-    def knn(few: Few, uids: Tensor) -> Solved:
-        accuracies = neighbour_accuracies(*few)
+    def knn(few: Splits, uids: Tensor) -> Solved:
+        accuracies = neighbour_accuracies(few)
         if not accuracies:
             raise DataError(f"{len(uids)} training samples are fewer than the fewest neighbours, 10")
         return list(accuracies.values()), [{"k": k} for k in accuracies]
 
-    def logistic(few: Few, uids: Tensor) -> Solved:
-        probe = logistic_probe(*few, development(few[1], uids))
-        return [probe.accuracy], [{"C": probe.strength}]
+    def logistic(few: Splits, uids: Tensor) -> Solved:
+        strength, accuracy = logistic_probe(few, development(few.train_y, uids))
+        return [accuracy], [{"C": strength}]
 
-    def heads(few: Few, uids: Tensor) -> Solved:
+    def heads(few: Splits, uids: Tensor) -> Solved:
         assert layout is not None, "heads know what they read"
-        head, accuracy = best_of_bank(*few, development(few[1], uids), layout, device=device)
+        head, accuracy = best_of_bank(few, development(few.train_y, uids), layout, device=device)
         return [accuracy], [{"lr": head.rate, "blocks": head.blocks, "patches": head.patches}]
 
-    def attentive(few: Few, uids: Tensor) -> Solved:
-        rate, accuracy = best_attentive(*few, development(few[1], uids), device=device)
+    def attentive(few: Splits, uids: Tensor) -> Solved:
+        rate, accuracy = best_attentive(few, development(few.train_y, uids), device=device)
         return [accuracy], [{"lr": rate}]
 
     solvers = {"ridge": ridge, "knn": knn, "logistic": logistic, "heads": heads, "attentive": attentive}

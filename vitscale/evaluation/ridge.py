@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vitscale.evaluation.probes import Splits
+
 BIAS_FEATURE = 100.0
 """A constant feature in place of an intercept, so large that the regularisation hardly touches its weight."""
 
@@ -70,11 +72,9 @@ class RidgePath:
         return self._right / (self._eigenvalues + l2)[:, None]
 
 
-def fewshot_accuracy(
-    train_x: Tensor, train_y: Tensor, test_x: Tensor, test_y: Tensor, num_classes: int, l2s: Sequence[float]
-) -> list[float]:
+def fewshot_accuracy(splits: Splits, l2s: Sequence[float]) -> list[float]:
     """Test accuracy (a fraction) for each regularisation strength in `l2s`; see `RidgePath`."""
-    return RidgePath(train_x, train_y, num_classes).accuracies(test_x, test_y, l2s)
+    return RidgePath(splits.train_x, splits.train_y, splits.num_classes).accuracies(splits.test_x, splits.test_y, l2s)
 
 
 def best_shared_l2(accuracies: Tensor, leave_out: int | None = None) -> int:

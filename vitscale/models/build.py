@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,16 +41,10 @@ def build_of_block(
     return family.of(block, image_size=image_size, num_classes=num_classes, checkpoint_every=checkpoint_every)
 
 
-class HasUnits(Protocol):
-    """A model, or an objective around one."""
-
-    def units(self) -> Sequence[nn.Module]: ...
-
-
 def compile_blocks(
-    model: HasUnits, backend: str | Callable[..., Any] = "inductor", activation_budget: float | None = None
+    blocks: Sequence[nn.Module], backend: str | Callable[..., Any] = "inductor", activation_budget: float | None = None
 ) -> None:
-    """Have torch compile every block and residual unit by itself, once for all that are alike; names stay as they are.
+    """Have torch compile each of a model's `units` by itself, once for all that are alike; names stay as they are.
 
     Only their `forward` is compiled, so that hooks of a block, such as waiting for its weights, run outside of the
     graph; hooks of modules within it do not run. Shapes are static: another batch size compiles anew. `backend` is
@@ -71,7 +65,6 @@ def compile_blocks(
     if activation_budget is not None:
         functorch_config.activation_memory_budget = activation_budget
     inductor_config.triton.mix_order_reduction = False  # saves nothing in our blocks; was wrong in torch 2.10
-    blocks = model.units()
     # Torch counts by code, which blocks share. Units differ in shape, and each has one shape in training. Where a pass
     # without gradients goes first, that is compiled besides.
     config.recompile_limit = max(config.recompile_limit, 2 * len(blocks) + 8)

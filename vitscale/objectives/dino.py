@@ -2,8 +2,7 @@
 
 The teacher is the average of the weights, put in their place for a pass over the whole global batch. What is kept of
 this pass are the rows that the heads' last layers compare with prototypes, a few hundred numbers each, and not the
-logits. From the rows follow targets that use all prototypes equally (`sinkhorn`); the passes that learn compute the
-logits anew.
+logits. From the rows follow targets that use all prototypes equally; the passes that learn compute the logits anew.
 
 Shape legend: B batch, V views of an image, G global ones, N patches, D width, E width of what is compared, K
 prototypes, Q groups, R rows and C masked patches of a group.
@@ -28,9 +27,8 @@ from vitscale.models.vit.dino import DINOV2, mask_rule, model_type
 from vitscale.models.weights.rules import Rule, same
 from vitscale.models.weights.source import MASK
 from vitscale.objectives.block_masks import block_masks
-from vitscale.objectives.dino_losses import class_losses, gram_losses, koleo, patch_losses
+from vitscale.objectives.dino_losses import class_losses, gram_losses, koleo, patch_losses, potentials, targets
 from vitscale.objectives.objective import Agreed, Losses, Objective, Plan, Rows
-from vitscale.objectives.sinkhorn import potentials, targets
 from vitscale.recipe import Recipe
 
 

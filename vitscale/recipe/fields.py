@@ -87,13 +87,16 @@ class Field:
 
 @dataclass(frozen=True)
 class Block:
-    """A block: its dotted key ("" for the whole recipe), which variant it is, what it means, and its fields."""
+    """A block: its dotted key ("" for the whole recipe), which variant it is, what it means, its fields and its keys,
+    also those of the blocks in it.
+    """
 
     key: str
     variant: str
     is_there_by_default: bool
     meaning: str
     fields: tuple[Field, ...]
+    keys: tuple[str, ...]
 
 
 def json_schema() -> dict[str, Any]:
@@ -261,7 +264,8 @@ def _blocks(
             if variant_below and defaults and defaults.get("kind", variant_below) != variant_below:
                 defaults = {}  # the defaults belong to another kind of block
             below += _blocks(schema, one, path_below, defaults, variant_below)
-    yield Block(key, variant, given is not None, block.get("description", ""), tuple(fields))
+    meaning, names = block.get("description", ""), tuple(block["properties"])
+    yield Block(key, variant, given is not None, meaning, tuple(fields), names)
     yield from below
 
 

@@ -148,7 +148,7 @@ _ADAM_AT_ONCE = 1 << 24  # elements that training/optimizers/whole_tensors.py co
 class AdamW(Optimizer):
     """Adam with decoupled weight decay times the current learning rate, as in the authors' code."""
 
-    implementation: ClassVar[str] = "vitscale.training.optimizers.adamw:AdamWRule"
+    implementation: ClassVar[str] = "vitscale.training.optimizers.adam:AdamWRule"
 
     name: Literal["adamw"] = Field("adamw", description="chooses this optimizer")
     betas: Betas = Field([0.9, 0.999])
@@ -185,7 +185,7 @@ class Lamb(Optimizer):
     weight decay.
     """
 
-    implementation: ClassVar[str] = "vitscale.training.optimizers.lamb:LambRule"
+    implementation: ClassVar[str] = "vitscale.training.optimizers.adam:LambRule"
     needs_whole_tensors: ClassVar[bool] = True
 
     name: Literal["lamb"] = Field(description="chooses this optimizer")

@@ -290,8 +290,14 @@ def _line(details: Any, inside: str) -> str:
             parts.pop()  # the type, of several, that pydantic tried
     key = ".".join(map(str, parts))
     if kind == "extra_forbidden":
+        block = (inside + key).rpartition(".")[0]
         near = [each.removeprefix(inside) for each in nearest(inside + key)]
-        valid = ", ".join(keys_in((inside + key).rpartition(".")[0]))
+        if near == [key]:  # of another kind
+            own = details["loc"][-2]
+            of_kind = (each for each in blocks() if (each.key, each.variant) == (without_indices(block), own))
+            valid = next((", ".join(each.keys) for each in of_kind), "")
+            return f"{key}: {own} has no such key; its keys: {valid}"
+        valid = ", ".join(keys_in(block))
         return f"{key}: unknown key; {_did_you_mean(near) or f'valid keys: {valid}'}"
     if kind == "missing":
         return f"{key}: missing; set it in the recipe or with --set {key}=..."
@@ -315,7 +321,6 @@ def _line(details: Any, inside: str) -> str:
 
 
 def _is_key(path: str) -> bool:
-    """Whether a path names a field, a block or an item of a list."""
     return without_indices(path).removesuffix(".N") in keys()
 
 

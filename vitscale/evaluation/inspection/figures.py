@@ -7,9 +7,11 @@ Shape legend: k pictures, L layers, N patches, n patches on a side.
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,12 +21,13 @@ from vitscale.evaluation.inspection.attention import distances
 from vitscale.evaluation.inspection.looking import Findings
 from vitscale.evaluation.inspection.mosaics import TILE, colour_tile, heat_tile, lit_tile, mosaic, picture_tile
 from vitscale.evaluation.inspection.representation import alignment
-from vitscale.ground.page import FAINT, SERIES, Plot
+from vitscale.ground.page import FAINT, SERIES, Facts, Part, Plot, Section, Text, page_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+INSPECTION_PAGE = "index.html"
 OUTLIER = 4.0
 """A token is an outlier if its norm is more than this many times the median of its layer."""
 _PANEL = 360  # width of one model's panel in pixels
@@ -46,6 +49,29 @@ def inspection_figures(findings: dict[str, Findings]) -> list[InspectionFigure]:
     """All figures that the findings allow. Their keys are the models' names in the figures."""
     makers = (_filters, _positions, _distance, _entropy, _rollout, _maps, _alignment, _norms, _norm_maps, _colours)
     return [figure for make in makers if (figure := make(findings)) is not None]
+
+
+def write_page(
+    folder: Path,
+    figures: Sequence[InspectionFigure],
+    title: str,
+    subtitle: str,
+    facts: Sequence[tuple[str, str]],
+    notes: Sequence[str] = (),
+) -> None:
+    """Write all figures as PNG and SVG, their numbers as CSV, and a page of all into a folder that exists.
+
+    Equal findings give equal bytes: the files contain no dates and no paths. Raises OSError.
+    """
+    for figure in figures:
+        for form in ("png", "svg"):
+            figure.save(folder / f"{figure.key}.{form}")
+        with (folder / f"{figure.key}.csv").open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([figure.columns, *figure.rows])
+    said: list[Part] = [Facts(facts), *(Text(note, "note") for note in notes)]
+    shown = [Section(figure.title, [figure.drawing]) for figure in figures]
+    page = page_text(title, subtitle, [Section("What was looked at", said), *shown])
+    (folder / INSPECTION_PAGE).write_text(page, encoding="utf-8")
 
 
 def _filters(findings: dict[str, Findings]) -> InspectionFigure | None:

@@ -53,8 +53,6 @@ def in_buckets(groups: Iterable[dict[str, Any]], elements: int) -> list[dict[str
 
 @dataclass(eq=False)
 class _Bucket:
-    """One of DeepSpeed's groups of parameters."""
-
     index: int  # in DeepSpeed's lists
     weights: Tensor  # that the model computes with, flat and padded
     part: Tensor  # this rank's, of `weights`

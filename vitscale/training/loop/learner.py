@@ -94,7 +94,7 @@ class Learner:
             layers = train_in_float8(torch.nn.ModuleList(objective.units()), self._world.device)
             self._say(f"{layers} dense layers train in float8")
         if self._recipe.parallelism.compiles:
-            compile_blocks(objective, activation_budget=self._recipe.parallelism.activation_budget)
+            compile_blocks(objective.units(), activation_budget=self._recipe.parallelism.activation_budget)
         return objective
 
     def load(self, reader: CheckpointReader | None) -> None:

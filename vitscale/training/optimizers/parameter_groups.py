@@ -67,7 +67,6 @@ def _is_excluded(settings: Optimizer, name: str) -> bool:
 
 
 def _check_groups(settings: Optimizer, names: list[str]) -> None:
-    """Raise `RecipeError` for a group that gets no parameter."""
     chosen = [group_of(settings, name) for name in names]
     for index, group in enumerate(settings.groups):
         if not any(group is each for each in chosen):

@@ -66,8 +66,6 @@ class Discrepancy:
 
 
 class _Fragment(NamedTuple):
-    """Which part of which parameter a rank has."""
-
     name: str
     start: int
     length: int
@@ -75,8 +73,6 @@ class _Fragment(NamedTuple):
 
 
 class _Sampled(NamedTuple):
-    """Some elements of a fragment before the update."""
-
     places: Tensor
     state: State
     gradient: Tensor
@@ -227,7 +223,6 @@ class Audit:
         return self._explained(findings, samples) if findings else []
 
     def _check_gradients(self, totals: Sequence[Sequence[float]], clipping: float) -> None:
-        """Check that the gradient applied is the mean of all ranks' gradients."""
         once = _roundings(self._recipe, self._world.size)
         for piece, values in self._applied.items() if math.isfinite(once) else ():
             dot, norm = (value / clipping for value in values)

@@ -85,8 +85,6 @@ def preflight(plan: RunPlan, run_dir: Path, world: World) -> list[str]:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one rank sees."""
-
     host: str
     identity: dict[str, str]  # what must be the same on all ranks, in words -> its digest or version
     device_memory: int | None  # bytes free on its CUDA device; None on CPUs

@@ -95,8 +95,6 @@ class _Known(NamedTuple):
 
 
 class _Follower:
-    """One tracker and its thread."""
-
     def __init__(self, name: str, run_dir: Path, resume_step: int) -> None:
         self.items: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()  # None for the end
         self.has_begun = threading.Event()  # or has failed

@@ -1,4 +1,4 @@
-"""LAMB (You et al. 2020) as DeiT-III trains with it: NVIDIA's and timm's form."""
+"""AdamW (Loshchilov and Hutter, 2019) as torch has it, and LAMB (You et al. 2020) as DeiT-III trains with it."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,16 +6,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitscale.recipe import AdamW
 from vitscale.recipe import Lamb as Settings
 from vitscale.runs.checkpoint import MASTER
-from vitscale.training.optimizers.rule import OF_CHANGE, OF_TERMS, Expected, Rule, State, Update, adam
+from vitscale.training.optimizers.rule import OF_CHANGE, OF_TERMS, Expected, Rule, State, Update, adam, decoupled
 from vitscale.training.optimizers.whole_tensors import Group, PlacedParameter, WholeTensorOptimizer, update_means
+
+
+class AdamWRule(Rule[AdamW]):
+    """torch's on every device: one definition, no operator to compile. Its weight decay is times the learning rate."""
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        betas = self.settings.betas
+        # Offloaded state is on the CPU, whatever the device: `fused` works on both.
+        return torch.optim.AdamW(groups, lr=0.0, betas=(betas[0], betas[1]), eps=self.settings.eps, fused=True)
+
+    def reference(self, update: Update, before: State, gradient: Tensor) -> State:
+        betas = (update.momentum, self.settings.betas[1])
+        direction, kept = adam(betas, self.settings.eps, update, before, gradient)
+        return {MASTER: decoupled(update, before[MASTER], direction), **kept}
 
 
 class Lamb(WholeTensorOptimizer):
     """Adam's direction plus weight decay, scaled to the norm of its parameter; without weight decay it is not scaled.
 
-    Gradients are clipped beforehand, by the recipe's `clip_norm`; timm's LAMB clips them itself.
+    NVIDIA's and timm's form. Gradients are clipped beforehand, by the recipe's `clip_norm`; timm's LAMB clips itself.
     """
 
     def __init__(self, groups: Iterable[Group], betas: tuple[float, float], eps: float) -> None:
