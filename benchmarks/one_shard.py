@@ -10,17 +10,8 @@ from data_tools.output import Output
 from data_tools.planning import PLAN
 from data_tools.shard_task import ShardReport, ShardTask
 from data_tools.sources.folder import FolderSource
+from data_tools.tasks import Progress
 from vitscale.data.shards.images import ImageOptions
-
-
-class Uncounted:
-    """Progress that nobody watches."""
-
-    def advance(self, rejected: bool = False) -> None:
-        pass
-
-    def alive(self) -> None:
-        pass
 
 
 def convert_one_shard(
@@ -47,4 +38,4 @@ def convert_one_shard(
         several_labels=False,
         dedup=dedup,
     )
-    return task.run(Uncounted())
+    return task.run(Progress())  # that nobody watches

@@ -411,7 +411,7 @@ def labels_of(source):
 
 def test_rules_over_records(tmp_path):
     records = [encode(image=["x"], label=[7], objects__type=t, objects__location=xyz) for t, xyz in SCENES]
-    source = open_tfrecords("source", [write(tmp_path / "train-0", *records)], SourceOptions(label_field="none"))
+    source = open_tfrecords("source", [write(tmp_path / "train-0", *records)], SourceOptions(unlabelled=True))
     assert labels_of(replace(source, rule=CLOSEST)) == [("1",), ("3",), ("3",)]
     assert labels_of(replace(source, rule=LabelRule(("label",), stated))) == [("7",)] * 3
     with pytest.raises(DataError, match="label_x"):

@@ -189,7 +189,7 @@ def test_a_table_of_another_shard_is_damage(planted, tmp_path):
         run(planted, tmp_path / "ds", tmp_path / "found")
     first.write_bytes(content)
     shutil.copyfile(first, last)
-    with pytest.raises(DataError, match=r"\b9 rows\b"):
+    with pytest.raises(DataError, match=last.name.partition(".")[0]):
         run(planted, tmp_path / "ds", tmp_path / "found")
     assert not (tmp_path / "found").exists()
 
