@@ -84,6 +84,14 @@ def test_fewer_samples_than_settings_need_are_refused():
         evaluate([LinearHeads("linear", few.loader(8), few.loader(8), CLASSES, 5)], model(K))
 
 
+@pytest.mark.parametrize("kind", ["linear", "attentive"])
+def test_they_are_refused_before_training(tmp_path, kind):
+    write_generated_dataset(tmp_path / "train", [9], seed=1)
+    write_generated_dataset(tmp_path / "test", [12], seed=2)
+    with pytest.raises(DataError, match=f"{kind} evaluator '{kind}': 9 training samples"):
+        build_evaluators(make_recipe(tmp_path, kind=kind), [])
+
+
 def test_a_recipe_asks_for_it_and_chooses_by_it(tmp_path):
     write_generated_dataset(tmp_path / "train", [24], seed=1)
     write_generated_dataset(tmp_path / "test", [12], seed=2)

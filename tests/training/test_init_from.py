@@ -391,7 +391,8 @@ def test_a_run_without_labels_begins_with_weights_that_have_a_head(data, tmp_pat
     content = begins(models[form][1], model={**LINEAR, "num_classes": None}) | {"objective": {"kind": "mae"}}
     check_initial_weights(make_recipe(data, **content), NAMES, tmp_path / "none")
     content["init"]["head"] = "keep"
-    assert "unexpected head.weight" in refused(data, CheckpointError, content)
+    message = refused(data, CheckpointError, content)
+    assert "unexpected head.weight" in message and "init.head: zero" in message and "model.head" not in message
 
 
 @pytest.mark.parametrize("form", ["safetensors", "hf", "npz", "run"])

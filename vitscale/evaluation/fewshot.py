@@ -19,6 +19,7 @@ from vitscale.ground.ranks import on_rank_zero
 PAPER_L2S = tuple(2.0**exponent for exponent in range(-10, 20))
 """The regularisation strengths among which the authors' original few-shot code chose."""
 _ALL = slice(None)  # rows, without a copy
+_EVERY = round(1 / DEVELOPMENT)
 
 Result = TypeVar("Result")
 
@@ -243,13 +244,20 @@ def development(labels: Tensor, uids: Tensor) -> Tensor:
 
     Raises `DataError` if there are fewer than ten.
     """
-    every, chosen = round(1 / DEVELOPMENT), torch.zeros(len(uids), dtype=torch.bool)
+    check_enough(len(uids))
+    chosen = torch.zeros(len(uids), dtype=torch.bool)
     # Every tenth sample of the classes, each in the order of a hash, so that no class is missing from what is fitted.
     order = torch.from_numpy(np.lexsort((hash_of(0, uids.numpy()), labels.numpy())))
-    chosen[order[every - 1 :: every]] = True
-    if not chosen.any():
-        raise DataError(f"{len(uids)} training samples: this needs {every}, to choose its settings on a tenth of them")
+    chosen[order[_EVERY - 1 :: _EVERY]] = True
     return chosen
+
+
+def check_enough(samples: int, what: str = "") -> None:
+    """Raise `DataError`, whose message begins with `what`, for so few training samples that `development` has none."""
+    if samples < _EVERY:
+        raise DataError(
+            f"{what}{samples} training samples: this needs {_EVERY}, to choose its settings on a tenth of them"
+        )
 
 
 def hash_of(seed: int, uids: np.ndarray) -> np.ndarray:

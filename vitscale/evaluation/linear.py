@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
+from vitscale.data.shards import Manifest
 from vitscale.evaluation.attentive import best_attentive, check_room, patches_of
 from vitscale.evaluation.build import labelled_splits, on_splits
 from vitscale.evaluation.contract import Loaders, Predict
-from vitscale.evaluation.fewshot import OfSplits, Result, Task, development
+from vitscale.evaluation.fewshot import OfSplits, Result, Task, check_enough, development
 from vitscale.evaluation.heads import Layout, best_of_bank
 from vitscale.models import Outputs
 from vitscale.recipe import Recipe
@@ -32,8 +33,16 @@ class LinearHeads(OfSplits):
 
     @classmethod
     def of(cls, block: Block, recipe: Recipe, class_names: Sequence[str], loaders: Loaders) -> Self:
-        splits = labelled_splits(recipe, block.train, block.test)
-        return on_splits(cls, block.name, recipe, splits, block.crop, loaders, steps=block.steps)
+        """As `Evaluator.of`. Raises `DataError` for fewer than ten training samples."""
+        return cls._on(block, recipe, labelled_splits(recipe, block.train, block.test), loaders)
+
+    @classmethod
+    def _on(
+        cls, block: Block, recipe: Recipe, splits: tuple[Manifest, Manifest], loaders: Loaders, **settings: Any
+    ) -> Self:
+        made = on_splits(cls, block.name, recipe, splits, block.crop, loaders, steps=block.steps, **settings)
+        check_enough(splits[0].num_samples, f"{made.what}: ")
+        return made
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
         """As `Evaluator.run`. Raises `DataError` as `measured`, and for fewer than ten training samples."""
@@ -67,12 +76,12 @@ class AttentiveHeads(LinearHeads):
 
     @classmethod
     def of(cls, block: Block, recipe: Recipe, class_names: Sequence[str], loaders: Loaders) -> Self:
-        """As `Evaluator.of`. Raises `DataError` if the tokens take more memory than the block allows."""
+        """As `LinearHeads.of`. Raises `DataError`, too, if the tokens take more memory than the block allows."""
         assert isinstance(block, AttentiveBlock), block
         splits = labelled_splits(recipe, block.train, block.test)
         images, model = sum(split.num_samples for split in splits), recipe.model
         how = {"extra_tokens": model.extra_tokens, "images": images, "room": block.limit_gb * 1e9}
-        made = on_splits(cls, block.name, recipe, splits, block.crop, loaders, steps=block.steps, **how)
+        made = cls._on(block, recipe, splits, loaders, **how)
         if (tokens := model.num_tokens(recipe.data.image_size)) is not None:  # of others it is seen in the first batch
             numbers = (tokens - model.extra_tokens) * model.representation_width
             check_room(made.what, images, numbers, made.room)

@@ -44,6 +44,7 @@ _OUTPUT_LAYERS = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bia
 _TEACHER, _TOKENIZER = Teacher.key, "objective.targets"
 _TEACHERS_HEAD = "the head of the teacher is needed, with the classes of data.train"
 _ADVICE = "leave the whole head out, as for fine-tuning: model.head: linear and init.head: zero"
+_ADVICE_WITHOUT_LABELS = "leave the head out, as this run has none: init.head: zero"
 
 
 def settle_functions(recipe: Recipe, run_dir: Path) -> tuple[Recipe, str | None]:
@@ -161,8 +162,9 @@ class _Assignment:
         has_pre_logits = may_have_it and any(key.startswith("pre_logits") for key in weights.source.entries)
         if init.head == "initial" and not has_pre_logits:
             drop = list(HEAD)
+        advice = _ADVICE if "head.weight" in names else _ADVICE_WITHOUT_LABELS
         self.readers: dict[str, Reader] = parameters(  # of what is taken
-            model, weights.source, drop, report=lambda note: None, resample=init.positions == "resample", advice=_ADVICE
+            model, weights.source, drop, report=lambda note: None, resample=init.positions == "resample", advice=advice
         )
         beside = _beside(recipe, objective, weights)
         self.readers |= beside
