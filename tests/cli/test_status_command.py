@@ -244,7 +244,7 @@ def test_before_the_first_step(run_dir):
     assert "none yet, of 100" in shown(run_dir)
     (run_dir / "metrics.jsonl").touch()
     (found,) = status(run_dir)
-    assert (found["step"], found["loss"], found["left_s"], found["cost"]) == (None, None, None, None)
+    assert (found["step"], found["loss"], found["left_s"]) == (None, None, None)
     (run_dir / "recipe.yaml").unlink()
     assert "not running" in shown(run_dir)
 
@@ -286,13 +286,7 @@ def test_names_that_would_steer_a_terminal(run_dir):
 def test_several_runs_one_of_them_missing(run_dir):
     other = run_dir.parent / "other"
     shutil.copytree(run_dir, other)
-    result = CliRunner().invoke(app, ["status", str(run_dir), "/no/such", str(other), "--price", "1"])
+    result = CliRunner().invoke(app, ["status", str(run_dir), "/no/such", str(other)])
     assert result.exit_code == 2 and "/no/such" in result.stderr
     rows = [line.split() for line in result.stdout.splitlines()]
     assert [row[0] for row in rows if "2,048.0" in row] == [str(run_dir), str(other)]
-
-
-def test_prices_that_are_none():
-    for price in ("nan", "-1"):
-        result = CliRunner().invoke(app, ["status", "x", "--price", price])
-        assert result.exit_code == 2 and "Traceback" not in result.output

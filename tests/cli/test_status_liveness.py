@@ -161,7 +161,7 @@ def test_a_run_that_resumes_begins_its_file_again(run_dir):
 
 
 def test_it_starts_without_torch(run_dir):
-    command = [sys.executable, "-c", COMMAND, "status", "--hardware", "h100"]
+    command = [sys.executable, "-c", COMMAND, "status"]
     result = subprocess.run([*command, run_dir], capture_output=True, text=True, check=False)
     assert result.returncode == 0 and result.stderr == ""
 

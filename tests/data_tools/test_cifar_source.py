@@ -48,8 +48,8 @@ def write_binary(folder: Path, classes: int) -> Path:
     return folder
 
 
-def open_all(*files: Path | str, label=None, mixed_ok=True):
-    return open_cifar("SOURCE", [str(file) for file in files], SourceOptions(label_field=label), mixed_ok)
+def open_all(*files: Path | str, mixed_ok=True, **options):
+    return open_cifar("SOURCE", [str(file) for file in files], SourceOptions(**options), mixed_ok)
 
 
 def expected(classes: int, field: str, order: list[str] | None = None) -> list[tuple]:
@@ -80,12 +80,10 @@ def test_both_data_sets(tmp_path, classes, packed):
     assert source.class_names == tuple(NAMES[field])
     check(items_of(source), expected(classes, field))
     if classes == 100:
-        source = open_all(*files, label="coarse_labels")
+        source = open_all(*files, label_field="coarse_labels")
         assert source.class_names == tuple(NAMES["coarse_labels"])
         check(items_of(source), expected(100, "coarse_labels"))
-    assert {
-        item.labels for item in items_of(open_cifar("SOURCE", list(map(str, files)), SourceOptions(unlabelled=True)))
-    } == {()}
+    assert {item.labels for item in items_of(open_all(*files, unlabelled=True))} == {()}
 
 
 def test_remote(tmp_path):

@@ -417,7 +417,7 @@ def test_rules_over_records(tmp_path):
     with pytest.raises(DataError, match="label_x"):
         labels_of(replace(source, rule=LabelRule(("label_x",), stated)))
     uneven = encode(image=["x"], objects__type=[0, 1], objects__location=[1.0, 2.0, 3.0])
-    other = open_tfrecords("source", [write(tmp_path / "train-1", uneven)], SourceOptions(label_field="none"))
+    other = open_tfrecords("source", [write(tmp_path / "train-1", uneven)], SourceOptions(unlabelled=True))
     with pytest.raises(DataError, match="record 0"):
         labels_of(replace(other, rule=CLOSEST))
     with pytest.raises(DataError, match="record 2"):

@@ -221,9 +221,10 @@ def test_the_operations_counted_are_those_of_torch(changes):
     recipe, objective = built({"group": 8, **changes}, {"position": {"kind": "rope"}})  # learned ones are resampled
     views, labels = [torch.zeros(8, n, side, side, 3) for n, side in ((1, 32), (1, 32), (3, 16))], torch.zeros(8).long()
     plan, weights = objective.plan(hashes(8, 1).view(np.int64), 0), dict(objective.named_weights())
+    first = [views[kind] for kind in objective.prepared_kinds(len(views))]
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         with torch.no_grad():
-            rows = all_rows([objective(views, None, plan, name) for name in (None, *recipe.objective.besides)])
+            rows = all_rows([objective(first, None, plan, name) for name in (None, *recipe.objective.besides)])
         found = objective.agree(rows, labels, Sums(), {name: weights[name] for name in objective.settings.reads})
         objective(views, labels, (*plan, *found.rows, *found.shared)).per_sample.sum().backward()
     work = recipe_work(recipe, 0)

@@ -42,7 +42,6 @@ def test_what_is_due_is_a_function_of_the_step(root):
     )
     due = {step: plan.due(step, last=10) for step in range(1, 13)}
     assert {name: [step for step in due if getattr(due[step], name)] for name in due[1]._fields} == {
-        "inspect": [],
         "log": [5, 10],
         "audit": [5, 10],
         "compare_replicas": [6, 12],

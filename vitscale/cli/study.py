@@ -140,7 +140,7 @@ def plan(
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a study costs before it starts: exaFLOPs, device-hours, money."""
+    """Say what a study costs beforehand: exaFLOPs, device-hours, money."""
     check_numbers({"--mfu": mfu, "--price": price})
     device = find_device(hardware)
     file = find_study(study)
