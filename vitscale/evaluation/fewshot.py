@@ -255,9 +255,7 @@ def development(labels: Tensor, uids: Tensor) -> Tensor:
 def check_enough(samples: int, what: str = "") -> None:
     """Raise `DataError`, whose message begins with `what`, for so few training samples that `development` has none."""
     if samples < _EVERY:
-        raise DataError(
-            f"{what}{samples} training samples: this needs {_EVERY}, to choose its settings on a tenth of them"
-        )
+        raise DataError(f"{what}{samples} training samples: this needs {_EVERY}, to choose its settings on a tenth")
 
 
 def hash_of(seed: int, uids: np.ndarray) -> np.ndarray:

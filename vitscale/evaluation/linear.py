@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 
-from vitscale.data.shards import Manifest
 from vitscale.evaluation.attentive import best_attentive, check_room, patches_of
 from vitscale.evaluation.build import labelled_splits, on_splits
 from vitscale.evaluation.contract import Loaders, Predict
@@ -31,18 +30,15 @@ class LinearHeads(OfSplits):
 
     steps: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.train_samples is not None:
+            check_enough(self.train_samples, f"{self.what}: ")
+
     @classmethod
     def of(cls, block: Block, recipe: Recipe, class_names: Sequence[str], loaders: Loaders) -> Self:
         """As `Evaluator.of`. Raises `DataError` for fewer than ten training samples."""
-        return cls._on(block, recipe, labelled_splits(recipe, block.train, block.test), loaders)
-
-    @classmethod
-    def _on(
-        cls, block: Block, recipe: Recipe, splits: tuple[Manifest, Manifest], loaders: Loaders, **settings: Any
-    ) -> Self:
-        made = on_splits(cls, block.name, recipe, splits, block.crop, loaders, steps=block.steps, **settings)
-        check_enough(splits[0].num_samples, f"{made.what}: ")
-        return made
+        splits = labelled_splits(recipe, block.train, block.test)
+        return on_splits(cls, block.name, recipe, splits, block.crop, loaders, steps=block.steps)
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
         """As `Evaluator.run`. Raises `DataError` as `measured`, and for fewer than ten training samples."""
@@ -81,7 +77,7 @@ class AttentiveHeads(LinearHeads):
         splits = labelled_splits(recipe, block.train, block.test)
         images, model = sum(split.num_samples for split in splits), recipe.model
         how = {"extra_tokens": model.extra_tokens, "images": images, "room": block.limit_gb * 1e9}
-        made = cls._on(block, recipe, splits, loaders, **how)
+        made = on_splits(cls, block.name, recipe, splits, block.crop, loaders, steps=block.steps, **how)
         if (tokens := model.num_tokens(recipe.data.image_size)) is not None:  # of others it is seen in the first batch
             numbers = (tokens - model.extra_tokens) * model.representation_width
             check_room(made.what, images, numbers, made.room)

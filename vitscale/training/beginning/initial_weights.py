@@ -175,9 +175,8 @@ class _Assignment:
         for reader in self.readers.values():
             if reader.compares:  # now, not when the ranks have met
                 reader()
-        made = [name for name in names if name in drop]
-        self.zeros = frozenset(made) if init.head == "zero" else frozenset()
-        self.fresh = [name for name in made if name not in self.zeros]  # which begin as without `init`
+        self.zeros = frozenset(name for name in names if name in drop and init.head == "zero")
+        self.fresh = [name for name in names if name in drop and name not in self.zeros]  # as without `init`
         added = [name for name, _ in objective.named_weights() if name not in names and name not in self.readers]
         self.fresh += dict.fromkeys(name.partition(".")[0] for name in added)  # what the objective adds
         normalise = recipe.data.normalise
