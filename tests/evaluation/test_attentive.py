@@ -5,6 +5,7 @@ import torch
 from models.weights.exported import TINY
 from torch import nn
 from torch.nn import functional as F
+from toy_split import train_plainly
 
 from vitscale.evaluation.attentive import AttentiveHead, best_attentive, logits_of, train_attentive
 from vitscale.evaluation.features import extract_features
@@ -67,15 +68,7 @@ class Plain(nn.Module):
 def plain_loop(x, y, rate, steps, seed):
     plain = Plain(AttentiveHead.begin(D, K, seed))
     adam = torch.optim.Adam([p for p in plain.parameters() if p.requires_grad], lr=rate, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
-    order = torch.Generator().manual_seed(seed)
-    rows = torch.cat([torch.randperm(len(x), generator=order) for _ in range(steps)])
-    for step in range(steps):
-        batch = rows[step * 256 : (step + 1) * 256]
-        adam.zero_grad()
-        F.cross_entropy(plain(x[batch]), y[batch]).backward()
-        adam.step()
-        schedule.step()
+    train_plainly(plain, adam, x, y, steps, seed)
     return plain.eval()
 
 

@@ -5,7 +5,7 @@ import torch
 from models.small_models import with_values
 from models.weights.exported import TINY, described, valued
 from torch import nn
-from torch.nn import functional as F
+from toy_split import train_plainly
 
 from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.finished import FinishedModel, OfWeights
@@ -40,15 +40,7 @@ def plain_loop(x, y, rate, steps, seed):
         head.weight.copy_(torch.randn(head.weight.shape, generator=generator) * 0.01)
         head.bias.zero_()
     optimizer = torch.optim.SGD(head.parameters(), lr=rate, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    order = torch.Generator().manual_seed(seed)
-    rows = torch.cat([torch.randperm(len(x), generator=order) for _ in range(steps)])
-    for step in range(steps):
-        batch = rows[step * 256 : (step + 1) * 256]
-        optimizer.zero_grad()
-        F.cross_entropy(head(x[batch]), y[batch]).backward()
-        optimizer.step()
-        schedule.step()
+    train_plainly(head, optimizer, x, y, steps, seed)
     return head.weight.detach(), head.bias.detach()
 
 

@@ -1,8 +1,9 @@
-"""A labelled toy split, a loader that shares it among ranks with fillers, and a fixed linear model of its pixels."""
+"""A labelled toy split, a loader that shares it among ranks with fillers, a linear model of pixels; a plain loop."""
 
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from vitscale.models import Outputs
 
@@ -63,3 +64,16 @@ def model(num_classes):
         return Outputs(pre_logits[:, None], pre_logits, torch.tanh(pre_logits) @ head)
 
     return predict
+
+
+def train_plainly(module, optimizer, x, y, steps, seed):
+    """Train a classifier as anybody would: batches of 256 from one permutation after another, a cosine schedule."""
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    order = torch.Generator().manual_seed(seed)
+    rows = torch.cat([torch.randperm(len(x), generator=order) for _ in range(steps)])
+    for step in range(steps):
+        batch = rows[step * 256 : (step + 1) * 256]
+        optimizer.zero_grad()
+        F.cross_entropy(module(x[batch]), y[batch]).backward()
+        optimizer.step()
+        schedule.step()
