@@ -1,8 +1,6 @@
 """An objective of another package whose targets are the features of the average, for tests of a first pass."""
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -77,11 +75,3 @@ class Guess(Objective):
 
     def initialiser(self, name: str) -> Initialiser:
         return normal(0.2) if name == "guess.weight" else super().initialiser(name)
-
-
-def run_allowed(world: Any, root: Path, jobs: list[dict[str, Any]]) -> None:
-    """`run_jobs`, where recipes may name this module."""
-    from ranks import run_jobs  # not where the objective alone is needed
-
-    os.environ["VITSCALE_EXTENSIONS"] = "averaged_target"
-    run_jobs(world, root, jobs)

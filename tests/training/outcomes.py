@@ -18,8 +18,9 @@ from vitscale.runs.checkpoint.format import parse_key
 
 def metrics(root: Path, name: str) -> list[dict[str, Any]]:
     """The lines of training, one a step."""
-    lines = (root / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if "loss" in line]
+    path = root / "runs" / name / "metrics.jsonl"
+    assert path.exists(), error_of(root, name)
+    return [line for line in map(json.loads, path.read_text().splitlines()) if "loss" in line]
 
 
 def column(root: Path, name: str, key: str) -> list[Any]:

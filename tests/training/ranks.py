@@ -144,7 +144,7 @@ def join(rank: int, world_size: int, port: int) -> Any:
         LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        VITSCALE_EXTENSIONS="transformers",  # of whose classes one is a tokenizer
+        VITSCALE_EXTENSIONS="transformers averaged_target",  # a tokenizer of the one, an objective in the other
     )
     from vitscale.training.deepspeed import distributed
 

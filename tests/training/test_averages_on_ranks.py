@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from averaged_target import KIND, run_allowed
+from averaged_target import KIND
 from outcomes import assert_same_run, checkpoint, column, everything, printed
 from rank_faults import leave_out, replaced
-from ranks import STEPS, batches, begun, job, make_recipe, on_ranks
+from ranks import STEPS, batches, begun, job, launch, make_recipe
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -116,8 +116,8 @@ def root(root: Path) -> Path:
     continued = blocks(1, 8, averages=[{"name": "ema", "decay": 1.0}], init={"from": str(root / "runs" / "zero1")})
     jobs += [job("continued", continued, 2)]
     jobs += [job("traced", blocks(3, 8), 3, faults=[trace_noted])]
-    on_ranks(2, run_allowed, root, jobs)
-    on_ranks(1, run_allowed, root, [job(name, of_run) for name, of_run in ONE.items()])
+    launch(root, jobs, 2)
+    launch(root, [job(name, of_run) for name, of_run in ONE.items()], 1)
     return root
 
 
