@@ -13,7 +13,16 @@ from vitscale.about.report.paper import PaperTable, VtabTable, beside_the_paper
 from vitscale.about.report.records import Policy, RunRecord, read_run, record_of
 from vitscale.about.report.results import Datasets, Item, Result, results
 from vitscale.about.studies.reading import studies_dir
-from vitscale.about.studies.results import About, Decision, EntryResult, StudyResults, VtabScore, plain, read_results
+from vitscale.about.studies.results import (
+    About,
+    Decision,
+    EntryResult,
+    Scored,
+    StudyResults,
+    VtabScore,
+    plain,
+    read_results,
+)
 from vitscale.ground.errors import DataError, RecipeError, VitscaleError
 from vitscale.ground.files.durable import make_folder, remove_leftovers, write_text
 from vitscale.ground.versions import versions
@@ -77,6 +86,7 @@ class Report:
     policies: list[Policy]
     choices: list[Decision]
     vtab: list[VtabScore]
+    forecasts: list[Scored]
     paper: list[PaperTable | VtabTable]
     deduplication: list[Deduplication]
     datasets: list[DatasetRecord]
@@ -124,6 +134,7 @@ def gather(sources: Sequence[Path], title: str | None = None) -> Report:
         policies=policies,
         choices=[] if study is None else study.choices,
         vtab=[] if study is None else study.vtab,
+        forecasts=[] if study is None else study.forecasts,
         paper=beside_the_paper(found),
         deduplication=deduplications,
         datasets=[record_of_dataset(dataset) for dataset in datasets.opened.values()],

@@ -9,6 +9,8 @@ from vitscale.about.report.content import Report
 from vitscale.about.report.paper import TOP1, transfers
 from vitscale.about.report.records import Curves
 from vitscale.about.report.results import Result
+from vitscale.about.studies.forecast import Law
+from vitscale.about.studies.results import Scored
 from vitscale.flops.published import table_5, table_6
 from vitscale.ground.page import SERIES, Drawing, draw
 from vitscale.ground.wording import counted
@@ -21,6 +23,8 @@ _MOST_LINES = 8
 _PRETRAINING = {"imagenet": "ImageNet", "imagenet21k": "ImageNet-21k", "jft300m": "JFT-300M"}
 _OWN = "*XPDsv^p"  # marks of the report's own results, beside the paper's dots
 _FIVE_SHOT = re.compile(r"fewshot/imagenet[^/]*/5shot")
+_ANY_SHOTS = re.compile(r"fewshot/[^/]+/\d+shot")
+_LEAST_MODELS = 3
 
 
 def curves(report: Report) -> Iterator[Drawing]:
@@ -97,8 +101,15 @@ def figure_3(report: Report) -> Drawing | None:
 
 def figure_4(report: Report) -> Drawing | None:
     """5-shot accuracy on ImageNet against pre-training images; the paper prints no numbers for this figure."""
-    five_shot = [result for result in report.results if _FIVE_SHOT.fullmatch(result.metric)]
-    own = [(result.pretraining_samples, result) for result in five_shot if result.pretraining_samples]
+    own = [result for result in report.results if _FIVE_SHOT.fullmatch(result.metric)]
+    caption = "5-shot accuracy on ImageNet against pre-training images."
+    caption = f"As Figure 4, which the paper draws without numbers: {caption}"
+    return _over_images("figure-4", own, "ImageNet 5-shot top-1 (%)", caption)
+
+
+def _over_images(name: str, results: Sequence[Result], what: str, caption: str) -> Drawing | None:
+    """An accuracy against pre-training images, a line a model; None for a single number of images, or many models."""
+    own = [(result.pretraining_samples, result) for result in results if result.pretraining_samples]
     lines = dict.fromkeys((result.model, result.policy) for _, result in own)
     if len({samples for samples, _ in own}) < 2 or len(lines) > len(SERIES):
         return None
@@ -111,12 +122,78 @@ def figure_4(report: Report) -> Drawing | None:
             axes.plot(*zip(*points, strict=True), "o-", color=SERIES[index], label=f"{model}, policy {policy}")
         _log(axes, [samples for samples, _ in own])
         axes.set_xlabel("pre-training images")
-        axes.set_ylabel("ImageNet 5-shot top-1 (%)")
+        axes.set_ylabel(what)
         axes.legend()
 
-    caption = "5-shot accuracy on ImageNet against pre-training images."
-    caption = f"As Figure 4, which the paper draws without numbers: {caption}"
-    return draw("figure-4", caption, put, width=760, height=380, caption=caption)
+    return draw(name, caption, put, width=760, height=380, caption=caption)
+
+
+def scaling(report: Report) -> Iterator[Drawing]:
+    """Accuracies of runs from scratch against images and compute, where there are three models or more."""
+    results = [one for one in report.results if one.begins_with is None and one.exaflops and one.pretraining_samples]
+    measures = {one.metric for one in results if one.metric == TOP1 or _ANY_SHOTS.fullmatch(one.metric)}
+    for place, metric in enumerate(sorted(measures)):
+        own = [one for one in results if one.metric == metric]
+        if len({one.model for one in own}) < _LEAST_MODELS:
+            continue
+        what = f"{metric} on {', '.join(sorted({one.dataset or '' for one in own}))}"
+        over_images = _over_images(f"data-{place}", own, f"{metric} (%)", f"{what}, against training images.")
+        if over_images is not None:
+            yield over_images
+        yield _over_compute(f"compute-{place}", own, metric, f"{what}, against the compute of training.")
+
+
+def _over_compute(name: str, own: Sequence[Result], metric: str, caption: str) -> Drawing:
+    kinds = dict.fromkeys(_kind(one.model) for one in own)
+    sizes = sorted({one.pretraining_samples for one in own if one.pretraining_samples})
+
+    def put(figure: "Figure") -> None:
+        axes = figure.subplots()
+        for (index, kind), (place, size) in itertools.product(enumerate(kinds), enumerate(sizes)):
+            of = [one for one in own if (_kind(one.model), one.pretraining_samples) == (kind, size)]
+            points = sorted((one.exaflops or 0.0, 100 * one.mean) for one in of)
+            style = f"{_OWN[place % len(_OWN)]}-"
+            axes.plot(*_columns(points), style, color=SERIES[index], label=f"{kind}, {size:,} images")
+        _log(axes, [one.exaflops for one in own if one.exaflops])
+        axes.set_xlabel("compute (exaFLOPs)")
+        axes.set_ylabel(f"{metric} (%)")
+        figure.legend(loc="outside lower left", ncols=3)
+
+    return draw(name, caption, put, width=760, height=400 + 6 * len(kinds) * len(sizes), caption=caption)
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _kind(model: str) -> str:
+    return "hybrid" if "+" in model else next((name for name in ("ResNet", "Swin") if model.startswith(name)), "ViT")
+
+
+def forecast(place: int, scored: Scored) -> Drawing:
+    """The runs that a forecast is made from, its law with the interval, and what has come of it."""
+    made, law = scored.forecast, Law(scored.forecast.points)
+
+    def put(figure: "Figure") -> None:
+        axes = figure.subplots()
+        ends = [point.exaflops for point in made.points] + [made.exaflops]
+        xs = [min(ends) * (max(ends) / min(ends)) ** (step / 50) for step in range(51)]
+        middle, low, high = zip(*map(law.at, xs), strict=True)
+        label = f"loss ~ compute^-{made.exponent:.3f}"
+        points = [(one.exaflops, one.loss) for one in made.points]
+        axes.plot(*_columns(points), "o", color=SERIES[0], label="smaller runs")
+        axes.plot(xs, middle, "-", color=SERIES[0], label=label)
+        axes.fill_between(xs, low, high, color=SERIES[0], alpha=0.15, label="95 % for one run")
+        if scored.run is not None:
+            axes.plot(scored.run.exaflops, scored.run.loss, "*", color=SERIES[7], markersize=13, label=made.name)
+        _log(axes, ends)
+        axes.set_yscale("log")
+        axes.set_xlabel("compute (exaFLOPs)")
+        axes.set_ylabel("validation loss")
+        axes.legend()
+
+    caption = f"{made.name}: the law of the smaller runs, written down {made.made_at}, and its own loss (star)."
+    return draw(f"forecast-{place}", caption, put, width=760, height=380, caption=caption)
 
 
 def figure_5(report: Report) -> Drawing | None:
@@ -130,8 +207,7 @@ def figure_5(report: Report) -> Drawing | None:
         axes = figure.subplots()
         points: dict[str, list[tuple[float, float]]] = {"ViT": [], "ResNet": [], "hybrid": []}
         for row in table_6():
-            kind = "hybrid" if "+" in row.model else "ViT" if row.model.startswith("ViT") else "ResNet"
-            points[kind].append((row.exaflops, row.imagenet))
+            points[_kind(row.model)].append((row.exaflops, row.imagenet))
         for index, (kind, of_kind) in enumerate(points.items()):
             axes.plot(*zip(*of_kind, strict=True), "o", color=SERIES[index], label=f"{kind} (Table 6)")
         _put_own(axes, own)

@@ -11,7 +11,7 @@ from vitscale.about.report.datasets import DatasetRecord, Deduplication
 from vitscale.about.report.paper import Compared, PaperTable, VtabTable, is_tested_top1
 from vitscale.about.report.records import Policy
 from vitscale.about.report.results import Result
-from vitscale.about.studies.results import Candidate, Spread, VtabScore
+from vitscale.about.studies.results import Candidate, Scored, Spread, VtabScore
 from vitscale.ground.page import Facts, Folded, Part, Section, Table, Text, check_drawing, page_text
 from vitscale.ground.table import Column, ResultTable, number, short
 from vitscale.ground.vtab import OVER_GROUPS, OVER_TASKS
@@ -32,6 +32,7 @@ def page(report: Report) -> str:
         Section("Results", list(_results(report))),
         Section("Beside the paper", list(_paper(report))),
         Section("What decided", list(_choices(report))),
+        *([Section("Scaling", parts)] if (parts := list(_scaling(report))) else []),
         Section("De-duplication", list(_deduplication(report))),
         Section("Compute", list(_compute(report))),
         Section("Curves", list(_curves(report))),
@@ -194,6 +195,28 @@ def _paper(report: Report) -> Iterator[Part]:
     for draw in (figures.figure_3, figures.figure_4, figures.figure_5):
         if (drawing := draw(report)) is not None:
             yield drawing
+
+
+_FORECAST: tuple[_Column[Scored], ...] = (
+    _Column("run", lambda one: one.forecast.name),
+    _Column("written down", lambda one: one.forecast.made_at),
+    _Column("planned\nexaFLOPs", lambda one: one.forecast.exaflops, short),
+    _Column("loss", lambda one: one.forecast.loss, number(4)),
+    _Column("95 %\ninterval", lambda one: f"{one.forecast.low:.4f} to {one.forecast.high:.4f}"),
+    _Column("exaFLOPs", lambda one: one.run and one.run.exaflops, short),
+    _Column("expected\nof these", lambda one: one.expected, number(4)),
+    _Column("its loss", lambda one: one.run and one.run.loss, number(4)),
+    _Column("within", lambda one: {None: "not done", True: "yes", False: "no"}[one.is_within]),
+)
+
+
+def _scaling(report: Report) -> Iterator[Part]:
+    """Accuracies against images and compute; what was expected of larger runs, and what came."""
+    yield from figures.scaling(report)
+    if report.forecasts:
+        title = "Forecasts: of a power law of loss over compute, written down before the run began"
+        yield Table(_table(report.forecasts, _FORECAST), title)
+        yield from itertools.starmap(figures.forecast, enumerate(report.forecasts[:_SHOWN_CURVES]))
 
 
 _COMPARED: tuple[_Column[Compared], ...] = (

@@ -10,9 +10,11 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from vitscale.about.studies.forecast import LEAST_RUNS
 from vitscale.about.studies.reading import DEV, MOST_RUNS, Part, Selection, Study
 from vitscale.ground.errors import RecipeError, VitscaleError
 from vitscale.ground.storage import is_url
+from vitscale.ground.wording import counted
 from vitscale.recipe import Recipe, find_recipe, override, read_content, recipe_sha256, refuse_secrets
 from vitscale.recipe.strict_yaml import parse_yaml
 
@@ -54,6 +56,7 @@ class Entry:
     options: tuple[Option, ...]  # a single one; if the entry waits for a choice, one for each candidate that may win
     choice: str | None = None  # the name of that choice
     depends_on: tuple[str, ...] = ()
+    forecast_from: tuple[str, ...] = ()  # the runs by which its loss is forecast
 
     def option(self, label: str | None) -> Option:
         """The option that runs: the only one, or the winner's."""
@@ -120,27 +123,33 @@ class _Expander:
         if name in self._finals:
             return
         if name in chain:
-            raise RecipeError(f"parts.{name}.from: a cycle: {' -> '.join((*chain[chain.index(name) :], name))}")
+            raise RecipeError(f"parts.{name}: a cycle: {' -> '.join((*chain[chain.index(name) :], name))}")
         part = self.study.parts[name]
-        parents: list[str | None] = []
-        for source in part.source:
-            other = source.partition("-")[0]  # no part has one in its name
-            if other in self.study.parts:
-                self.add(other, (*chain, name))
-            parents += self._entries_of(source, name)
+        parents: list[str | None] = [*self._entries_before(part.source, "from", (*chain, name))]
+        smaller = self._entries_before(part.forecast, "forecast", (*chain, name))
         self._finals[name] = []
         for parent in parents or [None]:
             label = "-".join([name, *([parent] if parent is not None and len(parents) > 1 else [])])
-            _PartOfOneParent(self, part, name, label, parent).add()
+            _PartOfOneParent(self, part, name, label, parent, smaller).add()
 
-    def _entries_of(self, source: str, name: str) -> list[str]:
+    def _entries_before(self, sources: Sequence[str], key: str, chain: tuple[str, ...]) -> list[str]:
+        """The entries that a part names, after adding what they are in."""
+        found = []
+        for source in sources:
+            other = source.partition("-")[0]  # no part has one in its name
+            if other in self.study.parts:
+                self.add(other, chain)
+            found += self._entries_of(source, f"{chain[-1]}.{key}")
+        return found
+
+    def _entries_of(self, source: str, where: str) -> list[str]:
         if source in self._finals:
             return self._finals[source]
         if source in self.expansion.entries:
             return [source]
         near = difflib.get_close_matches(source, [*self.study.parts, *self.expansion.entries], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise RecipeError(f"parts.{name}.from: there is no part or entry {source!r}{hint}")
+        raise RecipeError(f"parts.{where}: there is no part or entry {source!r}{hint}")
 
     def begin(self, part: Part, parent: str, where: str) -> dict[str, Any]:
         """What a run sets that begins with a parent's: `init.from`, the same everywhere, and what the part takes."""
@@ -198,11 +207,13 @@ class _Expander:
 class _PartOfOneParent:
     """The entries of a part that begin with one run, or with no run."""
 
-    def __init__(self, expander: _Expander, part: Part, name: str, label: str, parent: str | None) -> None:
+    def __init__(
+        self, expander: _Expander, part: Part, name: str, label: str, parent: str | None, smaller: Sequence[str]
+    ) -> None:
         self._expander, self._part, self._name, self._label, self._parent = expander, part, name, label, parent
         self._begin = {} if parent is None else expander.begin(part, parent, name)
         self._parents = () if parent is None else (parent,)
-        self._candidates = list(_combinations(part))
+        self._candidates, self._smaller = list(_combinations(part)), smaller
 
     def add(self) -> None:
         part = self._part
@@ -248,9 +259,20 @@ class _PartOfOneParent:
         name = self._named(dataset, candidate[0], None if seed is None else f"seed{seed}")
         split, dev = (None, None) if dataset is None else ("dev", self._part.datasets[dataset].dev)
         options, seed_of_run = (self._option(name, candidate, dataset, seed),), self._begin.get("seed", seed)
-        entry = Entry(name, self._name, dataset, split, dev, seed_of_run, self._parent, options, None, self._parents)
+        smaller = self._smaller_of(dataset)
+        before = (*self._parents, *smaller)
+        entry = Entry(name, self._name, dataset, split, dev, seed_of_run, self._parent, options, None, before, smaller)
         self._expander.enter(entry, is_final=self._part.refit is None)
         return name
+
+    def _smaller_of(self, dataset: str | None) -> tuple[str, ...]:
+        """The runs by which one on this data set is forecast. Raises `RecipeError` if they are too few."""
+        names = (name for name in self._smaller if self._expander.expansion.entries[name].dataset in (None, dataset))
+        found = tuple(names)
+        if self._smaller and len(found) < LEAST_RUNS:
+            of = f" on {dataset}" if dataset else ""
+            raise RecipeError(f"parts.{self._name}.forecast: {counted(len(found), 'run')}{of}; expected {LEAST_RUNS}")
+        return found
 
     def _refit(self, dataset: str | None, choice: Choice, seed: int) -> None:
         assert dataset is not None

@@ -82,6 +82,11 @@ class Part(Block):
         description="entries, or parts for all that they end with: the runs that these begin with (init.from)",
     )
     take: list[str] = Field([], description="fields of the recipe that are those of the run it begins with")
+    forecast: list[str] = Field(
+        [],
+        description="entries, or parts: smaller runs by whose loss and compute (a power law) the loss of each "
+        "entry here is forecast, and written down before it begins; with data sets, those of the same one",
+    )
     selection: Selection | None = Field(None, description="chooses one of the candidates")
     refit: Refit | None = Field(None, description="what becomes of the one that is chosen")
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self
 import pydantic
 
 from vitscale.about.studies.expansion import Choice, Entry
+from vitscale.about.studies.forecast import METRIC, Forecast, Law, Point
 from vitscale.about.studies.outcomes import StudyState, mean_scores
 from vitscale.ground.errors import DataError
 from vitscale.ground.vtab import TASKS, vtab_means
@@ -138,6 +139,24 @@ class VtabScore:
 
 
 @dataclass(frozen=True)
+class Scored:
+    """A forecast, and the run that it was of: what the law says at its compute, and whether its loss is within."""
+
+    forecast: Forecast
+    run: Point | None = None
+    expected: Number | None = None
+    low: Number | None = None
+    high: Number | None = None
+
+    @property
+    def is_within(self) -> bool | None:
+        """Whether the loss is in the interval; None before the run is done."""
+        if self.run is None or self.low is None or self.high is None:
+            return None
+        return self.low <= self.run.loss <= self.high
+
+
+@dataclass(frozen=True)
 class StudyResults(About):
     """The content of results.json, but for its version."""
 
@@ -145,6 +164,7 @@ class StudyResults(About):
     choices: list[Decision] = field(default_factory=list)
     summaries: list[Summary] = field(default_factory=list)
     vtab: list[VtabScore] = field(default_factory=list)
+    forecasts: list[Scored] = field(default_factory=list)
 
 
 _CONTENT = pydantic.TypeAdapter(StudyResults)
@@ -155,13 +175,18 @@ def plain(results: Any) -> dict[str, Any]:
     return asdict(results, dict_factory=lambda pairs: {key.removesuffix("_"): value for key, value in pairs})
 
 
-def results_text(about: About, study: StudyState) -> str:
+def results_text(about: About, study: StudyState, forecasts: Mapping[str, Forecast]) -> str:
     """The content of results.json."""
     entries = {entry.name: _entry(entry, study) for entry in study.expansion.entries.values()}
     choices = [_choice(choice, study) for choice in study.expansion.choices.values()]
     summaries = list(_summaries(entries, study))
     results = StudyResults(
-        **vars(about), entries=[*entries.values()], choices=choices, summaries=summaries, vtab=_vtab(summaries, entries)
+        **vars(about),
+        entries=[*entries.values()],
+        choices=choices,
+        summaries=summaries,
+        vtab=_vtab(summaries, entries),
+        forecasts=[_scored(forecast, entries.get(name)) for name, forecast in forecasts.items()],
     )
     return json.dumps({"version": _VERSION, **plain(results)}, indent=1, allow_nan=False) + "\n"
 
@@ -218,6 +243,13 @@ def _entry(entry: Entry, study: StudyState) -> EntryResult:
         choice=entry.choice,
         **known,
     )
+
+
+def _scored(forecast: Forecast, entry: EntryResult | None) -> Scored:
+    loss = None if entry is None else entry.metrics.get(METRIC)
+    if entry is None or entry.state != "done" or loss is None or not entry.exaflops:
+        return Scored(forecast)
+    return Scored(forecast, Point(entry.name, entry.exaflops, loss), *Law(forecast.points).at(entry.exaflops))
 
 
 def _choice(choice: Choice, study: StudyState) -> Decision:

@@ -13,8 +13,10 @@ from typing import Any
 
 from vitscale.about.studies.engine import LOG_FILE, Engine
 from vitscale.about.studies.expansion import Entry, Expansion
+from vitscale.about.studies.forecast import METRIC, Forecast, Point, read_forecasts, write_forecasts
 from vitscale.about.studies.outcomes import Progress, StudyState, changed_fields, read_outcome
 from vitscale.about.studies.results import RESULTS_FILE, About, results_text
+from vitscale.flops.estimate import estimate
 from vitscale.ground.errors import EXIT_DONE, DataError, RecipeError, VitscaleError
 from vitscale.ground.files.durable import make_folder, write_text
 from vitscale.ground.files.locks import LockFile, try_lock
@@ -44,7 +46,7 @@ class StudyRun(StudyState):
         look: Callable[["StudyRun"], None] = lambda run: None,
     ) -> None:
         super().__init__(expansion)
-        self.folder = folder
+        self.folder, self.forecasts = folder, read_forecasts(folder)
         self._is_ending = False  # as a signal has asked
         self._engine, self._about, self._look = engine, about, look
         self._known: Any = None
@@ -82,13 +84,35 @@ class StudyRun(StudyState):
             signals.at_once = False
             self._engine.kill()
         ready = [] if self._is_ending else list(itertools.islice(self._ready(), self._engine.room))
-        if ready:
+        if ready := [entry for entry in ready if self._is_forecast(entry)]:
             options = [(entry.name, entry.option(self.label_of(entry))) for entry in ready]
             works = [Pretraining(option.source, option.settings, self.folder / name) for name, option in options]
             for name, _ in options:
                 self.progress[name].state = "running"
             self._engine.start(works)
         return self._has_changed() or any(one.state == "running" for one in self.progress.values())
+
+    def _is_forecast(self, entry: Entry) -> bool:
+        """Write down the loss that is expected of an entry, unless it has begun before; without one it has failed."""
+        if not entry.forecast_from or entry.name in self.forecasts or (self.folder / entry.name).exists():
+            return True
+        outcomes = {name: self.progress[name].outcome for name in entry.forecast_from}
+        points = [
+            Point(name, one.exaflops, one.metrics[METRIC])
+            for name, one in outcomes.items()
+            if one is not None and one.exaflops and METRIC in one.metrics
+        ]
+        try:
+            planned = estimate(entry.name, entry.option(self.label_of(entry)).recipe)
+            if planned.exaflops is None:
+                raise RecipeError(f"no forecast: its compute is not known: {planned.problem}")
+            self.forecasts[entry.name] = Forecast.of(entry.name, planned.exaflops, points)
+            write_forecasts(self.folder, self.forecasts)
+        except VitscaleError as error:
+            progress = self.progress[entry.name]
+            progress.state, progress.code, progress.why = "failed", error.exit_code, str(error)
+            return False
+        return True
 
     def _find_begun(self) -> None:
         """Take over what is done already, or started by an earlier process and still run by the engine.
@@ -187,7 +211,7 @@ class StudyRun(StudyState):
 
     def _write_results(self) -> None:
         try:
-            write_text(self.folder / RESULTS_FILE, results_text(self._about, self))
+            write_text(self.folder / RESULTS_FILE, results_text(self._about, self, self.forecasts))
         except OSError as error:
             raise DataError(f"{self.folder / RESULTS_FILE}: cannot be written: {error.strerror}") from None
 

@@ -1,0 +1,116 @@
+"""Forecasts: what smaller runs say of the loss of a larger one, written down before it begins.
+
+The law is loss = a C^-b of the compute C, a line in logarithms (Hestness et al., 2017; Kaplan et al., 2020), without a
+loss that no compute removes: where there is one, a forecast far beyond the runs it is made from is too low.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import pydantic
+
+from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.files.durable import write_text
+from vitscale.ground.wording import describe_mistake
+from vitscale.runs.reading import read_object
+
+METRIC = "validation/loss"
+LEAST_RUNS = 3
+"""Below this a line has no deviation from which an interval could follow."""
+_FILE = "forecasts.json"
+_CONFIDENCE = 0.95
+_Positive = Annotated[float, pydantic.Field(gt=0, lt=1e18)]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A finished run: its exaFLOPs and its loss."""
+
+    name: str
+    exaflops: _Positive
+    loss: _Positive
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What was expected of an entry, at its planned exaFLOPs, with the ends of an interval of 95 % for one run."""
+
+    name: str
+    made_at: str
+    exaflops: _Positive
+    loss: _Positive
+    low: _Positive
+    high: _Positive
+    exponent: float  # b
+    points: Annotated[list[Point], pydantic.Field(min_length=LEAST_RUNS, max_length=2000)]
+
+    @classmethod
+    def of(cls, name: str, exaflops: float, points: Sequence[Point]) -> Self:
+        """Raises `RecipeError` if the points are of one compute, or too few."""
+        law = Law(points)
+        made_at = datetime.now(UTC).isoformat(timespec="seconds")
+        return cls(name, made_at, exaflops, *law.at(exaflops), law.exponent, list(points))
+
+
+_CONTENT = pydantic.TypeAdapter(dict[str, Forecast])
+
+
+class Law:
+    """loss = a C^-b by least squares in logarithms."""
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        xs, ys = [math.log(one.exaflops) for one in points], [math.log(one.loss) for one in points]
+        self._n, self._x, self._y = len(xs), sum(xs) / len(xs), sum(ys) / len(ys)
+        self._square = sum((x - self._x) ** 2 for x in xs)
+        if self._n < LEAST_RUNS or self._square < 1e-12:
+            raise RecipeError(f"a forecast needs {LEAST_RUNS} runs at least, of different compute, not {self._n}")
+        self.exponent = -sum((x - self._x) * (y - self._y) for x, y in zip(xs, ys, strict=True)) / self._square
+        residuals = [y - self._y + self.exponent * (x - self._x) for x, y in zip(xs, ys, strict=True)]
+        self._deviation = math.sqrt(sum(each**2 for each in residuals) / (self._n - 2))
+
+    def at(self, exaflops: float) -> tuple[float, float, float]:
+        """(loss, low, high): the law, and the interval in which the loss of one further run is expected."""
+        x = math.log(exaflops) - self._x
+        middle = self._y - self.exponent * x
+        reach = student_quantile(_CONFIDENCE, self._n - 2) * self._deviation
+        reach *= math.sqrt(1 + 1 / self._n + x**2 / self._square)
+        return math.exp(middle), math.exp(middle - reach), math.exp(middle + reach)
+
+
+def student_quantile(share: float, freedom: int) -> float:
+    """t such that |T| <= t with this probability, T of Student's distribution with so many degrees of freedom.
+
+    By bisection of Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
+    low, high = 0.0, math.pi / 2
+    while high - low > 1e-14:
+        angle = (low + high) / 2
+        sine, square = math.sin(angle), math.cos(angle) ** 2
+        total, term = 0.0, math.cos(angle) if freedom % 2 else 1.0
+        for i in range(freedom % 2, freedom, 2):
+            total, term = total + term, term * square * (i + 1) / (i + 2)
+        within = (angle + sine * total) * 2 / math.pi if freedom % 2 else sine * total
+        low, high = (angle, high) if within < share else (low, angle)
+    return math.tan(low) * math.sqrt(freedom)
+
+
+def read_forecasts(folder: Path) -> dict[str, Forecast]:
+    """What was expected of entries, by name; nothing where none was. Raises `DataError` for a damaged file."""
+    try:
+        return _CONTENT.validate_python(read_object(folder / _FILE)) if (folder / _FILE).exists() else {}
+    except pydantic.ValidationError as error:
+        raise DataError(f"{folder / _FILE}: damaged: {describe_mistake(error.errors()[0])}") from None
+
+
+def write_forecasts(folder: Path, forecasts: Mapping[str, Forecast]) -> None:
+    """Write what is expected. Raises `DataError` if it cannot."""
+    content: dict[str, Any] = {name: asdict(one) for name, one in forecasts.items()}
+    try:
+        write_text(folder / _FILE, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise DataError(f"{folder / _FILE}: cannot be written: {error.strerror}") from None
