@@ -1,4 +1,4 @@
-"""Forecasts of larger runs by smaller ones: the law against scipy, and a study that writes one down before it is due."""
+"""Forecasts of larger runs by smaller ones: the law against scipy, and a study that writes one down in time."""
 
 import json
 import os
