@@ -18,7 +18,7 @@ ACCURACIES = {
     "Flowers": "flowers",
 }
 RECIPES = sorted(recipes_dir().glob("*.yaml"))
-OF_THE_PAPER = [file for file in RECIPES if file.stem not in ("demo", "vit4_cifar10")]
+OF_THE_PAPER = [file for file in RECIPES if file.stem not in ("demo", "vit4_cifar10") and "miniature" not in file.stem]
 # Whose model does not depend on the run.
 FINE_TUNING = sorted(
     file for of in ("deit3", "vit5", "mae", "swin") for file in (recipes_dir() / "finetune").glob(f"{of}_*.yaml")

@@ -1,5 +1,6 @@
 """The studies that come with vitscale: what they run, against the paper."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,23 @@ def test_arms_of_todays_training_differ_by_what_their_names_say():
             assert [ours(step) for step in range(branch.first_step)] == [
                 theirs(step) for step in range(branch.first_step)
             ]
+
+
+# ---- In miniature ----------------------------------------------------------------------------------------------------
+
+
+def test_the_miniature_keeps_the_rules_of_figure_4():
+    """As the paper's subsets: all but the model and the data alike, early stopping by what is no test split."""
+    recipes, larger = recipes_of("miniature"), recipes_of("figure4")["figure4-b32_jft9m"]
+    (only,) = {json.dumps({**recipe.dump(), "model": 0, "data": 0}, sort_keys=True) for recipe in recipes.values()}
+    for keys in (("optimizer", "name"), ("optimizer", "weight_decay"), ("schedule", "decay"), ("selection", "metric")):
+        mine, theirs = json.loads(only), larger.dump()
+        for key in keys:
+            mine, theirs = mine[key], theirs[key]
+        assert mine == theirs, keys
+    assert {recipe.evaluation.validation for recipe in recipes.values()} == {"cifar10/dev"}
+    assert {recipe.data.train for recipe in recipes.values()} == {
+        "cifar10/fit",
+        "cifar10/fit-10000",
+        "cifar10/fit-2500",
+    }
