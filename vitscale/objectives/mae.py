@@ -19,7 +19,7 @@ from vitscale.ground.weight_formats import Format
 from vitscale.models import Initialiser, Model, build_model, constant, normal
 from vitscale.models.initialise import xavier_uniform, xavier_uniform_stacked
 from vitscale.models.layers import CHANNELS, Linear, OutputLayer, run_block
-from vitscale.models.vit.encoder import Block, norm_of
+from vitscale.models.vit.encoder import EncoderBlock, norm_of
 from vitscale.models.vit.positions import sincos_positions
 from vitscale.models.vit.weights import decoder_rules
 from vitscale.models.weights.rules import Rule, same
@@ -46,7 +46,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape, self.grid, self.checkpoint_every = shape, grid, checkpoint_every
         self.embedding = Linear(inputs, shape.width)
-        self.blocks = nn.ModuleList(Block(shape, dropout=0.0) for _ in range(shape.depth))
+        self.blocks = nn.ModuleList(EncoderBlock(shape, dropout=0.0) for _ in range(shape.depth))
         self.norm = norm_of(shape, shape.width)
         self.prediction = OutputLayer(shape.width, outputs)
 

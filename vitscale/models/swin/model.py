@@ -52,7 +52,7 @@ class PatchMerging(nn.Module):
         return self.reduction(self.norm(four))
 
 
-class Block(nn.Module):
+class SwinBlock(nn.Module):
     """One pre-norm block of attention within windows and an MLP; the first of a later stage begins with patch merging.
 
     `drop_path` is the share of samples for which attention, and the MLP, is left out while training.
@@ -109,7 +109,7 @@ class Swin(Model):
         self.embedding = Linear(shape.patch_dim, shape.width)
         self.embedding_norm = LayerNorm(shape.width, NORM_EPS)
         self.blocks = nn.ModuleList(
-            Block(shape, stage, place, image_size, shape.drop_path_of(index, drop_path))
+            SwinBlock(shape, stage, place, image_size, shape.drop_path_of(index, drop_path))
             for index, (stage, place) in enumerate(shape.stages())
         )
         self.norm = LayerNorm(shape.channels, NORM_EPS)
@@ -152,7 +152,7 @@ class Swin(Model):
 
     @property
     def path_shares(self) -> Sequence[float]:
-        blocks: list[Block] = list(self.blocks)  # type: ignore[arg-type]
+        blocks: list[SwinBlock] = list(self.blocks)  # type: ignore[arg-type]
         return [block.drop_path for block in blocks for _ in range(2)]
 
     def units(self) -> Sequence[nn.Module]:
@@ -162,7 +162,7 @@ class Swin(Model):
         """As `Model.anatomy`: the positions of the last feature map take the place of patches."""
         layers: dict[str, nn.Module] = {}
         attention = []
-        blocks: list[Block] = list(self.blocks)  # type: ignore[arg-type]
+        blocks: list[SwinBlock] = list(self.blocks)  # type: ignore[arg-type]
         for block, (stage, place) in zip(blocks, self.shape.stages(), strict=True):
             name, side = f"stage {stage + 1}.{place + 1}", block.attention.window
             size = self.shape.size_of(stage, self.image_size)

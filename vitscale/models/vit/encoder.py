@@ -103,7 +103,7 @@ class MLP(nn.Module):
         return F.gelu(x, approximate="tanh" if self.kind == "gelu" else "none")
 
 
-class Block(nn.Module):
+class EncoderBlock(nn.Module):
     """One pre-norm encoder block (eq. 2 and 3), with position embeddings of its own if it is given some.
 
     `drop_path` is the share of samples for which attention, and the MLP, is left out while training.
@@ -177,8 +177,8 @@ class AxialBlock(nn.Module):
         self.grid = grid
         self.pos_embedding = pos_embedding
         relative_tokens = grid if relative else None
-        self.rows = Block(shape, dropout, relative_tokens=relative_tokens)
-        self.columns = Block(shape, dropout, relative_tokens=relative_tokens)
+        self.rows = EncoderBlock(shape, dropout, relative_tokens=relative_tokens)
+        self.columns = EncoderBlock(shape, dropout, relative_tokens=relative_tokens)
 
     def forward(self, x_BTD: Tensor, shared_1TD: Tensor | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D); `shared_1TD` are position embeddings that all blocks add."""

@@ -35,7 +35,7 @@ from vitscale.models.layers import (
 )
 from vitscale.models.model import BlockTokens, Model, Outputs
 from vitscale.models.resnet.model import Features, resnet_initialiser
-from vitscale.models.vit.encoder import AttentionPool, AxialBlock, Block, norm_of
+from vitscale.models.vit.encoder import AttentionPool, AxialBlock, EncoderBlock, norm_of
 from vitscale.models.vit.grids import apart, masks_of, side_by_side, sizes_of
 from vitscale.models.vit.positions import (
     absolute_positions,
@@ -119,7 +119,7 @@ class ViT(Model):
                 relative_tokens = grid**2 + class_token if relative else None
                 share = shape.drop_path_of(index, drop_path, drop_path_rule)
                 self.blocks.append(
-                    Block(shape, dropout, drop_path=share, relative_tokens=relative_tokens, pos_embedding=own)
+                    EncoderBlock(shape, dropout, drop_path=share, relative_tokens=relative_tokens, pos_embedding=own)
                 )
         self.norm = norm_of(shape, D)
         self.map = AttentionPool(shape) if pool == "map" else None
@@ -148,7 +148,7 @@ class ViT(Model):
 
     @property
     def path_shares(self) -> Sequence[float]:
-        blocks: list[Block] = [block for block in self.blocks if isinstance(block, Block)]
+        blocks: list[EncoderBlock] = [block for block in self.blocks if isinstance(block, EncoderBlock)]
         return [block.drop_path for block in blocks for _ in range(2)]
 
     def patchify(self, x_BHWC: Tensor) -> Tensor:
@@ -417,7 +417,7 @@ class ViT(Model):
         layers: dict[str, nn.Module] = {} if self.stem is None else self.stem.layers()
         layers["embedding"] = self.embedding
         attention = []
-        blocks: list[Block | AxialBlock] = list(self.blocks)  # type: ignore[arg-type]
+        blocks: list[EncoderBlock | AxialBlock] = list(self.blocks)  # type: ignore[arg-type]
         for index, block in enumerate(blocks, 1):
             layers[str(index)] = block
             if isinstance(block, AxialBlock):
