@@ -90,9 +90,32 @@ def test_a_study_forecasts_a_run_before_it_begins(tmp_path):
     for drawn in ("forecast-0", "compute-0"):  # four models of one number of images
         assert f'id="{drawn}"' in html or drawn in html
 
-    (out / "forecasts.json").write_text('{"w64-colours": {"name": "w64-colours", "points": []}}')
-    with pytest.raises(DataError):
-        read_forecasts(out)
+
+POINTS = [{"name": "a", "exaflops": 1.0, "loss": 2.0}, {"name": "b", "exaflops": 2.0, "loss": 1.9}]
+FORECAST = {"name": "c", "made_at": "", "exaflops": 3.0, "loss": 1.8, "low": 1.7, "high": 1.9, "exponent": 0.1}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        json.dumps({"c": FORECAST}),
+        json.dumps({"c": {**FORECAST, "points": POINTS}}),
+        json.dumps({"c": {**FORECAST, "points": [POINTS[0]] * 3}}),
+        json.dumps({"c": {**FORECAST, "points": [*POINTS, {"name": "d", "exaflops": -1, "loss": 1}]}}),
+        json.dumps({"c": {**FORECAST, "points": [*POINTS, POINTS[0]]}}).replace("0.1", "1e999"),
+    ],
+)
+def test_a_damaged_file_of_forecasts_is_told(tmp_path, content):
+    (tmp_path / "forecasts.json").write_text(content)
+    with pytest.raises(DataError, match=r"forecasts\.json"):
+        read_forecasts(tmp_path)
+
+
+def test_no_points_make_numbers_that_cannot_be_written():
+    steep = [Point("a", 1.0, 1e-17), Point("b", 1.0000001, 1e17), Point("c", 1.0000002, 1e17)]
+    assert all(0 < value < 1e18 for value in Law(steep).at(1e17))
 
 
 def test_a_forecast_needs_three_runs_on_the_same_data(tmp_path):

@@ -24,6 +24,7 @@ LEAST_RUNS = 3
 """Below this a line has no deviation from which an interval could follow."""
 _FILE = "forecasts.json"
 _CONFIDENCE = 0.95
+_MOST = 41.0  # of a logarithm; more than any loss
 _Positive = Annotated[float, pydantic.Field(gt=0, lt=1e18)]
 
 
@@ -46,7 +47,7 @@ class Forecast:
     loss: _Positive
     low: _Positive
     high: _Positive
-    exponent: float  # b
+    exponent: Annotated[float, pydantic.Field(gt=-1e18, lt=1e18)]  # b
     points: Annotated[list[Point], pydantic.Field(min_length=LEAST_RUNS, max_length=2000)]
 
     @classmethod
@@ -79,7 +80,10 @@ class Law:
         middle = self._y - self.exponent * x
         reach = student_quantile(_CONFIDENCE, self._n - 2) * self._deviation
         reach *= math.sqrt(1 + 1 / self._n + x**2 / self._square)
-        return math.exp(middle), math.exp(middle - reach), math.exp(middle + reach)
+        loss, low, high = (
+            math.exp(max(-_MOST, min(_MOST, value))) for value in (middle, middle - reach, middle + reach)
+        )
+        return loss, low, high
 
 
 def student_quantile(share: float, freedom: int) -> float:
@@ -102,7 +106,12 @@ def student_quantile(share: float, freedom: int) -> float:
 def read_forecasts(folder: Path) -> dict[str, Forecast]:
     """What was expected of entries, by name; nothing where none was. Raises `DataError` for a damaged file."""
     try:
-        return _CONTENT.validate_python(read_object(folder / _FILE)) if (folder / _FILE).exists() else {}
+        found = _CONTENT.validate_python(read_object(folder / _FILE)) if (folder / _FILE).exists() else {}
+        for one in found.values():
+            Law(one.points)
+        return found
+    except RecipeError as error:
+        raise DataError(f"{folder / _FILE}: damaged: {error}") from None
     except pydantic.ValidationError as error:
         raise DataError(f"{folder / _FILE}: damaged: {describe_mistake(error.errors()[0])}") from None
 
