@@ -114,7 +114,7 @@ def test_a_damaged_file_of_forecasts_is_told(tmp_path, content):
 
 
 def test_no_points_make_numbers_that_cannot_be_written():
-    steep = [Point("a", 1.0, 1e-17), Point("b", 1.0000001, 1e17), Point("c", 1.0000002, 1e17)]
+    steep = [Point("a", 1.0, 1e-17), Point("b", 1.00001, 1e17), Point("c", 1.00002, 1e17)]
     assert all(0 < value < 1e18 for value in Law(steep).at(1e17))
 
 
