@@ -13,6 +13,7 @@ from test_recipe_mistakes import MINIMAL, refused
 
 from vitscale.cli.recipe import show_difference
 from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.extensions import ENTRY_POINTS
 from vitscale.recipe import (
     Duration,
     Recipe,
@@ -343,6 +344,7 @@ def test_every_field_is_explained():
 def test_the_page_on_fields_is_what_the_command_prints():
     page = Path(__file__).parent.parent / "docs" / "recipe.md"
     assert page.read_text() == explain_fields() + "\n", "run: vitscale recipe --explain > docs/recipe.md"
+    assert f"`{ENTRY_POINTS}`" in page.read_text()
 
 
 def test_a_field_is_explained_by_its_key_or_its_last_part():

@@ -21,7 +21,7 @@ COMMANDS = {
     "recipe": ("recipe:recipe", "Check a recipe and print it in full; or list all."),
     "convert": ("convert:app", "Turn images into a dataset of shards."),
     "flops": ("flops:app", "Say what recipes and runs cost; same as vitscale-flops."),
-    "plan": ("plan:plan", "Say what a recipe needs on a cluster: memory, traffic, time."),
+    "plan": ("plan:plan", "Say what a recipe needs on a cluster: memory, time, price."),
     "launch": ("launch:launch", "Pre-train a recipe, and start again when something fails."),
     "train": ("launch:launch", "Same as launch."),
     "status": ("status:status", "Say how runs are doing: step, loss, speed, time left, cost."),

@@ -71,7 +71,7 @@ is `{steps: N}`, `{epochs: X}` or `{examples: N}`. On the command line
 
 `model: ViT-B/16` is short for `model: {name: ViT-B/16}`. A recipe with dotted
 paths, such as `family: my_package.Mixer`, is a program: only packages that
-declare an entry point `vitscale.ground.extensions` are imported, and those that you
+declare an entry point `vitscale.extensions` are imported, and those that you
 name in VITSCALE_EXTENSIONS or in ~/.config/vitscale/extensions.txt."""
 
 
