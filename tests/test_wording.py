@@ -1,4 +1,4 @@
-from vitscale.ground.wording import counted, listed, quoted, ranges
+from vitscale.ground.wording import counted, decimals, listed, quoted, ranges
 
 
 def test_numbers_and_nouns():
@@ -25,3 +25,9 @@ def test_the_first_few_of_many():
 
 def test_a_list_says_how_many_more_there_are():
     assert listed(["a", "b"], 2) == "a, b" and listed(range(1203), 2) == "0, 1 and 1,201 more"
+
+
+def test_a_small_metric_is_told_with_its_exponent():
+    assert [decimals(value) for value in (0.0, 0.75, 12.5)] == ["0.0000", "0.7500", "12.5000"]
+    assert [decimals(value) for value in (1e-5, 5e-4, -2e-5)] == ["1.00e-05", "5.00e-04", "-2.00e-05"]
+    assert [decimals(float(value)) for value in ("nan", "inf")] == ["nan", "inf"]

@@ -78,6 +78,27 @@ def test_attentive_heads_see_patches_alone_and_memory_is_bounded(tmp_path):
         build_evaluators(make_recipe(tmp_path, **attentive, limit_gb=needed * 0.999), [])
 
 
+@pytest.mark.parametrize(
+    ("model", "tokens", "width"),
+    [({"name": "Swin-T"}, 4, 768), ({"name": "ResNet50x1"}, 4, 2048), (SMALL | {"registers": 2}, 64, 24)],
+)
+def test_room_is_asked_for_before_training_whatever_the_family(model, tokens, width, tmp_path):
+    """What rank 0 has to hold is known by the shapes, before anything is computed."""
+    write_generated_dataset(tmp_path / "train", [24], seed=1)
+    write_generated_dataset(tmp_path / "test", [12], seed=2)
+    needed = 4 * 36 * tokens * width
+
+    def evaluators(limit_gb):
+        blocks = {"evaluation": {"evaluators": [LINEAR | {"kind": "attentive", "limit_gb": limit_gb}]}}
+        data = {"train": "train", "root": str(tmp_path), "image_size": 64}
+        return build_evaluators(small_recipe(model, data=data, **blocks), [])
+
+    (evaluator,) = evaluators(needed * 1.0001 / 1e9)
+    assert evaluator.host_bytes == needed
+    with pytest.raises(DataError, match="room for 35 images"):
+        evaluators(needed * 0.999 / 1e9)
+
+
 def test_fewer_samples_than_settings_need_are_refused():
     few = split(9, K, seed=2)
     with pytest.raises(DataError, match="9 training samples"):

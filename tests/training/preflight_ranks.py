@@ -15,8 +15,9 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
 
     Ranks run one copy of the package, `root/code/vitscale`, and rank 2 another, `root/other-code/vitscale`. A job may
     have: `recipe` blocks for all ranks, `other` blocks for rank 2 alone, `manifest` and `run_dir` that only rank 2 has,
-    `code` that is appended to a file of its package, a package `without` which it is, `checkpoint_bytes`. A job's
-    outcome also has the bytes of every object that this rank gave to an all-gather.
+    `code` that is appended to a file of its package, a package `without` which it is, `checkpoint_bytes`, and
+    the bytes of the `tokens` of evaluators. A job's outcome also has the bytes of every object that this rank gave to
+    an all-gather.
     """
     is_other = rank == OTHER_RANK
     code = root / ("other-code" if is_other else "code")
@@ -34,9 +35,13 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
     from dataclasses import replace
 
     from vitscale.data.shards import Manifest
+    from vitscale.evaluation.linear import AttentiveHeads
     from vitscale.ground.errors import RecipeError
     from vitscale.training.beginning.run_plan import plan_run
     from vitscale.training.watching import preflight
+
+    def attentive_heads(size: int) -> AttentiveHeads:
+        return AttentiveHeads("attentive", lambda: [], lambda: [], [], host_bytes=size)
 
     preflight._SHARED_WITHIN_SECONDS = 0.5
     assert Path(vitscale.__file__).is_relative_to(code)
@@ -44,6 +49,7 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
     for job in jobs:
         recipe = make_recipe(root, **{**BATCH, **job.get("recipe", {})}, **(job.get("other", {}) if is_other else {}))
         own_plan = replace(plan, recipe=recipe, micro_batch=recipe.batch.split(world_size)[0])
+        own_plan = replace(own_plan, evaluators=[attentive_heads(size) for size in job.get("tokens", [])])
         preflight.checkpoint_bytes = lambda *_, size=job.get("checkpoint_bytes", 1000): size
         run_dir = root / "run"
         changed = root / "other-code" / "vitscale" / "ground" / "errors.py"

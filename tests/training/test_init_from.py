@@ -348,6 +348,12 @@ def test_the_mask_of_dinov2_s_authors_is_taken_where_there_is_one(data, tmp_path
     if "mask" in begun:
         assert torch.equal(source("master", "mask", 0, block["width"]), mask[0]) == is_taken
     assert any("mask_token is not read" in line for line in said) != is_taken
+    if is_taken:
+        torch.save(tensors | {"mask_token": torch.full_like(mask, torch.nan)}, tmp_path / "damaged.pth")
+        damaged = make_recipe(data, **begins(tmp_path / "damaged.pth", model=block) | others)
+        source, _ = initial_source(damaged, [], lambda *_: torch.zeros(0), world, said.append)
+        with pytest.raises(CheckpointError, match=r"mask of .*damaged\.pth"):
+            source("master", "mask", 0, block["width"])
 
 
 @pytest.mark.parametrize("source", ["safetensors", "run"])

@@ -29,6 +29,7 @@ JOBS: list[dict[str, Any]] = [
     {"name": "micro-batch", "recipe": LARGE},
     {"name": "model", "recipe": HUGE},
     {"name": "remote", "recipe": {"checkpoint": {"dir": "memory://bucket/runs"}}, "run_dir": "elsewhere/run"},
+    {"name": "tokens", "tokens": [10**6, 2**60]},
     {"name": "trackers", "recipe": {"logging": {"trackers": ["tensorboard", "comet_ml", "clearml"]}}},
     {"name": "float8", "recipe": {"precision": "fp8"}, "without": ["torchao"]},
 ]
@@ -137,6 +138,11 @@ def test_too_large_a_micro_batch_is_a_warning_that_names_one_that_fits(outcomes)
 
 def test_a_model_that_cannot_fit_is_refused(outcomes):
     assert "weights, gradients and optimizer" in error_of(outcomes, "model")
+
+
+def test_tokens_that_fill_the_memory_of_rank_0_are_a_warning(outcomes):
+    (warning,) = warnings_of(outcomes, "tokens")
+    assert "evaluation.evaluators" in warning and f"rank 0 on {HOST}" in warning and "1073741824.0 GiB" in warning
 
 
 def test_a_tracker_without_its_package_is_refused(outcomes):

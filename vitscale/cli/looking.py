@@ -11,7 +11,7 @@ from typer import Argument, Option
 from vitscale.cli.options import Json, ModelOptions, Source, at_work, refuse, with_model_options
 from vitscale.ground.errors import DataError
 from vitscale.ground.safe_text import printable, without_secrets
-from vitscale.ground.wording import counted, finite
+from vitscale.ground.wording import counted, decimals, finite
 
 
 @with_model_options()
@@ -66,7 +66,7 @@ def evaluate(
         if samples is not None:
             print(f"  {validation}: {counted(samples, 'sample')}")
         for metric, value in values.items():
-            text = f"{int(value):,}" if metric.endswith("samples") else f"{value:.4f}"
+            text = f"{int(value):,}" if metric.endswith("samples") else decimals(value)
             within = "  ({:.4f} to {:.4f})".format(*intervals[metric]) if metric in intervals else ""
             print(f"  {metric:<24} {text}{within}")
 

@@ -22,7 +22,7 @@ from vitscale.cli.command_line import reader_is_gone
 from vitscale.ground.errors import EXIT_INTERRUPTED, VitscaleError
 from vitscale.ground.safe_text import indented, printable
 from vitscale.ground.table import Column, Console, ResultTable, Row, fitted, hanging, hours, number, percent, short
-from vitscale.ground.wording import counted
+from vitscale.ground.wording import counted, decimals
 
 _EVERY_S = 2.0
 _SHOWN_METRICS = 6
@@ -261,7 +261,7 @@ def _loss(status: RunStatus) -> str:
 
 def _evaluation(evaluation: Evaluation) -> str:
     values = evaluation.values.items()
-    shown = [f"{name} {_shown(value, '{:.4f}'.format) or 'not finite'}" for name, value in values]
+    shown = [f"{name} {_shown(value, decimals) or 'not finite'}" for name, value in values]
     more = f"  and {len(shown) - _SHOWN_METRICS} more (--json)" if len(shown) > _SHOWN_METRICS else ""
     return f"step {evaluation.step:,}: {'  '.join(shown[:_SHOWN_METRICS])}{more}"
 

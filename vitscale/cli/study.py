@@ -23,7 +23,7 @@ from vitscale.flops.accounting import PUBLISHED_MFU, PUBLISHED_MFU_SOURCE
 from vitscale.flops.hardware import find_device
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.table import Column, Console, ResultTable, Row, hanging, number, render, short
-from vitscale.ground.wording import counted
+from vitscale.ground.wording import counted, decimals
 from vitscale.launch import Pretraining
 from vitscale.launch.clusters import Job, launch_command, read_pairs
 from vitscale.launch.ends import EXIT_PREEMPTED
@@ -226,7 +226,7 @@ def _winner(label: str | None) -> str:
 
 def _line(entry: Entry, progress: Progress) -> str:
     if progress.state == "done" and progress.outcome is not None:
-        metrics = ", ".join(f"{key} {value:.4f}" for key, value in progress.outcome.metrics.items())
+        metrics = ", ".join(f"{key} {decimals(value)}" for key, value in progress.outcome.metrics.items())
         on = f" on {entry.evaluated_on}" if entry.evaluated_on else ""
         return f"{entry.name} is done{f': {metrics}{on}' if metrics else ''}"
     if progress.state == "failed":
@@ -242,7 +242,7 @@ _COLUMNS = (
     Column("state", "state", is_text=True),
     Column("dataset", "evaluated on", is_text=True),
     Column("metric", "metric", is_text=True),
-    Column("value", "value", lambda value: f"{value:.4f}"),
+    Column("value", "value", decimals),
 )
 
 

@@ -106,18 +106,14 @@ def best_attentive(
 def patches_of(outputs: Outputs, others: int, what: str, images: int, room: float) -> Outputs:
     """Outputs whose representation are the patches' tokens (B, T, D), those after the first `others`.
 
-    Raises `DataError`, on every rank, if the tokens of all `images` take more than `room` bytes.
+    Raises `DataError`, on every rank, if the tokens of all `images`, fp32, take more than `room` bytes.
     """
     patches = outputs.tokens[:, others:]
-    check_room(what, images, patches.shape[1] * patches.shape[2], room)
-    return Outputs(outputs.tokens, patches, None)
-
-
-def check_room(what: str, images: int, numbers: int, room: float) -> None:
-    """Raise `DataError` if so many images of so many numbers, fp32, take more than `room` bytes."""
-    if (size := images * numbers * 4) > room:
+    each = 4 * patches.shape[1] * patches.shape[2]
+    if (size := images * each) > room:
         raise DataError(
             f"{what}: the patches' tokens of {images:,} training and test images take {size / 1e9:.3g} GB of rank 0's "
-            f"memory, and {room / 1e9:.3g} GB may be filled: there is room for {math.floor(room / (numbers * 4)):,} "
+            f"memory, and {room / 1e9:.3g} GB may be filled: there is room for {math.floor(room / each):,} "
             "images (a part: vitscale shards split)"
         ).on_all_ranks()
+    return Outputs(outputs.tokens, patches, None)

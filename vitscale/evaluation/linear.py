@@ -1,17 +1,18 @@
 """Linear and attentive heads during pre-training: those of `heads` and `attentive`, on what evaluators get."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
 
-from vitscale.evaluation.attentive import best_attentive, check_room, patches_of
+from vitscale.evaluation.attentive import best_attentive, patches_of
 from vitscale.evaluation.build import labelled_splits, on_splits
 from vitscale.evaluation.contract import Loaders, Predict
 from vitscale.evaluation.fewshot import OfSplits, Result, Task, check_enough, development
 from vitscale.evaluation.heads import Layout, best_of_bank
-from vitscale.models import Outputs
+from vitscale.models import Outputs, build_model
+from vitscale.models.layers import CHANNELS
 from vitscale.recipe import Recipe
 from vitscale.recipe.evaluation import AttentiveHeads as AttentiveBlock
 from vitscale.recipe.evaluation import LinearHeads as Block
@@ -62,6 +63,7 @@ class AttentiveHeads(LinearHeads):
         extra_tokens: the number of tokens before those of patches.
         images: those of both splits.
         room: bytes that their tokens may take.
+        host_bytes: bytes of rank 0's memory that they do take.
     """
 
     kind: ClassVar[str] = "attentive"
@@ -69,27 +71,27 @@ class AttentiveHeads(LinearHeads):
     extra_tokens: int = 0
     images: int = 0
     room: float = float("inf")
+    host_bytes: int = 0
 
     @classmethod
     def of(cls, block: Block, recipe: Recipe, class_names: Sequence[str], loaders: Loaders) -> Self:
         """As `LinearHeads.of`. Raises `DataError`, too, if the tokens take more memory than the block allows."""
         assert isinstance(block, AttentiveBlock), block
         splits = labelled_splits(recipe, block.train, block.test)
-        images, model = sum(split.num_samples for split in splits), recipe.model
-        how = {"extra_tokens": model.extra_tokens, "images": images, "room": block.limit_gb * 1e9}
+        images, size = sum(split.num_samples for split in splits), recipe.data.image_size
+        how = {"extra_tokens": recipe.model.extra_tokens, "images": images, "room": block.limit_gb * 1e9}
         made = on_splits(cls, block.name, recipe, splits, block.crop, loaders, steps=block.steps, **how)
-        if (tokens := model.num_tokens(recipe.data.image_size)) is not None:  # of others it is seen in the first batch
-            numbers = (tokens - model.extra_tokens) * model.representation_width
-            check_room(made.what, images, numbers, made.room)
-        return made
+        with torch.device("meta"), torch.no_grad():  # shapes alone, of any family
+            outputs = build_model(recipe, None).eval()(torch.empty(1, size, size, CHANNELS))
+        return replace(made, host_bytes=4 * images * made.patches(outputs).pooled.numel())
+
+    def patches(self, outputs: Outputs) -> Outputs:
+        """As `patches_of`, with what this evaluator knows."""
+        return patches_of(outputs, self.extra_tokens, self.what, self.images, self.room)
 
     def measured(self, predict: Predict, measure: Callable[[Task], Result]) -> Result:
         """As `OfSplits.measured`, with patches' tokens as features."""
-
-        def patches(images: torch.Tensor) -> Outputs:
-            return patches_of(predict(images), self.extra_tokens, self.what, self.images, self.room)
-
-        return super().measured(patches, measure)
+        return super().measured(lambda images: self.patches(predict(images)), measure)
 
     def _best(self, task: Task) -> tuple[float, float]:
         return best_attentive(

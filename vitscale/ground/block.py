@@ -3,7 +3,7 @@
 import ast
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import islice, pairwise
 from typing import Any, ClassVar, Self
@@ -58,6 +58,17 @@ class Block(BaseModel):
                 if name in cls.model_fields:
                     fields[cls.model_fields[name].alias or name].setdefault("description", docstring)
         return schema
+
+
+def gone(value: Any, instead: str) -> Callable[[Any], Any]:
+    """A validator for a key of earlier recipes that has only one `value` left; `instead` tells what to write."""
+
+    def check(given: Any) -> Any:
+        if given is value:
+            return given
+        raise ValueError(f"{given!r}: an option of earlier versions, which is gone: {instead}")
+
+    return check
 
 
 def has_default(block: Block, key: str) -> bool:

@@ -68,6 +68,11 @@ def describe_mistake(details: Any) -> str:
     return ": ".join(filter(None, (".".join(map(str, details["loc"])), what)))
 
 
+def decimals(value: float) -> str:
+    """A metric with four decimals; a small one, such as a learning rate, with its exponent."""
+    return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
+
+
 def describe_expected(details: Any) -> str:
     """What pydantic expected instead of a value, in words."""
     expected, message = _EXPECTED.get(details["type"]), details["msg"]

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
-from vitscale.ground.block import Block
+from vitscale.ground.block import Block, gone
 from vitscale.ground.extensions import by_kind
 from vitscale.recipe.data import EvalCrop
 from vitscale.recipe.durations import Interval
@@ -138,7 +138,9 @@ class Evaluation(Block):
     batch: int = Field(64, ge=1, description="images per rank and forward pass")
     overlap: Literal["refuse", "allow"] = "refuse"
     """evaluated samples that are training samples: refuse: an error; allow: a warning"""
-    inspect: None = Field(None, description="of earlier recipes: `vitscale inspect` draws what it drew")
+    inspect: Annotated[
+        None, BeforeValidator(gone(None, "leave it out; `vitscale inspect RUN` draws what it drew, after training"))
+    ] = Field(None, description="of earlier recipes: `vitscale inspect` draws what it drew")
 
     @model_validator(mode="before")
     @classmethod

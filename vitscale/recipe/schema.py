@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
-from vitscale.ground.block import Block, has_default
+from vitscale.ground.block import Block, gone, has_default
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.extensions import by_kind
 from vitscale.ground.storage import is_url
@@ -77,7 +77,10 @@ class Parallelism(Block):
     these, on CUDA"""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
     """torch's implementation of attention on CUDA; auto: cuDNN's on Hopper where it is known to be right, else flash"""
-    fused_gelu: Literal[False] = Field(False, description="of earlier recipes")
+    fused_gelu: Annotated[
+        Literal[False],
+        BeforeValidator(gone(False, "leave it out, compiled blocks (parallelism.compile) compute the same")),
+    ] = Field(False, description="of earlier recipes")
     activation_budget: float | None = Field(None, gt=0, le=1)
     """with compile: share of a block's activations that may be kept for the backward pass; what is cheapest is
     recomputed. null: torch's choice; memory plans do not count what this saves"""

@@ -106,7 +106,8 @@ def initial_source(
         The source for `Engine.load`, and what identifies the weights, for the index of the run's checkpoints: their
         format, or step and kind, and the sha256 of each file; None if the recipe has no `init`.
 
-    Raises as `check_initial_weights`, and `CheckpointError` if no checkpoint of a run verifies.
+    Raises as `check_initial_weights`, and `CheckpointError` if no checkpoint of a run verifies; the source raises it
+    for values that are not finite.
     """
     if recipe.init is None:
         return initial, None
@@ -126,7 +127,13 @@ def initial_source(
         reader = assignment.readers.get(name)
         if reader is None:
             return initial(kind, name, start, length)
-        return whole(kind, name, start, length) if reader.piece is None else reader.piece(start, length)
+        values = whole(kind, name, start, length) if reader.piece is None else reader.piece(start, length)
+        if not values.isfinite().all():
+            raise CheckpointError(
+                f"init.from: {name} of {weights.title} holds values that are NaN or infinite, which makes losses "
+                "NaN, too: the file is damaged, or its training had diverged: take another one, or an earlier step"
+            )
+        return values
 
     return read, weights.identity
 

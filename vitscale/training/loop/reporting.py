@@ -14,6 +14,7 @@ from vitscale.data.batch import Batch
 from vitscale.flops import accounting, hardware
 from vitscale.flops.work import recipe_work
 from vitscale.ground.ranks import gather, gather_numbers, sum_integers
+from vitscale.ground.wording import decimals
 from vitscale.runs.done import write_done
 from vitscale.training.beginning.run_plan import RunPlan
 from vitscale.training.deepspeed import distributed
@@ -147,7 +148,7 @@ class Report:
         """Write and print what evaluators yielded after `step` updates."""
         if self._metrics is not None and values:
             self._metrics.evaluation(step, values)
-            self.say(f"step {step:,}  " + "  ".join(f"{name} {value:.4f}" for name, value in values.items()))
+            self.say(f"step {step:,}  " + "  ".join(f"{name} {decimals(value)}" for name, value in values.items()))
 
     def done(self, state: RunState, values: Mapping[str, float], *, stopped_early: bool) -> None:
         """Write the file that marks the run as done; called on rank 0 only. Raises OSError."""

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 import vitscale
+from vitscale.evaluation.linear import AttentiveHeads
 from vitscale.evaluation.splits import check_splits
 from vitscale.ground.errors import MachineError, RecipeError, StorageError
 from vitscale.ground.files.durable import make_folder
@@ -226,6 +227,12 @@ def _check_memory(
         warnings.append(
             f"one rank is expected to need {_binary(memory.host_bytes)} of host memory, but {_describe(small, ranks)} "
             f"has less; --set checkpoint.background=false saves {_binary(memory.host_checkpoint)} of it"
+        )
+    tokens = max((each.host_bytes for each in plan.evaluators if isinstance(each, AttentiveHeads)), default=0)
+    if (free := ranks[0].host_memory) is not None and tokens > free:
+        warnings.append(
+            f"evaluation.evaluators: the tokens that attentive heads learn from take {_binary(tokens)} of host memory, "
+            f"but {_describe([0], ranks)} has {_binary(free)}: take a part of the images (vitscale shards split)"
         )
     known = [bytes_left for bytes_left in left if bytes_left is not None]
     if not known or memory.device_bytes <= (least := min(known)):
