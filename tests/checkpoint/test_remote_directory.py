@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from s3_server import SECRET, S3Server, behind_proxy, serving
+from s3_server import SECRET, S3Server, behind_proxy
 from saving_ranks import Rank, Ranks
 from small_disk import small_disk
 from toy_checkpoint import fragments, holds, index
@@ -17,11 +17,6 @@ from vitscale.runs.checkpoint import BackgroundSaver, CheckpointStore, RemoteDir
 
 SCALE = 400  # 0.3 MB a checkpoint
 CUTS = (50, 15_000)
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    yield from serving(tmp_path_factory.mktemp("s3"))
 
 
 @pytest.fixture
