@@ -264,7 +264,7 @@ def test_what_two_ranks_saved_is_read_by_any_number_and_fetched_once(s3, store, 
             assert copies(tmp_path) == {"lock"}
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_rank_killed_in_the_middle_of_an_upload_leaves_whole_checkpoints(s3, store, tmp_path, kills):
     where = (store.root, tmp_path / "cache", 2, s3.environment)
     moments = random.Random(kills)
