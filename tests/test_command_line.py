@@ -138,6 +138,18 @@ def test_a_failing_last_evaluation_leaves_the_weights(place, tmp_path):
     assert again.returncode == 0 and f"at step {STEPS} of {STEPS}" in again.stdout, again.stdout + again.stderr
 
 
+@pytest.mark.slow
+def test_evaluation_on_training_samples_is_refused_before_any_work_unless_it_is_meant(place, tmp_path):
+    arguments = ["--run-dir", tmp_path / "run", "--set", "evaluation.validation=train"]
+    refused = pretrain(place, *arguments)
+    assert refused.returncode == 3 and "57 of the 57" in refused.stderr, refused.stdout + refused.stderr
+    assert "evaluation.overlap=allow" in refused.stderr and not list(tmp_path.rglob("step-*"))
+    meant = pretrain(place, *arguments, "--set", "evaluation.overlap=allow")
+    assert meant.returncode == 0 and "57 of the 57" in meant.stdout, meant.stdout + meant.stderr
+    told = run(program("vitscale"), "evaluate", tmp_path / "run", "--data", place / "data" / "train", cwd=place)
+    assert told.returncode == 0 and "57 of the 57" in told.stderr, told.stderr
+
+
 def test_evaluate_agrees_with_the_run(two_rank_run):
     result = run(program("vitscale"), "evaluate", two_rank_run, "--json")
     assert result.returncode == 0, result.stderr
@@ -177,7 +189,6 @@ def test_evaluate_refuses_other_classes(place, two_rank_run, tmp_path):
         (["--set", "model.num_classes=5"], 2, ["7 classes", "5"]),
         (["--set", "deepspeed={zero_optimisation: {}}"], 2, ["zero_optimization"]),
         (["--set", "deepspeed={wandb: {enabled: true}}"], 2, ["deepspeed.wandb", "logging.trackers"]),
-        (["--set", "evaluation.validation=train"], 3, ["57 of the 57", "evaluation.overlap=allow"]),
         (["--stop-at", "0"], 2, ["--stop-at"]),
         (["--set", "checkpoint.every.examples=15"], 2, ["checkpoint.every: 15 examples", "one step of 16"]),
     ],
