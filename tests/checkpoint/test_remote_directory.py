@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from s3_server import SECRET, S3Server, behind_proxy, serving
+from s3_server import SECRET, S3Server, behind_proxy
 from saving_ranks import Rank, Ranks
 from small_disk import small_disk
 from toy_checkpoint import fragments, holds, index
@@ -17,11 +17,6 @@ from vitscale.runs.checkpoint import BackgroundSaver, CheckpointStore, RemoteDir
 
 SCALE = 400  # 0.3 MB a checkpoint
 CUTS = (50, 15_000)
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    yield from serving(tmp_path_factory.mktemp("s3"))
 
 
 @pytest.fixture
@@ -269,7 +264,7 @@ def test_what_two_ranks_saved_is_read_by_any_number_and_fetched_once(s3, store, 
             assert copies(tmp_path) == {"lock"}
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_rank_killed_in_the_middle_of_an_upload_leaves_whole_checkpoints(s3, store, tmp_path, kills):
     where = (store.root, tmp_path / "cache", 2, s3.environment)
     moments = random.Random(kills)

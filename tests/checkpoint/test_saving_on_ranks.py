@@ -166,7 +166,7 @@ def save_until_an_error(this: Rank, root: Path, step: int) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_rank_killed_in_the_middle_of_a_save_leaves_whole_checkpoints(tmp_path, kills):
     """Some rank dies at a random moment; the other one gets to know, and a new world goes on."""
     moments = random.Random(kills)

@@ -14,16 +14,7 @@ from timm.data import auto_augment
 from timm.data.random_erasing import RandomErasing as TimmsErasing
 
 from vitscale import recipe
-from vitscale.data.draws import (
-    combine,
-    hashes,
-    mix,
-    normal_quantiles,
-    operation_keys,
-    strata,
-    stratum,
-    uniform,
-)
+from vitscale.data.draws import combine, hashes, mix, normal_quantiles, operation_keys, strata, stratum, uniform
 from vitscale.data.pixel_programs import PixelPrograms
 from vitscale.data.randaugment import SETS, Drawn
 from vitscale.data.random_erasing import RandomErasing

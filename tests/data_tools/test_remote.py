@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets_on_disk import contents, run_here, start
 from messages import refusal
-from s3_server import SECRET, S3Server, serving
+from s3_server import SECRET, S3Server
 from small_files import pack, write_files
 from typer.testing import CliRunner
 
@@ -23,15 +23,6 @@ from vitscale.ground.errors import RecipeError
 
 ONE = Machine(workers=1)
 SMALL = ("--shard-samples", 4, "--workers", 1)
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    for server in serving(tmp_path_factory.mktemp("s3")):
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in server.environment.items():
-                patch.setenv(name, value)
-            yield server
 
 
 @pytest.fixture(scope="module")

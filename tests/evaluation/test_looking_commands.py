@@ -63,6 +63,7 @@ def on_two(home, place) -> dict[str, str]:
     """What two processes print for the commands above, and for files of answers: one launch."""
     commands = commands_of(home, place)
     commands["files"] = [*commands["data"], "--out", place / "answers of two"]
+    commands["features"] = ["features", home / "run", "test", "--out", place / "features of two", "--view", "fewshot"]
     return dict(zip(commands, on_processes(2, *commands.values()), strict=True))
 
 
@@ -83,41 +84,17 @@ def test_two_processes_answer_as_one_does(home, place, on_two):
     assert set(json.loads(on_two["by the recipe"])["intervals"]) == {"validation/top1", "validation/top5"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [3, 4])
-def test_any_number_of_processes_answers_as_one_does(home, place, processes):
-    """A fourth process has nothing but fillers at times."""
-    commands = commands_of(home, place)
-    for arguments, shared in zip(commands.values(), on_processes(processes, *commands.values()), strict=True):
-        assert_same_answers(command(*arguments).stdout, shared)
-
-
-@pytest.mark.slow
-def test_features_are_the_same_on_any_number_of_processes(home, tmp_path):
-    model = FinishedModel(home / "run")
-    expected = extract_features(model.loader(model.dataset("test")), model.predict)
-    files = {}
-    for processes in (1, 2, 3, 4):
-        out = tmp_path / str(processes)
-        arguments = ("features", home / "run", "test", "--out", out, "--set", "evaluation.batch=5")
-        words = command(*arguments).stdout if processes == 1 else on_processes(processes, arguments)[0]
-        assert f"{SAMPLES} samples" in words
-        files[processes] = {name: np.load(out / f"{name}.npy") for name in ("features-00000", "labels", "uids")}
-        meta = json.loads((out / "meta.json").read_text())
-        assert meta["samples"] == SAMPLES and meta["policy"]["crop"] == "central"
-        digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in out.glob("*.npy")}
-        assert digests == meta["sha256"]
-    for found in files.values():
-        assert found["features-00000"].dtype == np.float32
-        order = found["uids"].argsort()
-        assert np.array_equal(found["uids"][order], expected.uids) and np.array_equal(
-            found["labels"][order], expected.labels
-        )
-        np.testing.assert_allclose(found["features-00000"][order], expected.features, atol=1e-5)
-        assert all(np.array_equal(found[name], files[1][name]) for name in ("labels", "uids"))
-    code, message = command("features", home / "run", "test", "--out", tmp_path / "1").answer
+def test_two_processes_write_the_features_that_one_has(home, place, on_two, tmp_path):
+    assert f"{SAMPLES} samples" in on_two["features"]
+    alone, both = place / "test", place / "features of two"
+    for name in ("features-00000", "labels", "uids"):
+        np.testing.assert_allclose(np.load(both / f"{name}.npy"), np.load(alone / f"{name}.npy"), atol=1e-5)
+    meta = json.loads((both / "meta.json").read_text())
+    assert meta["samples"] == SAMPLES and meta["policy"] == json.loads((alone / "meta.json").read_text())["policy"]
+    assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in both.glob("*.npy")} == meta["sha256"]
+    code, message = command("features", home / "run", "test", "--out", both).answer
     assert code == 2
-    assert_messages("evaluation", {"features in a folder that is there": message}, {tmp_path: "FOLDER"})
+    assert_messages("evaluation", {"features in a folder that is there": message}, {both: "FOLDER/1"})
 
 
 def test_fewshot_says_mean_deviation_and_which_classes_are_scarce(on_two):

@@ -4,61 +4,11 @@ import os
 import random
 import re
 import signal
-from pathlib import Path
 
 import pytest
-from watched_runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, bare, deepspeed, launch, write_recipe
+from watched_runs import EVALUATED, LONG, MakeRun, Process, Run, assert_same, bare, deepspeed, launch
 
 from vitscale.launch.ends import EXIT_RECIPE, EXIT_RETRY
-
-
-@pytest.mark.slow
-def test_a_launch_goes_on_when_ranks_are_killed(make_run: MakeRun, undisturbed: Run, tmp_path):
-    """Rank 0, too, at which the others meet."""
-    run = make_run(**EVALUATED)
-    moments = [(random.randint(1, 45), 0), (random.randint(46, 90), 1)]
-    print("steps and ranks:", moments)
-    with Process(launch(run), tmp_path / "log") as process:
-        for step, rank in moments:
-            process.until(lambda step=step: run.step() >= step)
-            pid = process.ranks()[rank]
-            os.kill(pid, signal.SIGKILL)
-            named = f"launch: rank {rank} (pid {pid}) was killed by SIGKILL"
-            process.until(lambda named=named: named in process.text(), 60)
-        assert process.end() == 0, process.text()
-    assert len(run.events("started")) == 3
-    assert_same(run, undisturbed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_averages_and_what_is_learned_from_them_outlive_kills(fault_data, tmp_path, stage):
-    """A loss whose targets are one average's, while another is a copy that is made now and then."""
-    tree = Path(__file__).resolve().parents[2]
-    environment = {"VITSCALE_EXTENSIONS": "averaged_target", "PYTHONPATH": f"{tree}{os.pathsep}{tree}/tests/training"}
-    blocks = {
-        "objective": {"kind": "averaged_target.AveragedTarget"},
-        "parallelism": {"zero_stage": stage},
-        "ema": None,
-        "averages": [
-            {"name": "ema", "decay": 0.9, "to": 1.0},
-            {"name": "still", "every": {"steps": 7}, "from": {"steps": 3}, "of": "ema"},
-        ],
-    }
-    runs = []
-    for kills in (0, 3):
-        folder = tmp_path / str(kills)
-        folder.mkdir()
-        runs.append(Run(write_recipe(folder / "recipe.yaml", fault_data, **blocks), folder / "run"))
-        with Process(launch(runs[-1]), folder / "log", environment) as process:
-            for number in range(kills):
-                at = random.randint(30 * number, 30 * number + 29)
-                print("killed after step", at)
-                process.until(lambda at=at, run=runs[-1]: run.step() >= at)
-                os.kill(process.ranks()[number % 2], signal.SIGKILL)
-                process.until(lambda count=number + 2, run=runs[-1]: len(run.events("started")) == count, 90)
-            assert process.end() == 0, process.text()
-    assert_same(*runs)
 
 
 @pytest.mark.slow

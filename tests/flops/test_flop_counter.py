@@ -165,42 +165,31 @@ def test_recomputed_activations(model, every):
     assert recipe_work(plain, 1000).recomputed(0).macs == 0
 
 
-@pytest.mark.parametrize("every", [0, 1])
-@pytest.mark.parametrize(
-    "model", [{}, {"pool": "map", "registers": 3, "class_position": False}, {"pool": "normed_mean", **ROPE}]
-)
-def test_patches_that_are_left_out(model, every):
-    """All patches are embedded; blocks and pooling see those that are kept."""
+MASKED = {"kind": "masked_patches"}
+MAE = {"kind": "mae", "decoder_width": 24, "decoder_depth": 3, "decoder_heads": 2, "removed": 0.7}
+OF_SOME_PATCHES = [  # what the model has, the objective, blocks that are recomputed
+    # Of patches that are left out all are embedded; blocks and pooling see those that are kept.
+    *(
+        (model, {"keep": 0.4}, every)
+        for model in ({}, {"pool": "map", "registers": 3, "class_position": False}, {"pool": "normed_mean", **ROPE})
+        for every in (0, 1)
+    ),
+    # The prediction is computed for corrupted patches alone; gathering them costs no product.
+    *(
+        ({"pool": pool}, MASKED | {"target": target, "share": share}, 0)
+        for pool, share in (("cls", 0.5), ("mean", 0.15))
+        for target in ("mean_colour", "cell_colours", "pixels")
+    ),
+    # The model's blocks see what is kept, the decoder's all patches; the prediction is computed for removed ones.
+    *(({"pool": pool}, MAE, every) for pool in ("cls", "mean") for every in (0, 1, 2)),
+]
+
+
+@pytest.mark.parametrize(("model", "objective", "every"), OF_SOME_PATCHES)
+def test_objectives_that_see_or_predict_some_patches(model, objective, every):
     content = recipe_of(SMALL | {"patch_size": 8, **model}, 64, every).dump()
-    content["objective"] |= {"keep": 0.4}
+    content["objective"] = objective if "kind" in objective else content["objective"] | objective
     recipe = validate_recipe(content, "this test")
-    objective = build_objective(recipe, 1000).train()
-    work, (forward, backward, count) = recipe_work(recipe, 1000), counted_of_objective(objective)
-    both = 2 * (work.backward_macs + work.recomputed(every).macs)
-    assert (2 * work.macs, both, work.params) == (forward, backward, count)
-
-
-@pytest.mark.parametrize("pool", ["cls", "mean"])
-@pytest.mark.parametrize("target", ["mean_colour", "cell_colours", "pixels"])
-@pytest.mark.parametrize("share", [0.5, 0.15])
-def test_masked_patches(target, share, pool):
-    """The prediction is computed for corrupted patches alone; gathering them costs no product."""
-    content = recipe_of(SMALL | {"pool": pool, "patch_size": 8}, 64).dump()
-    content["objective"] = {"kind": "masked_patches", "target": target, "share": share}
-    recipe = validate_recipe(content, "this test")
-    objective = build_objective(recipe, 0)
-    work, (forward, backward, count) = recipe_work(recipe, 1000), counted_of_objective(objective)
-    assert (2 * work.macs, 2 * work.backward_macs, work.params) == (forward, backward, count)
-
-
-@pytest.mark.parametrize("every", [0, 1, 2])
-@pytest.mark.parametrize("pool", ["cls", "mean"])
-def test_masked_autoencoders(pool, every):
-    """The model's blocks see what is kept, the decoder's all patches; the prediction is computed for removed ones."""
-    content = recipe_of(SMALL | {"pool": pool, "patch_size": 8}, 64, every).dump()
-    content["objective"] = {"kind": "mae", "decoder_width": 24, "decoder_depth": 3, "decoder_heads": 2, "removed": 0.7}
-    recipe = validate_recipe(content, "this test")
-    objective = build_objective(recipe, 0).train()
-    work, (forward, backward, count) = recipe_work(recipe, 1000), counted_of_objective(objective)
-    both = 2 * (work.backward_macs + work.recomputed(every).macs)
-    assert (2 * work.macs, both, work.params) == (forward, backward, count)
+    found = counted_of_objective(build_objective(recipe, 1000).train())
+    work = recipe_work(recipe, 1000)
+    assert (2 * work.macs, 2 * (work.backward_macs + work.recomputed(every).macs), work.params) == found

@@ -17,10 +17,7 @@ def test_speed_is_measured_until_the_time_is_up(tmp_path):
     command = [sys.executable, PROGRAM, *names, "--sizes", "8,32", "--seconds", "0.2", "--out", out]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0 and "ViT-Ti/16" in done.stdout, done.stderr
-    assert {path.name for path in out.iterdir()} == {
-        *(f"speed.{kind}" for kind in ("png", "svg", "csv")),
-        "index.html",
-    }
+    assert {path.name for path in out.iterdir()} == {*(f"speed.{kind}" for kind in ("png", "svg", "csv")), "index.html"}
     with (out / "speed.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
     assert [(row["model"], row["image_size"]) for row in found] == [

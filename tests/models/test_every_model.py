@@ -5,15 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from models.small_models import (
-    build,
-    computable_block,
-    count,
-    images,
-    on_meta,
-    small_block,
-    with_values,
-)
+from models.small_models import build, computable_block, count, images, on_meta, small_block, with_values
 
 from vitscale.models import compile_blocks
 from vitscale.recipe.families import REGISTRY, ResNetShape, Shape, ViTShape, architecture, model_of

@@ -18,10 +18,7 @@ FORMS = {
     "distilled": ({"distilled": True}, {}),
     "shared positions": ({}, {"position": {"at": "shared"}}),
     "dinov2": ({"registers": 4, "layer_scale": 0.1, "mlp": "exact_gelu"}, {}),
-    "dinov3": (
-        {"registers": 4, "qkv_bias": "no_key", "layer_scale": 0.1},
-        {"position": {"kind": "rope"}},
-    ),
+    "dinov3": ({"registers": 4, "qkv_bias": "no_key", "layer_scale": 0.1}, {"position": {"kind": "rope"}}),
     "vit5": (
         {"registers": 4, "mlp": "swiglu", "sub_norm": "all", "qk_norm": True, "class_position": False},
         {"position": {"kind": "1d_rope", "unit": "patch", "registers_base": 100.0}},

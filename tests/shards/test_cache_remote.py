@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from python_processes import run_python, start_python, wait_until
-from s3_server import SECRET, behind_proxy, serving
+from s3_server import SECRET, behind_proxy
 from small_files import entry_of
 from test_cache import GENEROUS, holds, name_of, names
 
@@ -19,11 +19,6 @@ from vitscale.ground.errors import DataError, StorageError
 
 PIECE = 64 << 10
 SIZE = 12 * PIECE + 100
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    yield from serving(tmp_path_factory.mktemp("s3"))
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ CASES |= {
     "first-micro-batch-zero3": Case("skip", {3: "inf"}, [[3, 4]], 3, row=(0, 1), is_slow=True),
     "gradient-only": Case("skip", {3: "gradient"}, [[3, 4]], is_slow=True),
     "loss-only": Case("skip", {3: "value"}, [[3, 4]]),
-    "loss-only-plain": Case("skip", {3: "value"}, [[3, 4]], 0, "fp32"),
+    "loss-only-plain": Case("skip", {3: "value"}, [[3, 4]], 0, "fp32", is_slow=True),
     "infinite-loss-is-no-leap": Case("skip", {7: "value"}, [[7, 8]], 0, "fp32", spike="stop"),
     # ---- another optimizer, and another place for its state
     **{
@@ -144,9 +144,10 @@ CASES |= {
     },
     # ---- sent while something is computed
     **{
-        f"{policy}-overlap-zero{stage}": Case(policy, {3: "nan"}, skipped, stage, overlap=True, is_slow=stage != 1)
+        name: Case(policy, {3: "nan"}, skipped, stage, overlap=True, is_slow=name != "rewind-overlap-zero1")
         for policy, skipped in (("skip", [[3, 4]]), ("rewind", [[2, 4]]))
         for stage in (1, 2, 3)
+        for name in [f"{policy}-overlap-zero{stage}"]
     },
     "skip-spike-overlap": Case("stop", {7: 1e4}, [[7, 8]], 2, spike="skip", overlap=True, is_slow=True),
     # ---- interrupted before, at and after it

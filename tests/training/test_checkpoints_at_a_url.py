@@ -3,28 +3,19 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import job, join, make_data, make_recipe, run_jobs, start
-from s3_server import BUCKET, S3Server, serving
+from s3_server import BUCKET, S3Server
 
 from vitscale.data.shards.generated import CLASS_NAMES
 from vitscale.runs.checkpoint import CheckpointStore, RemoteDirectory
 from vitscale.training.beginning.initial_weights import check_initial_weights
 
 COLUMNS = ("loss", "lr", "grad_norm", "batch_digest")
-
-
-@pytest.fixture
-def s3(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    for server in serving(tmp_path_factory.mktemp("s3")):
-        for key, value in server.environment.items():
-            monkeypatch.setenv(key, value)
-        yield server
 
 
 def launch(root: Path, *jobs: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ def blocks(stage, micro=8, group=4, **others):
 
 @pytest.fixture(scope="module")
 def root(root: Path) -> Path:
-    jobs = [job(f"zero{stage}", blocks(stage)) for stage in (0, 1, 3)]
+    jobs = [job(f"zero{stage}", blocks(stage)) for stage in (1, 3)]
     jobs.append(job("resumed", blocks(1), 3, None))
     jobs.append(job("small", blocks(2, 4)))
     whole = {"group": "global", "model": {"dropout": 0.1}, "check": {"audit_every": 1}}
@@ -45,9 +45,9 @@ def root(root: Path) -> Path:
     lejepa = {"objective": {"kind": "lejepa", "hidden": 16, "outputs": 8, "directions": 16, "center": ["one"]}}
     lejepa |= {"data": {"views": [VIEWS[0], {"name": "local", "size": 16}]}, "model": {"drop_path": 0.5}}
     jobs += [job(f"lejepa-{micro}", blocks(1, micro, **lejepa)) for micro in (2, 8)]
-    jobs += [job(f"whole-{micro}", blocks(3 if micro == 2 else 1, micro, "global")) for micro in (2, 4, 8)]
+    jobs += [job(f"whole-{micro}", blocks(3 if micro == 2 else 1, micro, "global")) for micro in (2, 8)]
     launch(root, jobs, 2)
-    alone = [("alone", blocks(1, 16)), ("whole-alone", blocks(0, 16, "global"))]
+    alone = [("alone", blocks(0, 16)), ("whole-alone", blocks(0, 16, "global"))]
     alone.append(("lejepa-alone", blocks(1, 16, **lejepa)))
     alone.append(("collapsed", blocks(1, 16, "global", optimizer={"name": "adamw", "lr": 10.0})))
     launch(root, [job(*each) for each in alone], 1)
@@ -62,8 +62,8 @@ def test_a_stopped_run_equals_the_uninterrupted_one_to_the_last_bit(root, whole,
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        *(("zero1", other) for other in ("zero0", "zero3", "small", "alone")),
-        *(("whole-8", other) for other in ("whole-2", "whole-4", "whole-alone")),
+        *(("zero1", other) for other in ("zero3", "small", "alone")),
+        *(("whole-8", other) for other in ("whole-2", "whole-alone")),
         *(("lejepa-8", other) for other in ("lejepa-2", "lejepa-alone")),
     ],
 )

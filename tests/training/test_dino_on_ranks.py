@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from outcomes import assert_same_run, checkpoint, column, equal
+from outcomes import assert_same_run, checkpoint, column
 from ranks import initial_weights, job, launch, make_recipe
 from small_recipes import DINO
 
@@ -47,8 +47,7 @@ def root(root: Path) -> Path:
     adamw["objective"] = {**OBJECTIVE, "ibot": {}}
     jobs.append(job("adamw", blocks(1, 4, **adamw, check={"audit_every": 2})))
     jobs.append(job("resumed", blocks(1, 4, **adamw), 3, None))
-    for stage in (1, 2):
-        jobs.append(job(f"overlap-{stage}", blocks(stage, 8, parallelism={"zero_stage": stage, "overlap": True})))
+    jobs.append(job("overlap", blocks(2, 8, parallelism={"zero_stage": 2, "overlap": True})))
     ijepa = {"objective": IJEPA, "data": {}, "optimizer": {"name": "sgd", "lr": 0.1}}
     jobs.append(job("ijepa", blocks(1, 4, **ijepa), 3, None))
     launch(root, jobs, 2)
@@ -74,13 +73,13 @@ def assert_same_update(root, one, other):
     ]
     error = sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
     assert error <= 5e-7 * sum(float(a.square().sum()) for a, _ in pairs) ** 0.5
+    last = [checkpoint(root, each, 6) for each in (one, other)]
     for kind in (MASTER, "ema"):
         for name in first.index.shapes:
-            last = [checkpoint(root, each, 6).parameter(name, kind) for each in (one, other)]
-            torch.testing.assert_close(*last, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(*(each.parameter(name, kind) for each in last), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("other", ["two-2", "two-4", "alone", "overlap-1", "overlap-2"])
+@pytest.mark.parametrize("other", ["two-2", "two-4", "alone", "overlap"])
 def test_every_world_stage_and_micro_batch_computes_the_same(root, other):
     assert_same_update(root, "two-8", other)
 
@@ -101,19 +100,6 @@ def test_the_last_layers_stand_still_at_first_and_the_teacher_follows(root):
 def test_a_stopped_run_of_ijepa_equals_one_on_another_world(root):
     assert column(root, "ijepa", "loss") == pytest.approx(column(root, "ijepa-alone", "loss"), rel=1e-5)
     assert column(root, "ijepa", "grad_norm") == pytest.approx(column(root, "ijepa-alone", "grad_norm"), rel=1e-4)
-
-
-@pytest.mark.slow
-def test_copies_of_weights_within_nodes_change_no_bit(root):
-    """Weights and the average take turns there within each update."""
-    for name, size in (("hpz", 2), ("hpz-without", 1)):
-        parallelism = {"zero_stage": 3, "hpz_size": size}
-        settings = {"zero_optimization": {"stage3_param_persistence_threshold": 100}}
-        launch(root, [job(name, blocks(3, 4, parallelism=parallelism, deepspeed=settings))], 4)
-    for key in (*PARTS, "grad_norm", "batch_digest"):
-        assert column(root, "hpz", key) == column(root, "hpz-without", key), key
-    assert equal(checkpoint(root, "hpz"), checkpoint(root, "hpz-without"))
-    assert_same_update(root, "two-8", "hpz")
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ def check(folder, world_size: int, stages: list[int], steps: int) -> None:
 
 
 def test_late_ranks_change_no_bit(tmp_path):
-    check(tmp_path, 2, [1, 2], steps=25)
+    check(tmp_path, 2, [1, 2], steps=15)
 
 
 @pytest.mark.slow

@@ -47,6 +47,8 @@ DISTILLATION = {
 STAGES = quick_of(range(4), [3])
 # The others differ from one of these in a detail: `make test-all` runs them too.
 OF_FAMILIES = quick_of(FAMILIES, ["resnet-v2", "swin", "modern", "distilled"])
+# Blocks of a ViT are trained in bf16 by most files of this room.
+IN_BF16 = ("resnet-v2", "axial-resnet", "swin", "hybrid")
 RECOMPUTED = {"activation_checkpointing": 1}
 
 
@@ -74,8 +76,9 @@ def root(root: Path, request: pytest.FixtureRequest) -> Path:
         if "form" not in params:
             name, blocks = f"{family}-zero{stage}-resumed", blocks_of(root, family, stage)
             jobs[name] = job(name, blocks, 3, None)
-            in_bf16 = {**blocks_of(root, family, 3), "precision": "bf16"}
-            jobs[f"{family}-bf16"] = job(f"{family}-bf16", in_bf16)
+            if family in IN_BF16:
+                in_bf16 = {**blocks_of(root, family, 3), "precision": "bf16"}
+                jobs[f"{family}-bf16"] = job(f"{family}-bf16", in_bf16)
     launch(root, list(jobs.values()), 2)
     return root
 
@@ -96,21 +99,22 @@ def test_every_parameter_is_trained_and_evaluated(root, family, stage):
     trained = checkpoint(root, f"{family}-zero{stage}")
     for name, before in initial_weights(recipe).items():
         assert not torch.equal(trained.parameter(name), before), name
-    step, metrics = evaluate_run(root / "runs" / f"{family}-bf16")
+    step, metrics = evaluate_run(root / "runs" / (f"{family}-bf16" if family in IN_BF16 else f"{family}-zero{stage}"))
     assert step == STEPS and 0 <= metrics["validation/top1"] <= 1
     assert not any("teacher" in name for name in trained.index.shapes)
-    # bf16 keeps 8 bits; six steps of a small model stay close.
-    losses = column(root, f"{family}-bf16", "loss")
-    assert losses == pytest.approx(column(root, f"{family}-zero3", "loss"), rel=0.02)
+    if family in IN_BF16:  # which keeps 8 bits; six steps of a small model stay close
+        losses = column(root, f"{family}-bf16", "loss")
+        assert losses == pytest.approx(column(root, f"{family}-zero3", "loss"), rel=0.02)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     ("family", "form"),
     [
-        *(("hybrid", "npz"), ("resnet-v2", "timm"), ("2d-shared", "safetensors"), ("eva-02", "timm")),
-        *(("swin", "timm"), ("swin", "hf")),
-        ("distilled", "timm"),
+        *(("resnet-v2", "timm"), ("swin", "timm"), ("swin", "hf"), ("distilled", "timm")),
+        # Of runs that no other quick test looks at.
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("hybrid", "npz"), ("2d-shared", "safetensors"))),
+        pytest.param("eva-02", "timm", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_of_any_stage_leaves_in_a_format_and_comes_back(root, family, form, stage, tmp_path):

@@ -6,12 +6,9 @@ import math
 import pytest
 import torch
 from outcomes import assert_same_run, checkpoint, column, everything, metrics
-from ranks import STEPS, begun, launch, make_data, make_recipe
+from ranks import STEPS, batches, begun, job, launch, make_recipe
 from small_recipes import DINO
 
-from vitscale.data.image_operations import TrainingInput
-from vitscale.data.loader import training_loader, training_order
-from vitscale.data.shards import Manifest
 from vitscale.ground.ranks import Sums
 
 VIEWS = [{"name": "first"}, {"name": "second"}, {"name": "local", "size": 16}]
@@ -37,17 +34,14 @@ def blocks(stage, micro, **objective):
         "parallelism": {"zero_stage": stage},
         "evaluation": {"validation": None},
         "checkpoint": {"every": {"steps": 1}, "keep": 9},
-        "check": {"audit_every": 1},
     }
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("gram")
-    make_data(root)
-    jobs = [{"name": f"zero{stage}", "blocks": [blocks(stage, micro)], "stops": [None]} for stage, micro in TWO]
-    jobs += [{"name": f"stopped{at}", "blocks": [blocks(3, 4)] * 2, "stops": [at, None]} for at in (1, 3, 4)]
-    jobs += [{"name": "without", "blocks": [blocks(1, 8, gram=None)], "stops": [None]}]
+def root(root):
+    jobs = [job(f"zero{stage}", {**blocks(stage, micro), "check": {"audit_every": 1}}) for stage, micro in TWO]
+    jobs += [job(f"stopped{at}", blocks(3, 4), at, None) for at in (1, 3)]
+    jobs.append(job("without", blocks(1, 8, gram=None), 3))
     launch(root, jobs, 2)
     return root
 
@@ -63,41 +57,38 @@ def cosines(rows):
 @pytest.fixture(scope="module")
 def loop(root):
     """Losses, figures of Gram anchoring and weights: one process, whole batches, the Gram matrices pair by pair."""
-    recipe, manifest = make_recipe(root, **blocks(1, 8, gram=None)), Manifest.load(root / "train")
+    recipe = make_recipe(root, **blocks(1, 8, gram=None))
     student = begun(recipe).train()
     averages = {name: copy.deepcopy(student).eval() for name in ("ema", "gram")}
     losses, grams = [], []
-    order, to_input = training_order(recipe, manifest), TrainingInput(recipe)
-    with training_loader(recipe, manifest, order, rank=0, world=1, start=0, stop=STEPS, digest=False) as loader:
-        for step, batch in enumerate(loader):
-            views = to_input.of_views(batch.views, batch.view_keys, torch.device("cpu"), torch.float32)
-            plan, teacher = student.plan(batch.keys.numpy(), batch.position), averages["ema"]
-            student.scalars = teacher.scalars = {"teacher_temperature": 0.1}
+    for step, (batch, views) in enumerate(batches(recipe, STEPS)):
+        plan, teacher = student.plan(batch.keys.numpy(), batch.position), averages["ema"]
+        student.scalars = teacher.scalars = {"teacher_temperature": 0.1}
+        with torch.no_grad():
+            first = [views[kind] for kind in teacher.prepared_kinds(len(views))]
+            read = {name: dict(teacher.named_weights())[name] for name in teacher.settings.reads}
+            agreed = teacher.agree(teacher.prepare(first, plan), batch.labels, Sums(), read)
+        loss = student.losses(views, batch.labels, (*plan, *agreed.rows, *agreed.shared)).per_sample.mean()
+        if step >= FIRST:
+            mask, images = student.mask, torch.cat(views[:2], dim=1).flatten(0, 1)
+            edit = [lambda x, is_=plan[0].flatten(0, 1)[..., None], mask=mask: torch.where(is_, mask, x)]
+            found = student.backbone([images], edit=edit)[0].tokens[:, -16:].double()
             with torch.no_grad():
-                first = [views[kind] for kind in teacher.prepared_kinds(len(views))]
-                read = {name: dict(teacher.named_weights())[name] for name in teacher.settings.reads}
-                agreed = teacher.agree(teacher.prepare(first, plan), batch.labels, Sums(), read)
-            loss = student.losses(views, batch.labels, (*plan, *agreed.rows, *agreed.shared)).per_sample.mean()
-            if step >= FIRST:
-                mask, images = student.mask, torch.cat(views[:2], dim=1).flatten(0, 1)
-                edit = [lambda x, is_=plan[0].flatten(0, 1)[..., None], mask=mask: torch.where(is_, mask, x)]
-                found = student.backbone([images], edit=edit)[0].tokens[:, -16:].double()
-                with torch.no_grad():
-                    wanted = averages["gram"].backbone([images])[0].tokens[:, -16:].double()
-                each = [(cosines(a) - cosines(b)).square().sum() / 16**2 for a, b in zip(found, wanted, strict=True)]
-                gram = torch.stack(each).mean()
-                grams.append(gram.item())
-                loss = loss + (20 + 20 * min(step / 4, 1)) * gram
-            student.zero_grad()
-            loss.backward()
-            losses.append(loss.item())
-            with torch.no_grad():
-                for name, weight in student.named_weights():
-                    weight -= RATE * weight.grad
-                    mean = dict(averages["ema"].named_weights())[name]
-                    mean.copy_(0.9 * mean + 0.1 * weight)
-                    if step + 1 >= FIRST and (step + 1 - FIRST) % 2 == 0:
-                        dict(averages["gram"].named_weights())[name].copy_(mean)
+                wanted = averages["gram"].backbone([images])[0].tokens[:, -16:].double()
+            each = [(cosines(a) - cosines(b)).square().sum() / 16**2 for a, b in zip(found, wanted, strict=True)]
+            gram = torch.stack(each).mean()
+            grams.append(gram.item())
+            loss = loss + (20 + 20 * min(step / 4, 1)) * gram
+        student.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for name, weight in student.named_weights():
+                weight -= RATE * weight.grad
+                mean = dict(averages["ema"].named_weights())[name]
+                mean.copy_(0.9 * mean + 0.1 * weight)
+                if step + 1 >= FIRST and (step + 1 - FIRST) % 2 == 0:
+                    dict(averages["gram"].named_weights())[name].copy_(mean)
     weights = {"master": student, "ema": averages["ema"], "ema.gram": averages["gram"]}
     return losses, grams, {kind: dict(each.named_weights()) for kind, each in weights.items()}
 
@@ -121,9 +112,9 @@ def test_before_the_first_copy_the_run_is_one_without(root):
         assert all(torch.equal(*pair) for pair in pairs) == (step <= FIRST)
 
 
-@pytest.mark.parametrize("at", [1, 3, 4])
+@pytest.mark.parametrize("at", [1, 3])
 def test_a_stopped_run_equals_the_uninterrupted_one_to_the_last_bit(root, at):
-    """Before the first copy, between two, and right after one."""
+    """Before the first copy, and between two."""
     assert_same_run(root, f"stopped{at}", "zero3")
 
 

@@ -48,9 +48,8 @@ def root(root: Path, request: pytest.FixtureRequest) -> Path:
     for name in dict.fromkeys(params["name"] for params in asked(request) if "name" in params):
         jobs += [
             job(name, blocks(name, 2)),
-            job(f"{name}-resumed", blocks(name, 2), 3, None),
             job(f"{name}-without", blocks(name, 1)),
-            job(f"{name}-begun-without", [blocks(name, 1), blocks(name, 2)], 3, None),
+            job(f"{name}-begun-without", [blocks(name, 1), blocks(name, 2), blocks(name, 2)], 2, 4, None),
             job(f"{name}-elastic", blocks(name, 2), 3),
         ]
     launch(root, jobs, 4)
@@ -64,7 +63,7 @@ NAMES = quick_of(RUNS, [FAST])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_bit_is_that_of_zero_3_without_it(root, name):
     assert column(root, name, "step") == list(range(1, STEPS + 1))
-    for other in (f"{name}-without", f"{name}-resumed", f"{name}-begun-without"):
+    for other in (f"{name}-without", f"{name}-begun-without"):
         for key in ("loss", "grad_norm", "batch_digest"):
             assert column(root, name, key) == column(root, other, key), other
         assert equal(checkpoint(root, name), checkpoint(root, other)), other

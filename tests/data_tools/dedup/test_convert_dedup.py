@@ -269,10 +269,6 @@ def test_a_dataset_is_cleaned_by_converting_it(pictures, index, tmp_path):
     assert not verify(Manifest.load(tmp_path / "clean")).damage
 
 
-def test_a_remote_output(pictures, index, in_peace, tmp_path):
-    assert contents(converted(request_for(pictures, index), tmp_path / "out")) == contents(in_peace)
-
-
 def test_two_copies_of_one_test_image_in_two_indexes(planted, tmp_path):
     """An image that is in several test sets is told with each, and removed once."""
     birds = planted.test_sets["birds"]
