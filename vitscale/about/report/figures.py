@@ -188,11 +188,13 @@ def forecast(place: int, scored: Scored) -> Drawing:
             axes.plot(scored.run.exaflops, scored.run.loss, "*", color=SERIES[7], markersize=13, label=made.name)
         _log(axes, ends)
         axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter("{x:.3g}")
         axes.set_xlabel("compute (exaFLOPs)")
         axes.set_ylabel("validation loss")
         axes.legend()
 
-    caption = f"{made.name}: the law of the smaller runs, written down {made.made_at}, and its own loss (star)."
+    came = "has not ended yet" if scored.run is None else "the star is its loss"
+    caption = f"{made.name}: the law of the smaller runs, written down {made.made_at}; {came}."
     return draw(f"forecast-{place}", caption, put, width=760, height=380, caption=caption)
 
 
