@@ -50,8 +50,7 @@ def curves(report: Report) -> Iterator[Drawing]:
                         style = ".-" if len(points) < 30 else "-"
                         label = name if axes is panels[0] and run is runs[0] else None
                         axes.plot(*zip(*points, strict=True), style, color=color, label=label) if points else None
-                axes.set_title(_title(what))
-                axes.set_xlabel("step")
+                axes.set(title=_title(what), xlabel="step")
                 axes.ticklabel_format(axis="x", style="plain", useOffset=False)
                 axes.margins(x=0.03)
                 axes.locator_params(axis="x", nbins=5)
@@ -121,8 +120,7 @@ def _over_images(name: str, results: Sequence[Result], what: str, caption: str) 
             points = sorted((x, 100 * result.mean) for x, result in of_line)
             axes.plot(*zip(*points, strict=True), "o-", color=SERIES[index], label=f"{model}, policy {policy}")
         _log(axes, [samples for samples, _ in own])
-        axes.set_xlabel("pre-training images")
-        axes.set_ylabel(what)
+        axes.set(xlabel="pre-training images", ylabel=what)
         axes.legend()
 
     return draw(name, caption, put, width=760, height=380, caption=caption)
@@ -155,8 +153,7 @@ def _over_compute(name: str, own: Sequence[Result], metric: str, caption: str) -
             style = f"{_OWN[place % len(_OWN)]}-"
             axes.plot(*_columns(points), style, color=SERIES[index], label=f"{kind}, {size:,} images")
         _log(axes, [one.exaflops for one in own if one.exaflops])
-        axes.set_xlabel("compute (exaFLOPs)")
-        axes.set_ylabel(f"{metric} (%)")
+        axes.set(xlabel="compute (exaFLOPs)", ylabel=f"{metric} (%)")
         figure.legend(loc="outside lower left", ncols=3)
 
     return draw(name, caption, put, width=760, height=400 + 6 * len(kinds) * len(sizes), caption=caption)
@@ -187,9 +184,7 @@ def forecast(place: int, scored: Scored) -> Drawing:
         if scored.run is not None:
             axes.plot(scored.run.exaflops, scored.run.loss, "*", color=SERIES[7], markersize=13, label=made.name)
         _log(axes, ends)
-        axes.set_yscale("log")
-        axes.set_xlabel("compute (exaFLOPs)")
-        axes.set_ylabel("validation loss")
+        axes.set(yscale="log", xlabel="compute (exaFLOPs)", ylabel="validation loss")
         axes.legend()
 
     caption = f"{made.name}: the law of the smaller runs, written down {made.made_at}, and its own loss (star)."
@@ -212,8 +207,7 @@ def figure_5(report: Report) -> Drawing | None:
             axes.plot(*zip(*of_kind, strict=True), "o", color=SERIES[index], label=f"{kind} (Table 6)")
         _put_own(axes, own)
         _log(axes, [*(row.exaflops for row in table_6()), *(exaflops for exaflops, _ in own)])
-        axes.set_xlabel("compute (exaFLOPs)")
-        axes.set_ylabel("ImageNet top-1 (%)")
+        axes.set(xlabel="compute (exaFLOPs)", ylabel="ImageNet top-1 (%)")
         figure.legend(loc="outside lower left")
 
     caption = (

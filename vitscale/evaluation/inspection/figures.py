@@ -122,8 +122,7 @@ def _positions(findings: dict[str, Findings]) -> InspectionFigure | None:
             side = max(n, 24)
             shown = mosaic([[heat_tile(tile, -1, 1, side) for tile in line] for line in tiles], max(1, side // 12))
             _show(axes, shown, name, findings, "" if where == "learned" else where)
-            axes.set_xlabel("column of the patch")
-            axes.set_ylabel("row of the patch")
+            axes.set(xlabel="column of the patch", ylabel="row of the patch")
         figure.colorbar(_scale(-1, 1), ax=list(panels), label="cosine similarity", shrink=0.8)
 
     largest = max(len(values) for values in found.values())
@@ -457,8 +456,7 @@ def _show(axes: Axes, pixels: np.ndarray, name: str, findings: dict[str, Finding
     """Show pixels without axes, titled with the model's name if there are several models."""
     axes.imshow(pixels, interpolation="nearest")
     axes.grid(False)
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
     _titled(axes, name, findings, more)
 
