@@ -151,16 +151,13 @@ def _over_compute(name: str, own: Sequence[Result], metric: str, caption: str) -
             of = [one for one in own if (_kind(one.model), one.pretraining_samples) == (kind, size)]
             points = sorted((one.exaflops or 0.0, 100 * one.mean) for one in of)
             style = f"{_OWN[place % len(_OWN)]}-"
-            axes.plot(*_columns(points), style, color=SERIES[index], label=f"{kind}, {size:,} images")
+            xs, ys = [x for x, _ in points], [y for _, y in points]
+            axes.plot(xs, ys, style, color=SERIES[index], label=f"{kind}, {size:,} images")
         _log(axes, [one.exaflops for one in own if one.exaflops])
         axes.set(xlabel="compute (exaFLOPs)", ylabel=f"{metric} (%)")
         figure.legend(loc="outside lower left", ncols=3)
 
     return draw(name, caption, put, width=760, height=400 + 6 * len(kinds) * len(sizes), caption=caption)
-
-
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
 
 
 def _kind(model: str) -> str:
@@ -176,10 +173,8 @@ def forecast(place: int, scored: Scored) -> Drawing:
         ends = [point.exaflops for point in made.points] + [made.exaflops]
         xs = [min(ends) * (max(ends) / min(ends)) ** (step / 50) for step in range(51)]
         middle, low, high = zip(*map(law.at, xs), strict=True)
-        label = f"loss ~ compute^-{made.exponent:.3f}"
-        points = [(one.exaflops, one.loss) for one in made.points]
-        axes.plot(*_columns(points), "o", color=SERIES[0], label="smaller runs")
-        axes.plot(xs, middle, "-", color=SERIES[0], label=label)
+        axes.plot(ends[:-1], [one.loss for one in made.points], "o", color=SERIES[0], label="smaller runs")
+        axes.plot(xs, middle, "-", color=SERIES[0], label=f"loss ~ compute^-{made.exponent:.3f}")
         axes.fill_between(xs, low, high, color=SERIES[0], alpha=0.15, label="95 % for one run")
         if scored.run is not None:
             axes.plot(scored.run.exaflops, scored.run.loss, "*", color=SERIES[7], markersize=13, label=made.name)
