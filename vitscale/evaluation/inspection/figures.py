@@ -8,6 +8,7 @@ Shape legend: k pictures, L layers, N patches, n patches on a side.
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -129,11 +130,8 @@ def _positions(findings: dict[str, Findings]) -> InspectionFigure | None:
     rows: list[list[Value]] = []
     for (name, where), values in found.items():
         n = math.isqrt(len(values))
-        rows += [
-            [name, where, row, column, *map(_short, values[row * n + column].tolist())]
-            for row in range(0, n, _step(n))
-            for column in range(0, n, _step(n))
-        ]
+        for row, column in itertools.product(range(0, n, _step(n)), repeat=2):
+            rows.append([name, where, row, column, *map(_short, values[row * n + column].tolist())])
     columns = ["model", "added", "row", "column", *_grid_names("to", math.isqrt(largest), math.isqrt(largest))]
     caption = (
         "Each tile belongs to one patch, where it lies in the picture, and shows how alike its position embedding is "
