@@ -57,7 +57,8 @@ def prepare(
     """
     console, errors, tasks = Console(), Console(stderr=True), tasks or []
     asked, places = _known(tasks) or list(TASKS), [Path(folder) for folder in folders]
-    _refuse_absent(places)
+    if absent := [folder for folder in places if not folder.is_dir()]:
+        raise RecipeError(f"{absent[0]}: no such folder")
     pinned = {} if ids is None else _lists(ids, asked)
     if ids is not None:
         if unpinned := [task for task in tasks if task not in pinned]:
@@ -110,12 +111,6 @@ def _known(tasks: Sequence[str]) -> list[str]:
     if unknown := [task for task in tasks if task not in TASKS]:
         raise RecipeError(f"--task {unknown[0]}: no task of VTAB-1k; expected {', '.join(TASKS)}")
     return list(dict.fromkeys(tasks))
-
-
-def _refuse_absent(folders: Sequence[Path]) -> None:
-    for folder in folders:
-        if not folder.is_dir():
-            raise RecipeError(f"{folder}: no such folder")
 
 
 def _lists(path: Path, tasks: Sequence[str]) -> dict[str, Ids]:

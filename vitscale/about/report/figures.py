@@ -50,8 +50,7 @@ def curves(report: Report) -> Iterator[Drawing]:
                         style = ".-" if len(points) < 30 else "-"
                         label = name if axes is panels[0] and run is runs[0] else None
                         axes.plot(*zip(*points, strict=True), style, color=color, label=label) if points else None
-                axes.set_title(_title(what))
-                axes.set_xlabel("step")
+                axes.set(title=_title(what), xlabel="step")
                 axes.ticklabel_format(axis="x", style="plain", useOffset=False)
                 axes.margins(x=0.03)
                 axes.locator_params(axis="x", nbins=5)
@@ -121,8 +120,7 @@ def _over_images(name: str, results: Sequence[Result], what: str, caption: str) 
             points = sorted((x, 100 * result.mean) for x, result in of_line)
             axes.plot(*zip(*points, strict=True), "o-", color=SERIES[index], label=f"{model}, policy {policy}")
         _log(axes, [samples for samples, _ in own])
-        axes.set_xlabel("pre-training images")
-        axes.set_ylabel(what)
+        axes.set(xlabel="pre-training images", ylabel=what)
         axes.legend()
 
     return draw(name, caption, put, width=760, height=380, caption=caption)
@@ -153,17 +151,13 @@ def _over_compute(name: str, own: Sequence[Result], metric: str, caption: str) -
             of = [one for one in own if (_kind(one.model), one.pretraining_samples) == (kind, size)]
             points = sorted((one.exaflops or 0.0, 100 * one.mean) for one in of)
             style = f"{_OWN[place % len(_OWN)]}-"
-            axes.plot(*_columns(points), style, color=SERIES[index], label=f"{kind}, {size:,} images")
+            xs, ys = [x for x, _ in points], [y for _, y in points]
+            axes.plot(xs, ys, style, color=SERIES[index], label=f"{kind}, {size:,} images")
         _log(axes, [one.exaflops for one in own if one.exaflops])
-        axes.set_xlabel("compute (exaFLOPs)")
-        axes.set_ylabel(f"{metric} (%)")
+        axes.set(xlabel="compute (exaFLOPs)", ylabel=f"{metric} (%)")
         figure.legend(loc="outside lower left", ncols=3)
 
     return draw(name, caption, put, width=760, height=400 + 6 * len(kinds) * len(sizes), caption=caption)
-
-
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
 
 
 def _kind(model: str) -> str:
@@ -179,18 +173,14 @@ def forecast(place: int, scored: Scored) -> Drawing:
         ends = [point.exaflops for point in made.points] + [made.exaflops]
         xs = [min(ends) * (max(ends) / min(ends)) ** (step / 50) for step in range(51)]
         middle, low, high = zip(*map(law.at, xs), strict=True)
-        label = f"loss ~ compute^-{made.exponent:.3f}"
-        points = [(one.exaflops, one.loss) for one in made.points]
-        axes.plot(*_columns(points), "o", color=SERIES[0], label="smaller runs")
-        axes.plot(xs, middle, "-", color=SERIES[0], label=label)
+        axes.plot(ends[:-1], [one.loss for one in made.points], "o", color=SERIES[0], label="smaller runs")
+        axes.plot(xs, middle, "-", color=SERIES[0], label=f"loss ~ compute^-{made.exponent:.3f}")
         axes.fill_between(xs, low, high, color=SERIES[0], alpha=0.15, label="95 % for one run")
         if scored.run is not None:
             axes.plot(scored.run.exaflops, scored.run.loss, "*", color=SERIES[7], markersize=13, label=made.name)
         _log(axes, ends)
-        axes.set_yscale("log")
+        axes.set(yscale="log", xlabel="compute (exaFLOPs)", ylabel="validation loss")
         axes.yaxis.set_minor_formatter("{x:.3g}")
-        axes.set_xlabel("compute (exaFLOPs)")
-        axes.set_ylabel("validation loss")
         axes.legend()
 
     came = "has not ended yet" if scored.run is None else "the star is its loss"
@@ -214,8 +204,7 @@ def figure_5(report: Report) -> Drawing | None:
             axes.plot(*zip(*of_kind, strict=True), "o", color=SERIES[index], label=f"{kind} (Table 6)")
         _put_own(axes, own)
         _log(axes, [*(row.exaflops for row in table_6()), *(exaflops for exaflops, _ in own)])
-        axes.set_xlabel("compute (exaFLOPs)")
-        axes.set_ylabel("ImageNet top-1 (%)")
+        axes.set(xlabel="compute (exaFLOPs)", ylabel="ImageNet top-1 (%)")
         figure.legend(loc="outside lower left")
 
     caption = (

@@ -111,14 +111,10 @@ _RUNS: tuple[_Column[Result], ...] = (
 _SAMPLES: _Column[Result] = _Column("images", lambda result: result.samples, number(0))
 
 
-def _interval(result: Result) -> str | None:
-    return result.interval and " to ".join(f"{100 * end:.1f}" for end in result.interval)
-
-
 def _spread(heading: str, show: Callable[[float], str]) -> tuple[_Column[Result], ...]:
     return (
         _Column(heading, lambda result: result.mean, show),
-        _Column("95 %\ninterval", _interval),
+        _Column("95 %\ninterval", lambda one: one.interval and " to ".join(f"{100 * end:.1f}" for end in one.interval)),
         _Column("standard\ndeviation", lambda result: result.std, show),
     )
 

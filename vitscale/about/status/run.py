@@ -164,7 +164,8 @@ class RunReader:
         state, why = _state(run, done, pace)
         events = run.launches
         restarts = Restarts(events.count, len(events.restarts), events.restarts[-_SHOWN_RESTARTS:])
-        notes += _damage(run)
+        damaged = {METRICS_FILE: run.metrics.damaged, LAUNCH_FILE: run.launches.damaged}
+        notes += [f"damaged lines of {file} left out: {lines:,}" for file, lines in damaged.items() if lines]
         self._check_is_run()  # what was removed meanwhile is no run at its beginning
         return RunStatus(
             run=self._name,
@@ -299,11 +300,6 @@ def _anomalies(run: RunFiles, last: Row) -> Anomalies | None:
     newest = read_object(reports[-1]) if reports else None
     report = None if newest is None else {key: newest.get(key) for key in ("step", "kind", "policy")}
     return Anomalies(left_out, None if run.recipe is None else run.recipe.anomalies.limit, len(reports), report)
-
-
-def _damage(run: RunFiles) -> list[str]:
-    counts = {METRICS_FILE: run.metrics.damaged, LAUNCH_FILE: run.launches.damaged}
-    return [f"damaged lines of {file} left out: {damaged:,}" for file, damaged in counts.items() if damaged]
 
 
 def _age(at: float) -> float:

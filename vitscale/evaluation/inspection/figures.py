@@ -8,6 +8,7 @@ Shape legend: k pictures, L layers, N patches, n patches on a side.
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -122,19 +123,15 @@ def _positions(findings: dict[str, Findings]) -> InspectionFigure | None:
             side = max(n, 24)
             shown = mosaic([[heat_tile(tile, -1, 1, side) for tile in line] for line in tiles], max(1, side // 12))
             _show(axes, shown, name, findings, "" if where == "learned" else where)
-            axes.set_xlabel("column of the patch")
-            axes.set_ylabel("row of the patch")
+            axes.set(xlabel="column of the patch", ylabel="row of the patch")
         figure.colorbar(_scale(-1, 1), ax=list(panels), label="cosine similarity", shrink=0.8)
 
     largest = max(len(values) for values in found.values())
     rows: list[list[Value]] = []
     for (name, where), values in found.items():
         n = math.isqrt(len(values))
-        rows += [
-            [name, where, row, column, *map(_short, values[row * n + column].tolist())]
-            for row in range(0, n, _step(n))
-            for column in range(0, n, _step(n))
-        ]
+        for row, column in itertools.product(range(0, n, _step(n)), repeat=2):
+            rows.append([name, where, row, column, *map(_short, values[row * n + column].tolist())])
     columns = ["model", "added", "row", "column", *_grid_names("to", math.isqrt(largest), math.isqrt(largest))]
     caption = (
         "Each tile belongs to one patch, where it lies in the picture, and shows how alike its position embedding is "
@@ -457,8 +454,7 @@ def _show(axes: Axes, pixels: np.ndarray, name: str, findings: dict[str, Finding
     """Show pixels without axes, titled with the model's name if there are several models."""
     axes.imshow(pixels, interpolation="nearest")
     axes.grid(False)
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
     _titled(axes, name, findings, more)
 
