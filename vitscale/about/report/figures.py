@@ -142,22 +142,22 @@ def scaling(report: Report) -> Iterator[Drawing]:
 
 
 def _over_compute(name: str, own: Sequence[Result], metric: str, caption: str) -> Drawing:
-    kinds = dict.fromkeys(_kind(one.model) for one in own)
-    sizes = sorted({one.pretraining_samples for one in own if one.pretraining_samples})
+    lines: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for one in own:
+        line = lines.setdefault((_kind(one.model), one.pretraining_samples or 0), [])
+        line.append((one.exaflops or 0.0, 100 * one.mean))
+    kinds, sizes = list(dict.fromkeys(kind for kind, _ in lines)), sorted({size for _, size in lines})
 
     def put(figure: "Figure") -> None:
         axes = figure.subplots()
-        for (index, kind), (place, size) in itertools.product(enumerate(kinds), enumerate(sizes)):
-            of = [one for one in own if (_kind(one.model), one.pretraining_samples) == (kind, size)]
-            points = sorted((one.exaflops or 0.0, 100 * one.mean) for one in of)
-            style = f"{_OWN[place % len(_OWN)]}-"
-            xs, ys = [x for x, _ in points], [y for _, y in points]
-            axes.plot(xs, ys, style, color=SERIES[index], label=f"{kind}, {size:,} images")
+        for (kind, size), points in lines.items():
+            style, color = f"{_OWN[sizes.index(size) % len(_OWN)]}-", SERIES[kinds.index(kind)]
+            axes.plot(*zip(*sorted(points), strict=True), style, color=color, label=f"{kind}, {size:,} images")
         _log(axes, [one.exaflops for one in own if one.exaflops])
         axes.set(xlabel="compute (exaFLOPs)", ylabel=f"{metric} (%)")
         figure.legend(loc="outside lower left", ncols=3)
 
-    return draw(name, caption, put, width=760, height=400 + 6 * len(kinds) * len(sizes), caption=caption)
+    return draw(name, caption, put, width=760, height=400 + 6 * len(lines), caption=caption)
 
 
 def _kind(model: str) -> str:

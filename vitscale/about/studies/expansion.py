@@ -267,8 +267,8 @@ class _PartOfOneParent:
 
     def _smaller_of(self, dataset: str | None) -> tuple[str, ...]:
         """The runs by which one on this data set is forecast. Raises `RecipeError` if they are too few."""
-        names = (name for name in self._smaller if self._expander.expansion.entries[name].dataset in (None, dataset))
-        found = tuple(names)
+        entries = self._expander.expansion.entries
+        found = tuple(name for name in self._smaller if entries[name].dataset in (None, dataset))
         if self._smaller and len(found) < LEAST_RUNS:
             of = f" on {dataset}" if dataset else ""
             raise RecipeError(f"parts.{self._name}.forecast: {counted(len(found), 'run')}{of}; expected {LEAST_RUNS}")

@@ -10,19 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 import pydantic
 
 from vitscale.ground.errors import DataError, RecipeError
-from vitscale.ground.files.durable import write_text
 from vitscale.ground.wording import describe_mistake
 from vitscale.runs.reading import read_object
 
 METRIC = "validation/loss"
 LEAST_RUNS = 3
 """Below this a line has no deviation from which an interval could follow."""
-_FILE = "forecasts.json"
+FORECASTS_FILE = "forecasts.json"
 _CONFIDENCE = 0.95
 _MOST = 41.0  # of a logarithm; more than any loss
 _Positive = Annotated[float, pydantic.Field(gt=0, lt=1e18)]
@@ -72,14 +71,14 @@ class Law:
             raise RecipeError(f"a forecast needs {LEAST_RUNS} runs at least, of different compute, not {self._n}")
         self.exponent = -sum((x - self._x) * (y - self._y) for x, y in zip(xs, ys, strict=True)) / self._square
         residuals = [y - self._y + self.exponent * (x - self._x) for x, y in zip(xs, ys, strict=True)]
-        self._deviation = math.sqrt(sum(each**2 for each in residuals) / (self._n - 2))
+        deviation = math.sqrt(sum(each**2 for each in residuals) / (self._n - 2))
+        self._reach = student_quantile(_CONFIDENCE, self._n - 2) * deviation
 
     def at(self, exaflops: float) -> tuple[float, float, float]:
         """(loss, low, high): the law, and the interval in which the loss of one further run is expected."""
         x = math.log(exaflops) - self._x
         middle = self._y - self.exponent * x
-        reach = student_quantile(_CONFIDENCE, self._n - 2) * self._deviation
-        reach *= math.sqrt(1 + 1 / self._n + x**2 / self._square)
+        reach = self._reach * math.sqrt(1 + 1 / self._n + x**2 / self._square)
         loss, low, high = (
             math.exp(max(-_MOST, min(_MOST, value))) for value in (middle, middle - reach, middle + reach)
         )
@@ -106,20 +105,18 @@ def student_quantile(share: float, freedom: int) -> float:
 def read_forecasts(folder: Path) -> dict[str, Forecast]:
     """What was expected of entries, by name; nothing where none was. Raises `DataError` for a damaged file."""
     try:
-        found = _CONTENT.validate_python(read_object(folder / _FILE)) if (folder / _FILE).exists() else {}
+        found = (
+            _CONTENT.validate_python(read_object(folder / FORECASTS_FILE)) if (folder / FORECASTS_FILE).exists() else {}
+        )
         for one in found.values():
             Law(one.points)
         return found
     except RecipeError as error:
-        raise DataError(f"{folder / _FILE}: damaged: {error}") from None
+        raise DataError(f"{folder / FORECASTS_FILE}: damaged: {error}") from None
     except pydantic.ValidationError as error:
-        raise DataError(f"{folder / _FILE}: damaged: {describe_mistake(error.errors()[0])}") from None
+        raise DataError(f"{folder / FORECASTS_FILE}: damaged: {describe_mistake(error.errors()[0])}") from None
 
 
-def write_forecasts(folder: Path, forecasts: Mapping[str, Forecast]) -> None:
-    """Write what is expected. Raises `DataError` if it cannot."""
-    content: dict[str, Any] = {name: asdict(one) for name, one in forecasts.items()}
-    try:
-        write_text(folder / _FILE, json.dumps(content, indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise DataError(f"{folder / _FILE}: cannot be written: {error.strerror}") from None
+def forecasts_text(forecasts: Mapping[str, Forecast]) -> str:
+    """The content of the file."""
+    return json.dumps({name: asdict(one) for name, one in forecasts.items()}, indent=1, allow_nan=False) + "\n"

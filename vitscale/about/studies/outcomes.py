@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from vitscale.about.studies.expansion import Choice, Entry, Expansion
+from vitscale.about.studies.forecast import Forecast
 from vitscale.about.studies.reading import Selection
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.launch.ends import EXIT_NON_FINITE
@@ -115,12 +116,13 @@ class Progress:
 
 
 class StudyState:
-    """What is known of a study: the progress of its entries, and the winners of the choices that are decided."""
+    """What is known of a study: the progress of its entries, winners of choices that are decided, and forecasts."""
 
     def __init__(self, expansion: Expansion) -> None:
         self.expansion = expansion
         self.progress = {name: Progress() for name in expansion.entries}
         self.winners: dict[str, str | None] = {}
+        self.forecasts: dict[str, Forecast] = {}
 
     def label_of(self, entry: Entry) -> str | None:
         """The label of the option that runs; None if that is not known yet."""

@@ -175,7 +175,7 @@ def plain(results: Any) -> dict[str, Any]:
     return asdict(results, dict_factory=lambda pairs: {key.removesuffix("_"): value for key, value in pairs})
 
 
-def results_text(about: About, study: StudyState, forecasts: Mapping[str, Forecast]) -> str:
+def results_text(about: About, study: StudyState) -> str:
     """The content of results.json."""
     entries = {entry.name: _entry(entry, study) for entry in study.expansion.entries.values()}
     choices = [_choice(choice, study) for choice in study.expansion.choices.values()]
@@ -186,7 +186,7 @@ def results_text(about: About, study: StudyState, forecasts: Mapping[str, Foreca
         choices=choices,
         summaries=summaries,
         vtab=_vtab(summaries, entries),
-        forecasts=[_scored(forecast, entries.get(name)) for name, forecast in forecasts.items()],
+        forecasts=[_scored(forecast, entries.get(name)) for name, forecast in study.forecasts.items()],
     )
     return json.dumps({"version": _VERSION, **plain(results)}, indent=1, allow_nan=False) + "\n"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from vitscale.about.studies.engine import LOG_FILE, Engine
 from vitscale.about.studies.expansion import Entry, Expansion
-from vitscale.about.studies.forecast import METRIC, Forecast, Point, read_forecasts, write_forecasts
+from vitscale.about.studies.forecast import FORECASTS_FILE, METRIC, Forecast, Point, forecasts_text, read_forecasts
 from vitscale.about.studies.outcomes import Progress, StudyState, changed_fields, read_outcome
 from vitscale.about.studies.results import RESULTS_FILE, About, results_text
 from vitscale.flops.estimate import estimate
@@ -84,7 +84,7 @@ class StudyRun(StudyState):
             signals.at_once = False
             self._engine.kill()
         ready = [] if self._is_ending else list(itertools.islice(self._ready(), self._engine.room))
-        if ready := [entry for entry in ready if self._is_forecast(entry)]:
+        if ready := [entry for entry in ready if self._forecast_if_due(entry)]:
             options = [(entry.name, entry.option(self.label_of(entry))) for entry in ready]
             works = [Pretraining(option.source, option.settings, self.folder / name) for name, option in options]
             for name, _ in options:
@@ -92,8 +92,8 @@ class StudyRun(StudyState):
             self._engine.start(works)
         return self._has_changed() or any(one.state == "running" for one in self.progress.values())
 
-    def _is_forecast(self, entry: Entry) -> bool:
-        """Write down the loss that is expected of an entry, unless it has begun before; without one it has failed."""
+    def _forecast_if_due(self, entry: Entry) -> bool:
+        """Write down the loss that is expected of an entry, unless it has begun before. If that fails, so has it."""
         if not entry.forecast_from or entry.name in self.forecasts or (self.folder / entry.name).exists():
             return True
         outcomes = {name: self.progress[name].outcome for name in entry.forecast_from}
@@ -107,7 +107,7 @@ class StudyRun(StudyState):
             if planned.exaflops is None:
                 raise RecipeError(f"no forecast: its compute is not known: {planned.problem}")
             self.forecasts[entry.name] = Forecast.of(entry.name, planned.exaflops, points)
-            write_forecasts(self.folder, self.forecasts)
+            self._write(FORECASTS_FILE, forecasts_text(self.forecasts))
         except VitscaleError as error:
             progress = self.progress[entry.name]
             progress.state, progress.code, progress.why = "failed", error.exit_code, str(error)
@@ -210,10 +210,13 @@ class StudyRun(StudyState):
         return True
 
     def _write_results(self) -> None:
+        self._write(RESULTS_FILE, results_text(self._about, self))
+
+    def _write(self, name: str, content: str) -> None:
         try:
-            write_text(self.folder / RESULTS_FILE, results_text(self._about, self, self.forecasts))
+            write_text(self.folder / name, content)
         except OSError as error:
-            raise DataError(f"{self.folder / RESULTS_FILE}: cannot be written: {error.strerror}") from None
+            raise DataError(f"{self.folder / name}: cannot be written: {error.strerror}") from None
 
 
 def last_words(log: Path) -> str:
