@@ -99,6 +99,17 @@ def test_room_is_asked_for_before_training_whatever_the_family(model, tokens, wi
         evaluators(needed * 0.999 / 1e9)
 
 
+def test_asking_for_room_fills_none(tmp_path):
+    """A stranger's recipe of 39 billion parameters and images of 4,096 patches: computed, it would take 150 GB."""
+    for seed, name in enumerate(("train", "test")):
+        write_generated_dataset(tmp_path / name, [20], seed=seed)
+    model = {"patch_size": 16, "width": 8192, "depth": 48, "mlp_dim": 32768, "num_heads": 64}
+    data = {"train": "train", "root": str(tmp_path), "image_size": 1024}
+    heads = LINEAR | {"kind": "attentive", "limit_gb": 1}
+    with pytest.raises(DataError, match="room for 7 images"):
+        build_evaluators(small_recipe(model, data=data, evaluation={"evaluators": [heads]}), [])
+
+
 def test_fewer_samples_than_settings_need_are_refused():
     few = split(9, K, seed=2)
     with pytest.raises(DataError, match="9 training samples"):
