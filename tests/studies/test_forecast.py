@@ -116,7 +116,7 @@ def test_a_damaged_file_of_forecasts_is_told(tmp_path, content):
 
 def test_a_file_of_forecasts_that_is_a_pipe_or_has_holes_is_not_read(tmp_path):
     (tmp_path / "holes").mkdir()
-    os.truncate(os.open(tmp_path / "holes" / "forecasts.json", os.O_CREAT | os.O_RDWR), 1 << 40)
+    os.truncate(os.open(tmp_path / "holes" / "forecasts.json", os.O_CREAT | os.O_RDWR), (1 << 30) + 1)
     os.mkfifo(tmp_path / "forecasts.json")
     for folder in (tmp_path, tmp_path / "holes"):
         with pytest.raises(DataError, match=r"forecasts\.json"):
