@@ -103,6 +103,8 @@ def run(app: Typer) -> None:
         sys.stdout.flush()  # what was printed before the error
     if not is_ctrl_c_ignored:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # while Python exits, Ctrl-C would only print a trace
+    if isinstance(code, int) and "LOCAL_RANK" in os.environ:
+        os._exit(code)  # one of several ranks: threads of gloo may abort it on its way out of the interpreter
     sys.exit(code)
 
 
