@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitscale.models.layers import Linear
+from vitscale.models.layers import Linear, attention
 
 _APART = -100.0
 """What the authors add to the logits of two positions that a shift has brought into one window."""
@@ -46,7 +46,7 @@ class WindowAttention(nn.Module):
         # Windows are among the heads: so one bias for all images has a mask of their own for each.
         qkv = self.qkv(x_BhwC).view(B, side, n, side, n, 3, A, C // A)
         query, key, value = qkv.permute(5, 0, 1, 3, 6, 2, 4, 7).reshape(3, B, side**2 * A, n**2, C // A)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=self._bias(side))
+        mixed = attention(query, key, value, self._bias(side))
         mixed = mixed.view(B, side, side, A, n, n, C // A).permute(0, 1, 4, 2, 5, 3, 6)
         x_BhwC = mixed.reshape(B, side * n, side * n, C)
         if shift:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitscale.models.layers import LayerNorm, Linear, RMSNorm, drop_path, relative_table
+from vitscale.models.layers import LayerNorm, Linear, RMSNorm, attention, drop_path, relative_table
 from vitscale.models.vit.grids import Sizes, apart, heads_apart, side_by_side
 from vitscale.models.vit.positions import TwoDPositions, position_values, relative_logits, rotate
 from vitscale.recipe.families import ViTShape
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         bias = None
         if self.relative is not None:
             bias = relative_logits(query, (self.relative * head_dim**-0.5).view(-1, A, head_dim))
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+        mixed = attention(query, key, value, bias)
         return mixed.transpose(1, 2).reshape(B, T, A * head_dim)
 
 
@@ -215,7 +215,7 @@ class AttentionPool(nn.Module):
             key, value = (part.transpose(1, 2) for part in parts)
             # cuDNN's gradients for a single query may be no numbers (cudnn-frontend, issue 1072).
             with sdpa_kernel(_OF_ONE_QUERY) if x_BTD.is_cuda else nullcontext():
-                mixed.append(F.scaled_dot_product_attention(query, key, value).reshape(-1, D))
+                mixed.append(attention(query, key, value).reshape(-1, D))
         x_BD = self.out(mixed[0] if len(mixed) == 1 else torch.cat(mixed))
         return x_BD + self.mlp(self.norm(x_BD))
 
