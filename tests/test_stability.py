@@ -71,18 +71,10 @@ NAMES = {
 }
 # Of these, what a subclass in another package overrides or calls, and what a person holds.
 CONTRACTS = {
-    "vitscale.Dataset",
-    "vitscale.Model",
-    "vitscale.Run",
-    "vitscale.Training",
-    "vitscale.data.image_operations.ImageOperation",
-    "vitscale.evaluation.Evaluator",
-    "vitscale.recipe.families.Model",
-    "vitscale.models.Model",
-    "vitscale.objectives.Objective",
-    "vitscale.recipe.Evaluator",
-    "vitscale.recipe.ImageOperation",
-    "vitscale.recipe.Objective",
+    *("vitscale.Dataset", "vitscale.Model", "vitscale.Run", "vitscale.Training"),
+    *("vitscale.data.image_operations.ImageOperation", "vitscale.evaluation.Evaluator"),
+    *("vitscale.recipe.families.Model", "vitscale.models.Model", "vitscale.objectives.Objective"),
+    *("vitscale.recipe.Evaluator", "vitscale.recipe.ImageOperation", "vitscale.recipe.Objective"),
 }
 
 

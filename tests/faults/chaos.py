@@ -434,19 +434,11 @@ def examine(options: argparse.Namespace, out: Path) -> dict[str, Any]:
         }
 
     return {
-        "seed": seed,
-        "objective": options.objective,
-        "ranks": ranks,
-        "steps": steps,
-        "faults": {kind: row(kind) for kind in (*ENDINGS, *DAMAGES)},
-        "launches": chaos.launches,
-        "attempts": len(disturbed.events("started")),
-        "steps_twice": chaos.steps_twice,
-        "undisturbed_s": round(undisturbed_s, 1),
-        "disturbed_s": round(disturbed_s, 1),
-        "lines_compared": len(expected),
-        "fills_disk": has_disk,
-        "problems": problems,
+        **{"seed": seed, "objective": options.objective, "ranks": ranks, "steps": steps},
+        **{"faults": {kind: row(kind) for kind in (*ENDINGS, *DAMAGES)}, "launches": chaos.launches},
+        **{"attempts": len(disturbed.events("started")), "steps_twice": chaos.steps_twice},
+        **{"undisturbed_s": round(undisturbed_s, 1), "disturbed_s": round(disturbed_s, 1)},
+        **{"lines_compared": len(expected), "fills_disk": has_disk, "problems": problems},
     }
 
 

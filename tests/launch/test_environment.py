@@ -23,14 +23,8 @@ OPEN_MPI = {
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 # As two nodes of a real Slurm have it, for the third of three tasks.
 STEP = {
-    "SLURM_JOB_ID": "123456",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "2",
-    "SLURM_NTASKS": "3",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_NNODES": "2",
-    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    **{"SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0"},
+    **{"SLURM_NODEID": "1", "SLURM_NNODES": "2", "SLURM_STEP_NODELIST": "gpu[07-08]"},
     "SLURM_STEP_TASKS_PER_NODE": "2,1",
 }
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "MPI_")

@@ -23,18 +23,10 @@ def table(rows=50):
     return pa.Table.from_pylist(
         [
             {
-                "uid": 100 + i,
-                "key": f"häuser/{i:03d}.jpg",
-                "labels": list(range(i % 4)),
-                "height": 10 + i,
-                "width": 20 + i,
-                "size": 1000 + i,
-                "crc32c": 2**32 - 1 - i,
-                "sha256": hashlib.sha256(bytes([i])).digest(),
-                "passed_through": i % 2 == 0,
-                "pixels": 2**64 - 1 - i,
-                "pdq": hashlib.sha256(bytes([1, i])).digest(),
-                "pdq_quality": i,
+                **{"uid": 100 + i, "key": f"häuser/{i:03d}.jpg", "labels": list(range(i % 4)), "height": 10 + i},
+                **{"width": 20 + i, "size": 1000 + i, "crc32c": 2**32 - 1 - i},
+                **{"sha256": hashlib.sha256(bytes([i])).digest(), "passed_through": i % 2 == 0},
+                **{"pixels": 2**64 - 1 - i, "pdq": hashlib.sha256(bytes([1, i])).digest(), "pdq_quality": i},
                 "pdq_trimmed": hashlib.sha256(bytes([2, i])).digest() if i % 3 else None,
             }
             for i in range(rows)

@@ -35,14 +35,10 @@ NOISE = {"bf16": 3e-3, "fp32": 1e-5}
 def exact(stage: int, **others: Any) -> dict[str, Any]:
     """All that could be forgotten is on: dropout, accumulation, recomputed activations, average, groups."""
     return {
-        "precision": "bf16",
-        "model": {"dropout": 0.2},
-        "batch": {"micro_max": 4},
+        **{"precision": "bf16", "model": {"dropout": 0.2}, "batch": {"micro_max": 4}},
         "optimizer": {"lr": 3e-3, "decay_exclude": "bias|norm", "layer_decay": 0.8, "groups": GROUPS},
-        "parallelism": {"zero_stage": stage, "activation_checkpointing": 2},
-        "ema": {"decay": DECAY},
-        "evaluation": {"validation": None},
-        "checkpoint": EVERY_STEP,
+        **{"parallelism": {"zero_stage": stage, "activation_checkpointing": 2}, "ema": {"decay": DECAY}},
+        **{"evaluation": {"validation": None}, "checkpoint": EVERY_STEP},
         **others,
     }
 

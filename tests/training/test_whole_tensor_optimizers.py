@@ -211,14 +211,10 @@ RESUMED = [(name, stage) for name in OPTIMIZERS for stage in range(4)]
 def training(name: str, stage: int, precision: str = "bf16", **others: Any) -> dict[str, Any]:
     settings = {**OPTIMIZERS[name], "lr": 3e-3, "clip_norm": 1.0, "decay_exclude": "bias|norm", "layer_decay": 0.8}
     return {
-        "precision": precision,
-        "batch": {"global": 12, "micro_max": 4},
+        **{"precision": precision, "batch": {"global": 12, "micro_max": 4}},
         "optimizer": {**settings, "groups": [{"match": r"blocks\.1\.mlp", "frozen": True}]},
-        "schedule": {"momentum": {"to": 0.8}},
-        "parallelism": {"zero_stage": stage},
-        "ema": {"decay": 0.4},
-        "evaluation": {"validation": None},
-        "checkpoint": {"keep": 20},
+        **{"schedule": {"momentum": {"to": 0.8}}, "parallelism": {"zero_stage": stage}, "ema": {"decay": 0.4}},
+        **{"evaluation": {"validation": None}, "checkpoint": {"keep": 20}},
         **others,
     }
 
