@@ -78,9 +78,6 @@ CONTRACTS = {
 }
 
 
-# ---- The list --------------------------------------------------------------------------------------------------------
-
-
 def commands() -> Iterator[str]:
     """Commands with their arguments and options, and options with their choices."""
     for name, app in COMMANDS.items():
@@ -240,9 +237,6 @@ def smoke_run(folder: Path) -> tuple[Path, Path]:
         done = subprocess.run([*vitscale, *command], capture_output=True, text=True, env=on_cpus, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     return run, report
-
-
-# ---- Tests -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,6 @@ from vitscale.recipe import recipes_dir
 SMOKE = ("b16_jft", "--smoke")
 
 
-# ---- The script ------------------------------------------------------------------------------------------------------
-
-
 def render(**fields) -> str:
     what = {name: fields.pop(name) for name in list(fields) if name in Pretraining.__dataclass_fields__}
     return find_cluster("slurm").render(Job(Pretraining("b16_jft", **what), **fields))
@@ -75,9 +72,6 @@ def test_a_run_that_may_not_be_continued(tmp_path):
 def test_an_option_that_sbatch_does_not_know(slurm, tmp_path):
     outcome = vitscale(slurm, tmp_path, *SMOKE, "--cluster-option", "partitiom=main")
     assert outcome.returncode == 2 and "unrecognized option '--partitiom=main'" in outcome.stderr
-
-
-# ---- What follows from exit codes ------------------------------------------------------------------------------------
 
 
 def stub(folder: Path, body: str) -> str:
@@ -140,9 +134,6 @@ def test_what_may_be_repeated_is_requeued_until_it_gets_no_further(slurm, tmp_pa
         "is told to end and never gets on": ("FAILED", "85:0", "1"),
         "gets on": ("COMPLETED", "0:0", "4"),
     }
-
-
-# ---- Training --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.cluster

@@ -40,9 +40,6 @@ def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-# ---- A disk that fails -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fault", ["syncfs:error=EIO", "syncfs:error=ENOSPC", "fsync:error=EIO:when=1"])
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_folder_that_is_not_on_the_disk_is_not_under_its_name(tmp_path, fault, exists):
@@ -91,8 +88,6 @@ def test_a_folder_cannot_be_made_where_a_file_is(tmp_path):
     with pytest.raises(RecipeError), new_folder(tmp_path / "file" / "out"):
         pass
 
-
-# ---- A process that is killed ----------------------------------------------------------------------------------------
 
 HELD = """
 import sys

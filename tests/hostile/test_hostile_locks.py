@@ -103,8 +103,6 @@ def test_a_conversion_refuses_links_in_its_output(tmp_path: Path) -> None:
     assert (tmp_path / "thesis").read_bytes() == PRECIOUS
 
 
-# ---- A file system without locks -------------------------------------------------------------------------------------
-
 _NO_LOCKS = """
 #define _GNU_SOURCE
 #include <errno.h>

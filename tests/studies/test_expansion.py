@@ -22,9 +22,6 @@ def recipe(expansion: Expansion, name: str, label: str = ""):
     return entry.option(label or entry.options[0].label).recipe
 
 
-# ---- Lists -----------------------------------------------------------------------------------------------------------
-
-
 def test_axes_are_crossed_and_lists_of_one_axis_go_together(tmp_path):
     grid = [
         {"optimizer.lr": [0.001, 0.01]},
@@ -135,8 +132,6 @@ def test_edges_begin_with_the_runs_of_other_parts(tmp_path):
     assert recipe(expansion, "fine-pre-other-seed0").model.shape().width == 128
     assert expansion.entries["last"].parent == "fine-pre-tiny-seed1"
 
-
-# ---- Refused ---------------------------------------------------------------------------------------------------------
 
 SELECTS = {"datasets": {"colours": SPLITS}, "selection": SELECTION}
 FEWSHOT = {"evaluation.fewshot": {"tasks": [{"name": "t", "train": "x", "test": "colours/test"}]}}

@@ -121,8 +121,6 @@ class Updates:
         self.deepspeed.destroy()
 
 
-# ---- Groups of parameters: vectors, with other gradients on each rank ------------------------------------------------
-
 GROUP_UPDATES = 5
 
 
@@ -152,8 +150,6 @@ def update_groups(world: Any, root: Path, cases: dict[str, dict[str, Any]]) -> N
         updates.end(root / case)
 
 
-# ---- Whole tensors, with the same gradients on all ranks: sums of their squares are exact in any order ---------------
-
 TENSOR_UPDATES, TENSOR_RATE = 10, 0.01
 
 
@@ -169,8 +165,6 @@ def update_tensors(world: Any, root: Path, cases: dict[str, dict[str, Any]]) -> 
                 updates.deepspeed.step()
         updates.end(root / f"{case}-world{world.size}")
 
-
-# ---- One rank, whose gradients are missing or not finite now and then ------------------------------------------------
 
 ALONE_UPDATES, INFINITE = 5, 2  # the update that gets an infinite gradient
 UNUSED = "blocks.1.bias"  # by every second update

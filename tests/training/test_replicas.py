@@ -14,7 +14,6 @@ from ranks import job, launch
 
 from vitscale.training.watching.replicas import checksum
 
-# ---- Checksums -------------------------------------------------------------------------------------------------------
 
 TYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64, torch.uint8: torch.uint8}
 
@@ -63,9 +62,6 @@ def test_the_checksum_is_the_sum_of_odd_multiples():
     expected = sum((2 * index + 1) * value for index, value in enumerate(values)) % 2**64
     assert checksum(torch.tensor(values, dtype=torch.int32)) == expected
     assert checksum(torch.tensor(values, dtype=torch.int32).view(5, 1).expand(5, 3)[:, 1]) == expected
-
-
-# ---- Ranks -----------------------------------------------------------------------------------------------------------
 
 
 def blocks(stage: int, precision: str = "bf16", **others: Any) -> dict[str, Any]:
