@@ -14,7 +14,6 @@ from ranks import job, launch
 
 from vitscale.training.watching.replicas import checksum
 
-
 TYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64, torch.uint8: torch.uint8}
 
 
