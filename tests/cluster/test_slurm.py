@@ -45,16 +45,9 @@ def test_the_ranks_themselves_as_tasks():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"node_rank": 0},
-        {"master": "n1"},
-        {"nodes": 3, "ranks": 5},
-        {"settings": ("optimizer.lrr=1",)},
-        {"time_limit_minutes": 9},
-        {"options": {"nodes": "2"}},
-        {"options": {"tasks": "gpu"}},
-        {"options": {"tasks": "rank"}},
-        {"options": {"partition": "a\nrm"}},
-        {"options": {"-p": "gpu"}},
+        *({"node_rank": 0}, {"master": "n1"}, {"nodes": 3, "ranks": 5}, {"settings": ("optimizer.lrr=1",)}),
+        *({"time_limit_minutes": 9}, {"options": {"nodes": "2"}}, {"options": {"tasks": "gpu"}}),
+        *({"options": {"tasks": "rank"}}, {"options": {"partition": "a\nrm"}}, {"options": {"-p": "gpu"}}),
     ],
 )
 def test_what_cannot_be_rendered(fields):

@@ -62,15 +62,10 @@ def test_a_table_of_version_1(tmp_path):
     """As datasets have it that were converted before there were fingerprints."""
     path = tmp_path / "shard-00000.idx.parquet"
     columns = {
-        "uid": (pa.int64(), [3]),
-        "key": (pa.string(), ["a.jpg"]),
-        "labels": (pa.list_(pa.field("element", pa.int32(), nullable=False)), [[1]]),
-        "height": (pa.int32(), [10]),
-        "width": (pa.int32(), [20]),
-        "size": (pa.int64(), [1000]),
-        "crc32c": (pa.uint32(), [2**32 - 1]),
-        "sha256": (pa.binary(32), [bytes(32)]),
-        "passed_through": (pa.bool_(), [True]),
+        **{"uid": (pa.int64(), [3]), "key": (pa.string(), ["a.jpg"])},
+        **{"labels": (pa.list_(pa.field("element", pa.int32(), nullable=False)), [[1]]), "height": (pa.int32(), [10])},
+        **{"width": (pa.int32(), [20]), "size": (pa.int64(), [1000]), "crc32c": (pa.uint32(), [2**32 - 1])},
+        **{"sha256": (pa.binary(32), [bytes(32)]), "passed_through": (pa.bool_(), [True])},
     }
     schema = pa.schema([pa.field(name, kind, nullable=False) for name, (kind, _) in columns.items()])
     before = pa.table({name: values for name, (_, values) in columns.items()}, schema)

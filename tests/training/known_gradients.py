@@ -37,17 +37,10 @@ SIZES = {"embedding": 7, "blocks.0": 30, "blocks.1": 12, "norm": 1, "head": 9}
 VECTORS = Parameters({f"{layer}.{kind}": (size,) for layer, size in SIZES.items() for kind in ("weight", "bias")})
 TENSORS = Parameters(
     {
-        "embedding.weight": (32, 192),
-        "embedding.bias": (32,),
-        "blocks.0.attention.qkv.weight": (96, 32),
-        "blocks.0.attention.qkv.bias": (96,),
-        "blocks.0.attention.out.weight": (32, 32),
-        "blocks.1.fc.weight": (20, 51),
-        "blocks.1.conv.weight": (18, 3, 2, 17),
-        "blocks.1.norm.weight": (1,),
-        "blocks.1.norm.bias": (3,),
-        "head.weight": (5, 40),
-        "head.bias": (5,),
+        **{"embedding.weight": (32, 192), "embedding.bias": (32,), "blocks.0.attention.qkv.weight": (96, 32)},
+        **{"blocks.0.attention.qkv.bias": (96,), "blocks.0.attention.out.weight": (32, 32)},
+        **{"blocks.1.fc.weight": (20, 51), "blocks.1.conv.weight": (18, 3, 2, 17), "blocks.1.norm.weight": (1,)},
+        **{"blocks.1.norm.bias": (3,), "head.weight": (5, 40), "head.bias": (5,)},
     }
 )
 

@@ -38,16 +38,10 @@ GROUPED = {
 }
 # By the text above, by hand: (factor of the learning rate, weight decay).
 HOW = {
-    "embedding.weight": (0.125, 0.1),
-    "embedding.bias": (0.125, 0.0),
-    "blocks.0.attention.qkv.weight": (0.25, 0.1),
-    "blocks.0.attention.qkv.bias": (0.25, 0.0),
-    "blocks.0.attention.out.weight": (0.25, 0.1),
-    "blocks.1.fc.weight": (0.5, 0.1),
-    "blocks.1.conv.weight": (0.5, 0.1),
-    "blocks.1.norm.weight": (0.5, 0.1),
-    "head.weight": (10.0, 0.3),
-    "head.bias": (10.0, 0.3),
+    **{"embedding.weight": (0.125, 0.1), "embedding.bias": (0.125, 0.0), "blocks.0.attention.qkv.weight": (0.25, 0.1)},
+    **{"blocks.0.attention.qkv.bias": (0.25, 0.0), "blocks.0.attention.out.weight": (0.25, 0.1)},
+    **{"blocks.1.fc.weight": (0.5, 0.1), "blocks.1.conv.weight": (0.5, 0.1), "blocks.1.norm.weight": (0.5, 0.1)},
+    **{"head.weight": (10.0, 0.3), "head.bias": (10.0, 0.3)},
 }
 FROZEN = "blocks.1.norm.bias"
 MATRICES = {
