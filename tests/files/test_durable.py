@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from faulty_calls import run_with_fault
-from python_processes import start_python
+from processes import start_python
 
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.durable import durable_file, durable_folder, make_folder, new_folder, remove_leftovers

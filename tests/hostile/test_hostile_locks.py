@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hostile.strange_files import IRREGULAR, NO_HANG, PRECIOUS, ROOT, a_hole
-from python_processes import start_python
+from processes import start_python
 
 from data_tools.machine import TaskRange, claimed
 from data_tools.output import Output

@@ -14,7 +14,7 @@ import pytest
 import xxhash
 from adopted_files import first_row, pixels_of, table_of
 from messages import refusal
-from python_processes import start_python
+from processes import start_python
 from shards_command import run
 from small_files import edit_manifest, write_files
 from stock_beton import write_stock

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from messages import refusal
 from PIL import Image, ImageChops
-from python_processes import run_python
+from processes import run_python
 from shards_command import run
 from small_files import files_in, flip_images, upload, write_files
 from stored_dataset import Photo, write_dataset
