@@ -101,16 +101,9 @@ def test_a_half_set_environment_names_what_is_missing(environment, variables, mi
 @pytest.mark.parametrize(
     "variables",
     [
-        TORCH | {"RANK": "one"},
-        STEP | {"SLURM_PROCID": "x"},
-        TORCH | {"RANK": "4"},
-        TORCH | {"WORLD_SIZE": "0"},
-        TORCH | {"MASTER_PORT": "99999"},
-        TORCH | {"LOCAL_RANK": "-1"},
-        TORCH | {"LOCAL_WORLD_SIZE": "1"},
-        OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"},
-        {"PMIX_RANK": "0"},
-        without(STEP, "SLURM_STEP_ID"),
+        *(TORCH | {"RANK": "one"}, STEP | {"SLURM_PROCID": "x"}, TORCH | {"RANK": "4"}, TORCH | {"WORLD_SIZE": "0"}),
+        *(TORCH | {"MASTER_PORT": "99999"}, TORCH | {"LOCAL_RANK": "-1"}, TORCH | {"LOCAL_WORLD_SIZE": "1"}),
+        *(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, {"PMIX_RANK": "0"}, without(STEP, "SLURM_STEP_ID")),
     ],
 )
 def test_what_cannot_be_or_would_leave_others_out_is_refused(environment, variables):
@@ -164,14 +157,9 @@ def test_the_place_of_a_launch(environment, variables, given, expected):
 @pytest.mark.parametrize(
     ("variables", "given"),
     [
-        ({}, (2, None, None)),
-        ({}, (None, 1, "a")),
-        ({}, (2, 2, "a")),
-        ({}, (2, 0, "a:b")),
-        ({}, (2, 0, "a:99999")),
+        *(({}, (2, None, None)), ({}, (None, 1, "a")), ({}, (2, 2, "a")), ({}, (2, 0, "a:b")), ({}, (2, 0, "a:99999"))),
         (without(LAUNCH_STEP, "SLURM_NODEID"), (None, None, None)),
-        (without(LAUNCH_STEP, "SLURM_STEP_NODELIST"), (None, None, None)),
-        (STEP, (None, None, None)),
+        *((without(LAUNCH_STEP, "SLURM_STEP_NODELIST"), (None, None, None)), (STEP, (None, None, None))),
         (without(LAUNCH_STEP, "SLURM_STEP_ID"), (None, None, None)),
     ],
 )

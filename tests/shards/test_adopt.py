@@ -211,13 +211,8 @@ def test_fields_must_be_clear(tmp_path):
     only_float = with_fields("float.beton", {"image": RGBImageField(), "age": FloatField()})
     no_image = with_fields("none.beton", {"label": IntField()})
     for arguments in (
-        [two],
-        [two, "--image-field", "left"],
-        [two, "--image-field", "b"],
-        [two, "--image-field", "middle"],
-        [only_float],
-        [only_float, "--label-field", "age"],
-        [no_image],
+        *([two], [two, "--image-field", "left"], [two, "--image-field", "b"], [two, "--image-field", "middle"]),
+        *([only_float], [only_float, "--label-field", "age"], [no_image]),
     ):
         with refusal(RecipeError, "adopt", " ".join(map(str, arguments)), {tmp_path: "FOLDER"}):
             run("adopt", *arguments)
