@@ -88,11 +88,8 @@ def test_the_other_commands_are_found_below_the_first(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        "vitscale recipe h14_jft",
-        "vitscale models",
-        "vitscale-flops --breakdown b16_jft",
-        "vitscale-flops --hardware h200 --devices 8 --mfu 0.4 b16_jft",
-        "vitscale-flops --budget 500 b16_jft",
+        *("vitscale recipe h14_jft", "vitscale models", "vitscale-flops --breakdown b16_jft"),
+        *("vitscale-flops --hardware h200 --devices 8 --mfu 0.4 b16_jft", "vitscale-flops --budget 500 b16_jft"),
     ],
 )
 def test_what_needs_no_torch_starts_without_it(line):

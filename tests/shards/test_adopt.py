@@ -46,12 +46,9 @@ def mixed(tmp_path_factory):
         for i in range(60)
     ]
     fields = {
-        "weight": FloatField(),
-        "notes": JSONField(),
+        **{"weight": FloatField(), "notes": JSONField()},
         "a_long_name_of_it": RGBImageField(write_mode="proportion"),  # FFCV cuts it
-        "blob": BytesField(),
-        "uid": IntField(),
-        "vector": NDArrayField(np.dtype("f4"), (2, 3)),
+        **{"blob": BytesField(), "uid": IntField(), "vector": NDArrayField(np.dtype("f4"), (2, 3))},
         "label": IntField(),
     }
     return write_stock(tmp_path_factory.mktemp("mixed") / "train.beton", fields, rows, workers=2)

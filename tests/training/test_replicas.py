@@ -65,11 +65,8 @@ def test_the_checksum_is_the_sum_of_odd_multiples():
 
 def blocks(stage: int, precision: str = "bf16", **others: Any) -> dict[str, Any]:
     return {
-        "precision": precision,
-        "batch": {"global": 12, "micro_max": 4},
-        "parallelism": {"zero_stage": stage},
-        "evaluation": {"validation": None},
-        "checkpoint": {"every": {"steps": 2}},
+        **{"precision": precision, "batch": {"global": 12, "micro_max": 4}, "parallelism": {"zero_stage": stage}},
+        **{"evaluation": {"validation": None}, "checkpoint": {"every": {"steps": 2}}},
         "check": {"replicas_every": 1000},
         **others,
     }

@@ -57,13 +57,10 @@ DISTURBED = {
 def moved(precision: str, stage: int) -> dict[str, Any]:
     """12 samples a step divide among one to four ranks. No dropout, which is seeded by rank."""
     return {
-        "precision": precision,
-        "batch": {"global": 12, "micro_max": 4},
+        **{"precision": precision, "batch": {"global": 12, "micro_max": 4}},
         "optimizer": {"lr": 3e-3, "decay_exclude": "bias|norm", "groups": GROUPS},
-        "parallelism": {"zero_stage": stage},
-        "ema": {"decay": DECAY, "warmup": False},
-        "evaluation": {"validation": None},
-        "checkpoint": {"keep": 20},
+        **{"parallelism": {"zero_stage": stage}, "ema": {"decay": DECAY, "warmup": False}},
+        **{"evaluation": {"validation": None}, "checkpoint": {"keep": 20}},
     }
 
 
