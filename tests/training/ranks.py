@@ -138,13 +138,13 @@ def groups_ended() -> Iterator[None]:
 
 def of_recipe(recipe: Recipe, *others: Any) -> tuple[str, ...]:
     """All that the tensors of a step depend on."""
-    of_tensors = recipe.model, recipe.objective, recipe.data.image_size, recipe.precision
-    return (*map(str, of_tensors), str(recipe.parallelism.activation_checkpointing), *map(str, others))
+    more = recipe.data.image_size, recipe.precision, recipe.parallelism.activation_checkpointing, *others
+    return (*of_parts(recipe), *map(str, more))
 
 
-def of_kind(recipe: Recipe, *others: Any) -> tuple[str, ...]:
-    """Model and objective: the figures are for tests/planning, and here every machine is large enough for them."""
-    return type(recipe.model).__name__, recipe.objective.kind
+def of_parts(recipe: Recipe, *_: Any) -> tuple[str, ...]:
+    """Model and objective: tests/planning has the others, and every machine is large enough for these runs."""
+    return str(recipe.model), str(recipe.objective)
 
 
 def join(rank: int, world_size: int, port: int, key: Callable[..., Hashable] = of_recipe) -> Any:
@@ -219,7 +219,7 @@ def on_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> None
 
     Up to two stay for the next call; more are seldom needed and take memory.
     """
-    ranks = _WORLDS.pop(world_size, None) or Ranks(world_size, join, int(free_port()), of_kind)
+    ranks = _WORLDS.pop(world_size, None) or Ranks(world_size, join, int(free_port()), of_parts)
     ranks.do(work, *arguments)
     if world_size <= 2:
         _WORLDS[world_size] = ranks
