@@ -16,7 +16,8 @@ PYTHON ?= python3
 JOBS ?= 2
 TESTS ?= tests
 BIN := .venv/bin
-PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --max-worker-restart 0 --dist loadfile
+# conftest.py orders the files: by their number of tests, long ones with few would come last
+PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 READY := .venv/.ready
 READY_FOR_TESTS := .venv/.ready-for-tests
 

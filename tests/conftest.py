@@ -30,6 +30,14 @@ os.environ["VITSCALE_CACHE"] = _CACHE.name
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+# Modules and rooms of which a file takes longest. Where several files run at a time these begin first, so that no
+# process is left with one of them when the others have nothing more to do.
+LONG = {"test_package", "test_readme", "test_python_page", "test_command_line", "test_face", "training", "launch"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: LONG.isdisjoint({item.path.stem, item.path.parent.name}))
 
 
 @pytest.fixture(scope="session")

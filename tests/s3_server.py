@@ -40,16 +40,10 @@ class S3Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._client: Any = None
         self.environment = {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
-            "AWS_ACCESS_KEY_ID": "tester",
-            "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_MAX_ATTEMPTS": "1",
-            "AWS_CONFIG_FILE": os.devnull,
-            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-            "AWS_EC2_METADATA_DISABLED": "true",
-            "NO_PROXY": "127.0.0.1",
-            "XDG_CACHE_HOME": str(root / "cache"),
+            **{"AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}", "AWS_ACCESS_KEY_ID": "tester"},
+            **{"AWS_SECRET_ACCESS_KEY": SECRET, "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "1"},
+            **{"AWS_CONFIG_FILE": os.devnull, "AWS_SHARED_CREDENTIALS_FILE": os.devnull},
+            **{"AWS_EC2_METADATA_DISABLED": "true", "NO_PROXY": "127.0.0.1", "XDG_CACHE_HOME": str(root / "cache")},
         }
 
     def start(self) -> None:

@@ -66,19 +66,10 @@ def write_dataset(
             samples.append(StoredSample(jpeg, photo.height, photo.width, label, uid, labels))
             rows.append(
                 {
-                    "uid": uid,
-                    "key": photo.key,
-                    "labels": list(photo.labels),
-                    "height": photo.height,
-                    "width": photo.width,
-                    "size": len(jpeg),
-                    "crc32c": google_crc32c.value(jpeg),
-                    "sha256": sha256(photo.source or jpeg).digest(),
-                    "passed_through": not photo.source,
-                    "pixels": uid,
-                    "pdq": bytes(32),
-                    "pdq_quality": 0,
-                    "pdq_trimmed": None,
+                    **{"uid": uid, "key": photo.key, "labels": list(photo.labels), "height": photo.height},
+                    **{"width": photo.width, "size": len(jpeg), "crc32c": google_crc32c.value(jpeg)},
+                    **{"sha256": sha256(photo.source or jpeg).digest(), "passed_through": not photo.source},
+                    **{"pixels": uid, "pdq": bytes(32), "pdq_quality": 0, "pdq_trimmed": None},
                 }
             )
         write_shard(path, samples, shard_samples)

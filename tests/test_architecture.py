@@ -19,9 +19,6 @@ _FILE = re.compile(r"[\w-]+(/[\w-]+)*(/|/[\w-]+\.\w+)")
 _NAME = re.compile(r"_*[A-Z]\w*(\.\w+)*(\(\))?|\w+\(\)")
 
 
-# ---- The map ---------------------------------------------------------------------------------------------------------
-
-
 def the_map(root: Path) -> str:
     """All modules from the ground up with the first line of their docstrings."""
     lines = []
@@ -84,9 +81,6 @@ def written_anew(page: str, root: Path) -> str:
 def test_the_map_is_that_of_the_modules():
     page = PAGE.read_text(encoding="utf-8")
     assert page == written_anew(page, REPOSITORY), "run `make architecture`"
-
-
-# ---- The text --------------------------------------------------------------------------------------------------------
 
 
 def quoted(page: str) -> Iterator[tuple[int, str]]:

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 
-from python_processes import wait_until
+from processes import wait_until
 
 from vitscale.ground.interruption import Interruption
 

@@ -71,22 +71,11 @@ NAMES = {
 }
 # Of these, what a subclass in another package overrides or calls, and what a person holds.
 CONTRACTS = {
-    "vitscale.Dataset",
-    "vitscale.Model",
-    "vitscale.Run",
-    "vitscale.Training",
-    "vitscale.data.image_operations.ImageOperation",
-    "vitscale.evaluation.Evaluator",
-    "vitscale.recipe.families.Model",
-    "vitscale.models.Model",
-    "vitscale.objectives.Objective",
-    "vitscale.recipe.Evaluator",
-    "vitscale.recipe.ImageOperation",
-    "vitscale.recipe.Objective",
+    *("vitscale.Dataset", "vitscale.Model", "vitscale.Run", "vitscale.Training"),
+    *("vitscale.data.image_operations.ImageOperation", "vitscale.evaluation.Evaluator"),
+    *("vitscale.recipe.families.Model", "vitscale.models.Model", "vitscale.objectives.Objective"),
+    *("vitscale.recipe.Evaluator", "vitscale.recipe.ImageOperation", "vitscale.recipe.Objective"),
 }
-
-
-# ---- The list --------------------------------------------------------------------------------------------------------
 
 
 def commands() -> Iterator[str]:
@@ -248,9 +237,6 @@ def smoke_run(folder: Path) -> tuple[Path, Path]:
         done = subprocess.run([*vitscale, *command], capture_output=True, text=True, env=on_cpus, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     return run, report
-
-
-# ---- Tests -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -216,16 +216,8 @@ def test_a_checkpoint_of_version_1_is_read(store):
     save_file({f"{kind}/{name}@0": value for (kind, name), value in values(7).items()}, file)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     content = {
-        "schema_version": 1,
-        "step": 7,
-        "world_size": 4,
-        "shapes": shapes(),
-        "kinds": KINDS,
-        "optimizer_steps": 7,
-        "recipe": {"seed": 3},
-        "data": {},
-        "versions": {},
-        "selection": {"best": 0.5},
+        **{"schema_version": 1, "step": 7, "world_size": 4, "shapes": shapes(), "kinds": KINDS, "optimizer_steps": 7},
+        **{"recipe": {"seed": 3}, "data": {}, "versions": {}, "selection": {"best": 0.5}},
         "files": [{"path": file.name, "bytes": file.stat().st_size, "sha256": digest}],
     }
     (folder / "index.json").write_text(json.dumps(with_checksum(content)))

@@ -31,12 +31,9 @@ def recipe(data: Path, where: str | None = None) -> Recipe:
         {
             "model": {"name": "ViT-Ti/16", "depth": 1, "head": "linear"},
             "data": {"train": str(data), "image_size": 32, "cache": {"dir": str(data.parent / "cache")}},
-            "batch": {"global": 8},
-            "optimizer": {"name": "adamw", "lr": 1e-3},
-            "schedule": {"duration": {"steps": 3}},
-            "evaluation": {"validation": str(data)},
-            "checkpoint": {"dir": where},
-            "precision": "fp32",
+            **{"batch": {"global": 8}, "optimizer": {"name": "adamw", "lr": 1e-3}},
+            **{"schedule": {"duration": {"steps": 3}}, "evaluation": {"validation": str(data)}},
+            **{"checkpoint": {"dir": where}, "precision": "fp32"},
         },
         "test",
     )

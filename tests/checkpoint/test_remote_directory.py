@@ -217,9 +217,6 @@ def test_copies_that_find_no_room_here_are_no_damage_there(store, tmp_path):
     assert newest(store) == (1, [])
 
 
-# ---- On ranks --------------------------------------------------------------------------------------------------------
-
-
 def store_of(this: Rank, root: str, cache: Path, world: int, environment: dict[str, str]) -> CheckpointStore:
     os.environ.update(environment)
     return CheckpointStore(RemoteDirectory(root, cache), rank=this.rank, gather=lambda value: this.gather(value, world))

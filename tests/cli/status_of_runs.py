@@ -45,10 +45,7 @@ def write_metrics(run_dir: Path, lines: list[dict]) -> None:
 
 def write_recipe(run_dir: Path, *settings: str) -> None:
     of_run = [
-        "precision=bf16",
-        "model.num_classes=1000",
-        "model.head=linear",
-        "schedule.duration.steps=100",
+        *("precision=bf16", "model.num_classes=1000", "model.head=linear", "schedule.duration.steps=100"),
         "logging.every=10",
     ]
     recipe = load_recipe(

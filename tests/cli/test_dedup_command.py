@@ -9,7 +9,7 @@ from commands import run
 from dedup_data import build_here, make_photo
 from messages import refusal
 from pictures import encoded
-from python_processes import run_python
+from processes import run_python
 from small_files import write_files, write_tar
 
 from data_tools.conversion import convert

@@ -41,9 +41,6 @@ def run(command: str, *arguments: object, **variables: str) -> subprocess.Comple
     return result
 
 
-# ---- Names and help --------------------------------------------------------------------------------------------------
-
-
 def help_of(monkeypatch, *arguments: str) -> str:
     """What `-h` prints at 80 columns, in this process; `--help` prints the same."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -91,11 +88,8 @@ def test_the_other_commands_are_found_below_the_first(tmp_path):
 @pytest.mark.parametrize(
     "line",
     [
-        "vitscale recipe h14_jft",
-        "vitscale models",
-        "vitscale-flops --breakdown b16_jft",
-        "vitscale-flops --hardware h200 --devices 8 --mfu 0.4 b16_jft",
-        "vitscale-flops --budget 500 b16_jft",
+        *("vitscale recipe h14_jft", "vitscale models", "vitscale-flops --breakdown b16_jft"),
+        *("vitscale-flops --hardware h200 --devices 8 --mfu 0.4 b16_jft", "vitscale-flops --budget 500 b16_jft"),
     ],
 )
 def test_what_needs_no_torch_starts_without_it(line):
@@ -167,9 +161,6 @@ def test_a_mistake_in_an_argument_is_told_in_our_words(tmp_path):
         assert not re.search("Input should be|Value error|Traceback", told), told
 
 
-# ---- Output ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> Path:
     """One whose second class has a name that ASCII lacks."""
@@ -218,9 +209,6 @@ def test_a_terminal_without_a_character_shows_its_number(dataset):
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     result = run("vitscale", "shards", "info", dataset, "--classes", **ascii_only)
     assert result.returncode == 0 and r"\u732b" in result.stdout
-
-
-# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

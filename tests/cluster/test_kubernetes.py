@@ -233,23 +233,11 @@ def test_a_recipe_of_ones_own_goes_along_with_what_it_extends_and_the_settings(t
 @pytest.mark.parametrize(
     "options",
     [
-        "--cluster-option name=Big_name",
-        "--cluster-option name=9lives",
-        f"--cluster-option name={'n' * 41}",
-        "--cluster-option namespace=a.b",
-        "--cluster-option image=-v",
-        "--cluster-option secret=A",
-        "--cluster-option pvc=runs:work",
-        "--cluster-option pvc=runs:/",
-        "--cluster-option grace_s=0",
-        "--cluster-option imag=v",
-        "--nodes 3",
-        "--run-dir /tmp/run",
-        "--run-dir ../run",
-        "--set checkpoint.dir=/elsewhere",
-        "--resume never",
-        "--node-rank 0",
-        "--master node1",
+        *("--cluster-option name=Big_name", "--cluster-option name=9lives", f"--cluster-option name={'n' * 41}"),
+        *("--cluster-option namespace=a.b", "--cluster-option image=-v", "--cluster-option secret=A"),
+        *("--cluster-option pvc=runs:work", "--cluster-option pvc=runs:/", "--cluster-option grace_s=0"),
+        *("--cluster-option imag=v", "--nodes 3", "--run-dir /tmp/run", "--run-dir ../run"),
+        *("--set checkpoint.dir=/elsewhere", "--resume never", "--node-rank 0", "--master node1"),
     ],
 )
 def test_what_cannot_be_is_said(options):

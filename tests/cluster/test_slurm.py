@@ -16,9 +16,6 @@ from vitscale.recipe import recipes_dir
 SMOKE = ("b16_jft", "--smoke")
 
 
-# ---- The script ------------------------------------------------------------------------------------------------------
-
-
 def render(**fields) -> str:
     what = {name: fields.pop(name) for name in list(fields) if name in Pretraining.__dataclass_fields__}
     return find_cluster("slurm").render(Job(Pretraining("b16_jft", **what), **fields))
@@ -48,16 +45,9 @@ def test_the_ranks_themselves_as_tasks():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"node_rank": 0},
-        {"master": "n1"},
-        {"nodes": 3, "ranks": 5},
-        {"settings": ("optimizer.lrr=1",)},
-        {"time_limit_minutes": 9},
-        {"options": {"nodes": "2"}},
-        {"options": {"tasks": "gpu"}},
-        {"options": {"tasks": "rank"}},
-        {"options": {"partition": "a\nrm"}},
-        {"options": {"-p": "gpu"}},
+        *({"node_rank": 0}, {"master": "n1"}, {"nodes": 3, "ranks": 5}, {"settings": ("optimizer.lrr=1",)}),
+        *({"time_limit_minutes": 9}, {"options": {"nodes": "2"}}, {"options": {"tasks": "gpu"}}),
+        *({"options": {"tasks": "rank"}}, {"options": {"partition": "a\nrm"}}, {"options": {"-p": "gpu"}}),
     ],
 )
 def test_what_cannot_be_rendered(fields):
@@ -75,9 +65,6 @@ def test_a_run_that_may_not_be_continued(tmp_path):
 def test_an_option_that_sbatch_does_not_know(slurm, tmp_path):
     outcome = vitscale(slurm, tmp_path, *SMOKE, "--cluster-option", "partitiom=main")
     assert outcome.returncode == 2 and "unrecognized option '--partitiom=main'" in outcome.stderr
-
-
-# ---- What follows from exit codes ------------------------------------------------------------------------------------
 
 
 def stub(folder: Path, body: str) -> str:
@@ -140,9 +127,6 @@ def test_what_may_be_repeated_is_requeued_until_it_gets_no_further(slurm, tmp_pa
         "is told to end and never gets on": ("FAILED", "85:0", "1"),
         "gets on": ("COMPLETED", "0:0", "4"),
     }
-
-
-# ---- Training --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.cluster

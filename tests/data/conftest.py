@@ -5,7 +5,7 @@ import gc
 import pytest
 from loaders import SHARDS, loader_threads, open_files
 from picture_shards import write_pictures
-from python_processes import wait_until
+from processes import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -43,13 +43,8 @@ def by_pillow(content, height, width):
 
 
 TRANSFORMS = [
-    TrainTransform(),
-    TrainTransform(flip=1.0),
-    TrainTransform((0.3, 0.4), (0.5, 2.0), 0.0),
-    ResizeTransform(0.8),
-    EvalTransform("central", 224 / 256),
-    EvalTransform("square", 224 / 256),
-    EvalTransform("square", 1.0),
+    *(TrainTransform(), TrainTransform(flip=1.0), TrainTransform((0.3, 0.4), (0.5, 2.0), 0.0), ResizeTransform(0.8)),
+    *(EvalTransform("central", 224 / 256), EvalTransform("square", 224 / 256), EvalTransform("square", 1.0)),
 ]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from loaders import SHARDS, loader_of, loader_threads, open_files, resident_bytes
-from python_processes import wait_until
+from processes import wait_until
 
 from vitscale.data import batch_reader as batch_reader_module
 from vitscale.data.augmentation import EvalTransform

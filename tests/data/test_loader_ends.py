@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from loaders import loader_of
 from picture_shards import write_pictures
-from python_processes import run_python, start_python, wait_until
+from processes import run_python, start_python, wait_until
 
 FAN_CLASS_CONTENT, FAN_MARK_ADD, FAN_OPEN_PERM, AT_FDCWD = 0x4, 0x1, 0x10000, -100
 

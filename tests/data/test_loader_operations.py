@@ -118,9 +118,6 @@ def _samples(batch):
     return zip(batch.uids.tolist(), batch.images, strict=True)
 
 
-# ---- Recipes ---------------------------------------------------------------------------------------------------------
-
-
 def with_operations(operations: str) -> Recipe:
     return load_recipe("b16_i1k", [f"data.operations={operations}"])
 

@@ -11,7 +11,7 @@ import torch
 from damage import KINDS, METADATA, SILENT, cut_before, flip_byte, misstate_checksums, store_zeros
 from loaders import SEED, loader_of, read
 from picture_shards import view, write_pictures
-from python_processes import wait_until
+from processes import wait_until
 from small_files import flip
 from views import expected_view
 

@@ -17,7 +17,7 @@ from fsspec.asyn import AsyncFileSystem
 from loaders import loader_of, loader_threads, read
 from picture_shards import write_pictures
 from pictures import make_picture
-from python_processes import wait_until
+from processes import wait_until
 from stock_beton import write_stock
 from views import area_mean, whole_picture
 

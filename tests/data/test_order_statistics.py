@@ -34,8 +34,6 @@ SHAPES = {
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 
-# ---- Probabilities ---------------------------------------------------------------------------------------------------
-
 chi_square_tail, normal_tail = stats.chi2.sf, stats.norm.sf
 
 
@@ -43,9 +41,6 @@ def both_tails(value, degrees):
     """Of a chi-square: too uneven, or more even than chance would be."""
     tail = chi_square_tail(value, degrees)
     return 2 * min(tail, 1 - tail)
-
-
-# ---- What is seen when -----------------------------------------------------------------------------------------------
 
 
 class Times:
@@ -82,9 +77,6 @@ def times(shape):
         return (epoch_of(order, shard_samples, epoch) for epoch in range(EPOCHS))
 
     return Times(sum(shard_samples), batch, epochs_of)
-
-
-# ---- How likely that is ----------------------------------------------------------------------------------------------
 
 
 def uniformity(times, sample):
@@ -127,9 +119,6 @@ def neighbours(times, apart):
     met = int(((near == far) & (near >= 0)).sum())
     expected = near.size * (times.steps * times.batch / samples) * (times.batch - 1) / (samples - 1)
     return normal_tail((met - expected) / math.sqrt(expected))
-
-
-# ---- The shuffle -----------------------------------------------------------------------------------------------------
 
 
 @every_shape

@@ -44,9 +44,6 @@ def test_a_shard_of_hundreds_of_millions_is_cut_into_windows():
     assert len(windows) == 18 and windows.max() <= WHOLE_SAMPLES and windows.sum() == 300_000_000
 
 
-# ---- Which shards are read ------------------------------------------------------------------------------------------
-
-
 def shards_by_rank(order, *worlds, epoch=1):
     """The set of shards that each rank draws on in an epoch; by the number of ranks."""
     steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
@@ -82,9 +79,6 @@ def test_more_ranks_than_segments_share_them():
         assert len(together) <= 4  # 90 samples in shards of 40
 
 
-# ---- Shards ahead ---------------------------------------------------------------------------------------------------
-
-
 def test_upcoming_shards_come_in_the_order_of_windows():
     """Four segments of two windows of five shards each; the windows change within the batch of step 19."""
     batch = 10_004
@@ -117,9 +111,6 @@ def test_upcoming_shards_of_three_hundred_million_samples_shuffle_no_window():
     assert 128 * 15 <= len(upcoming) <= 128 * 17
     mine = order.upcoming(500_000, 0, 512)
     assert len(mine) <= 16 * 17 and set(mine) <= set(upcoming)
-
-
-# ---- Cost, threads, versions ----------------------------------------------------------------------------------------
 
 
 def test_three_hundred_million_samples_need_little_memory():

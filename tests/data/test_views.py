@@ -35,9 +35,6 @@ def batches(manifest, rank=0, world=1, kinds=KINDS, **more):
         return list(loader)
 
 
-# ---- Crops -----------------------------------------------------------------------------------------------------------
-
-
 def boxes(area, height, width, count=4000):
     keys = np.random.default_rng(1).integers(0, 2**64, count, np.uint64)
     return ResizedTransform(area).boxes(keys, np.full(count, height), np.full(count, width))
@@ -68,9 +65,6 @@ def test_boxes_of_thin_pictures_have_a_pixel():
             np.arange(50, dtype=np.uint64), *np.full((2, 50), [[height], [width]])
         )
         assert (found[:, 2:] >= 1).all() and (found[:, :2] + found[:, 2:] <= [height, width]).all()
-
-
-# ---- Pixels ----------------------------------------------------------------------------------------------------------
 
 
 def test_every_view_is_what_pillow_makes_of_the_picture(manifest):
@@ -110,9 +104,6 @@ def test_a_view_does_not_depend_on_the_others(manifest):
     more = (*KINDS, ViewKind(1, 24, ResizedTransform((0.9, 1.0)), NOTHING))
     for ours, others in zip(batches(manifest, kinds=KINDS[:1]), batches(manifest, kinds=more), strict=True):
         assert torch.equal(ours.views[0], others.views[0]) and ours.digest != others.digest
-
-
-# ---- Operations ------------------------------------------------------------------------------------------------------
 
 
 def changed(pixels, code, *values):

@@ -9,7 +9,7 @@ import xxhash
 from datasets_on_disk import contents
 from messages import refusal
 from pictures import encoded, make_picture
-from python_processes import run_python
+from processes import run_python
 from small_files import pack, write_files, write_tar
 
 from data_tools.classes import read_classes

@@ -84,16 +84,10 @@ def test_fields_that_people_name(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("x.csv", "id,label\n1,cat\n"),
-        ("x.csv", "path,url,label\n1,2,cat\n"),
-        ("x.csv", "path,id\n1,cat\n"),
-        ("x.csv", "path,label,target\n1,cat,2\n"),
-        ("x.csv", "path;label\n1.jpg;cat\n"),
-        ("x.csv", "a/1.jpg,cat,3\n"),
-        ("x.csv", "a/1.jpg\n"),
-        ("x.csv", "path,label,label\n"),
-        ("x.jsonl", '{"id": 1, "label": 2}'),
-        ("x.json", "{}"),
+        *(("x.csv", "id,label\n1,cat\n"), ("x.csv", "path,url,label\n1,2,cat\n"), ("x.csv", "path,id\n1,cat\n")),
+        *(("x.csv", "path,label,target\n1,cat,2\n"), ("x.csv", "path;label\n1.jpg;cat\n")),
+        *(("x.csv", "a/1.jpg,cat,3\n"), ("x.csv", "a/1.jpg\n"), ("x.csv", "path,label,label\n")),
+        *(("x.jsonl", '{"id": 1, "label": 2}'), ("x.json", "{}")),
     ],
 )
 def test_lists_that_cannot_be_told(tmp_path, name, text):
@@ -149,14 +143,9 @@ def test_a_list_that_is_missing_or_cut(tmp_path):
 @pytest.mark.parametrize(
     ("path", "key"),
     [
-        ("a/1.jpg", "a/1.jpg"),
-        ("./a//b/../1.jpg", "a/1.jpg"),
-        ("../a/1.jpg", "a/1.jpg"),
-        ("/data/a/1.jpg", "data/a/1.jpg"),
-        ("s3://bucket/a/1.jpg", "bucket/a/1.jpg"),
-        ("https://host/i?id=5", "host/i?id=5"),
-        (".hidden/1.jpg", ".hidden/1.jpg"),
-        ("a/...jpg", "a/...jpg"),
+        *(("a/1.jpg", "a/1.jpg"), ("./a//b/../1.jpg", "a/1.jpg"), ("../a/1.jpg", "a/1.jpg")),
+        *(("/data/a/1.jpg", "data/a/1.jpg"), ("s3://bucket/a/1.jpg", "bucket/a/1.jpg")),
+        *(("https://host/i?id=5", "host/i?id=5"), (".hidden/1.jpg", ".hidden/1.jpg"), ("a/...jpg", "a/...jpg")),
     ],
 )
 def test_keys(tmp_path, path, key):

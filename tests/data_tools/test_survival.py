@@ -16,7 +16,7 @@ from faulty_calls import run_with_fault
 from kill_at import convert_killed_at
 from messages import refusal
 from pictures import encoded, make_picture
-from python_processes import wait_until
+from processes import wait_until
 from small_disk import small_disk
 from small_files import write_files
 

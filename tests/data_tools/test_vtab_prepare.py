@@ -45,24 +45,15 @@ pytestmark = pytest.mark.usefixtures("here")
 TAKES = Takes(8, 2)
 # (split, first image) of the validation images, and (split, first image) of the test part, of 40 images in TFDS.
 PUBLISHED = {
-    "caltech101": (("train", 36), ("test", 0)),
-    "cifar100": (("train", 36), ("test", 0)),
-    "dtd": (("validation", 0), ("test", 0)),
-    "flowers102": (("validation", 0), ("test", 0)),
-    "pets": (("train", 32), ("test", 0)),
-    "sun397": (("validation", 0), ("test", 0)),
-    "svhn": (("train", 36), ("test", 0)),
-    "camelyon": (("validation", 0), ("test", 0)),
-    "eurosat": (("train", 24), ("train", 32)),
-    "resisc45": (("train", 24), ("train", 32)),
-    "retinopathy": (("validation", 0), ("test", 0)),
-    "clevr_count": (("train", 36), ("validation", 0)),
-    "clevr_dist": (("train", 36), ("validation", 0)),
-    "dmlab": (("validation", 0), ("test", 0)),
-    "dspr_loc": (("train", 32), ("train", 36)),
-    "dspr_ori": (("train", 32), ("train", 36)),
-    "kitti_dist": (("validation", 0), ("test", 0)),
-    "snorb_azim": (("test", 0), ("test", 20)),
+    **{"caltech101": (("train", 36), ("test", 0)), "cifar100": (("train", 36), ("test", 0))},
+    **{"dtd": (("validation", 0), ("test", 0)), "flowers102": (("validation", 0), ("test", 0))},
+    **{"pets": (("train", 32), ("test", 0)), "sun397": (("validation", 0), ("test", 0))},
+    **{"svhn": (("train", 36), ("test", 0)), "camelyon": (("validation", 0), ("test", 0))},
+    **{"eurosat": (("train", 24), ("train", 32)), "resisc45": (("train", 24), ("train", 32))},
+    **{"retinopathy": (("validation", 0), ("test", 0)), "clevr_count": (("train", 36), ("validation", 0))},
+    **{"clevr_dist": (("train", 36), ("validation", 0)), "dmlab": (("validation", 0), ("test", 0))},
+    **{"dspr_loc": (("train", 32), ("train", 36)), "dspr_ori": (("train", 32), ("train", 36))},
+    **{"kitti_dist": (("validation", 0), ("test", 0)), "snorb_azim": (("test", 0), ("test", 20))},
     "snorb_elev": (("test", 0), ("test", 20)),
 }
 
@@ -349,14 +340,9 @@ def test_clevr_counts_from_three(objects, label):
 @pytest.mark.parametrize(
     ("distances", "types", "label"),
     [
-        ([8.0, 30.0], [0, 0], 0),
-        ([8.01, 30.0], [1, 0], 1),
-        ([20.0], [2], 1),
-        ([20.5], [2], 2),
+        *(([8.0, 30.0], [0, 0], 0), ([8.01, 30.0], [1, 0], 1), ([20.0], [2], 1), ([20.5], [2], 2)),
         ([3.0, 25.0], [3, 0], 2),  # a pedestrian is nearer than the car
-        ([3.0, 4.0], [3, 5], 3),
-        ([], [], 3),
-        ([-1.5], [0], 0),
+        *(([3.0, 4.0], [3, 5], 3), ([], [], 3), ([-1.5], [0], 0)),
     ],
 )
 def test_kitti_looks_at_cars_vans_and_trucks(distances, types, label):
@@ -385,15 +371,9 @@ def test_bins_of_dsprites():
 @pytest.mark.parametrize(
     ("rule", "values"),
     [
-        (dsprites_location, [[32]]),
-        (dsprites_orientation, [[40]]),
-        (dsprites_location, [[-1]]),
-        (clevr_distance, [[]]),
-        (clevr_distance, [[0.0, 0.0, 0.0]]),
-        (clevr_distance, [[0.0, 0.0, float("nan")]]),
-        (kitti_distance, [[0], [1.0, 1.0, -100.0]]),
-        (stated, [[1, 2]]),
-        (stated, [[]]),
+        *((dsprites_location, [[32]]), (dsprites_orientation, [[40]]), (dsprites_location, [[-1]])),
+        *((clevr_distance, [[]]), (clevr_distance, [[0.0, 0.0, 0.0]]), (clevr_distance, [[0.0, 0.0, float("nan")]])),
+        *((kitti_distance, [[0], [1.0, 1.0, -100.0]]), (stated, [[1, 2]]), (stated, [[]])),
     ],
 )
 def test_what_has_no_class(rule, values):

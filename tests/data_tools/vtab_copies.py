@@ -20,10 +20,7 @@ KITTI_DISTANCES = (5.0, 15.0, 30.0)
 def expected_label(task: str, number: int) -> int:
     """What the label of image `number` of a split is, by how the copies are made."""
     return {
-        "clevr_count": number % 8,
-        "clevr_dist": number % 6,
-        "kitti_dist": number % 4,
-        "dspr_loc": number % 32 // 2,
+        **{"clevr_count": number % 8, "clevr_dist": number % 6, "kitti_dist": number % 4, "dspr_loc": number % 32 // 2},
         "dspr_ori": ORIENTATION_BINS[number % 40],
     }.get(task, number % TASKS[task].num_classes)
 

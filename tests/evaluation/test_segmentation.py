@@ -258,21 +258,12 @@ def no_folder(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "split", "named"),
     [
-        (colours, "train", "RGB"),
-        (truncated, "test", "decoded"),
-        (huge, "train", "12000 x 12000"),
-        (flipped, "train", "decoded"),
-        (animated, "train", "animated"),
-        (two_headers, "train", "headers"),
-        (no_png, "test", "no PNG"),
-        (pipe, "train", "regular"),
-        (another_shape, "train", "same shape"),
-        (beyond, "test", "class 9"),
-        (far_beyond, "train", "class 60000"),
-        (missing, "test", "no mask for 1 of the 8 images"),
-        (twice, "train", "two masks"),
-        (nothing, "train", "no PNG"),
-        (no_folder, "train", "no such folder"),
+        *((colours, "train", "RGB"), (truncated, "test", "decoded"), (huge, "train", "12000 x 12000")),
+        *((flipped, "train", "decoded"), (animated, "train", "animated"), (two_headers, "train", "headers")),
+        *((no_png, "test", "no PNG"), (pipe, "train", "regular"), (another_shape, "train", "same shape")),
+        *((beyond, "test", "class 9"), (far_beyond, "train", "class 60000")),
+        *((missing, "test", "no mask for 1 of the 8 images"), (twice, "train", "two masks")),
+        *((nothing, "train", "no PNG"), (no_folder, "train", "no such folder")),
     ],
 )
 def test_wrong_masks_are_refused_by_name(damage, split, named, place, masks):

@@ -317,8 +317,7 @@ def choose(rng: random.Random, objective: str, ranks: int, every: int) -> dict[s
     """Blocks of the recipe of a seed, which saves after `every` steps."""
     evaluation, selection = _JUDGED[objective]
     return {
-        "batch": {"global": 8 * ranks, "micro_max": rng.choice([2, 4])},
-        "precision": rng.choice(["bf16", "fp32"]),
+        **{"batch": {"global": 8 * ranks, "micro_max": rng.choice([2, 4])}, "precision": rng.choice(["bf16", "fp32"])},
         "parallelism": {"zero_stage": rng.randrange(4), "activation_checkpointing": rng.choice([0, 1])},
         "checkpoint": {
             "every": {"steps": every},
@@ -326,10 +325,8 @@ def choose(rng: random.Random, objective: str, ranks: int, every: int) -> dict[s
             "background": rng.random() < 0.7,
             "max_failures": 1000,  # the disk may stay full for long
         },
-        "objective": {"kind": objective},
-        "evaluation": {**evaluation, "every": {"steps": 3 * every}, "batch": 16},
-        "selection": selection,
-        "check": {"step_timeout_s": 60.0, "replicas_every": 5 * every},
+        **{"objective": {"kind": objective}, "evaluation": {**evaluation, "every": {"steps": 3 * every}, "batch": 16}},
+        **{"selection": selection, "check": {"step_timeout_s": 60.0, "replicas_every": 5 * every}},
         "seed": rng.randrange(1000),
         **_BESIDE.get(objective, {}),
     }
@@ -434,19 +431,11 @@ def examine(options: argparse.Namespace, out: Path) -> dict[str, Any]:
         }
 
     return {
-        "seed": seed,
-        "objective": options.objective,
-        "ranks": ranks,
-        "steps": steps,
-        "faults": {kind: row(kind) for kind in (*ENDINGS, *DAMAGES)},
-        "launches": chaos.launches,
-        "attempts": len(disturbed.events("started")),
-        "steps_twice": chaos.steps_twice,
-        "undisturbed_s": round(undisturbed_s, 1),
-        "disturbed_s": round(disturbed_s, 1),
-        "lines_compared": len(expected),
-        "fills_disk": has_disk,
-        "problems": problems,
+        **{"seed": seed, "objective": options.objective, "ranks": ranks, "steps": steps},
+        **{"faults": {kind: row(kind) for kind in (*ENDINGS, *DAMAGES)}, "launches": chaos.launches},
+        **{"attempts": len(disturbed.events("started")), "steps_twice": chaos.steps_twice},
+        **{"undisturbed_s": round(undisturbed_s, 1), "disturbed_s": round(disturbed_s, 1)},
+        **{"lines_compared": len(expected), "fills_disk": has_disk, "problems": problems},
     }
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from faulty_calls import run_with_fault
-from python_processes import start_python
+from processes import start_python
 
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.durable import durable_file, durable_folder, make_folder, new_folder, remove_leftovers
@@ -38,9 +38,6 @@ except OSError as error:
 
 def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-
-
-# ---- A disk that fails -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", ["syncfs:error=EIO", "syncfs:error=ENOSPC", "fsync:error=EIO:when=1"])
@@ -91,8 +88,6 @@ def test_a_folder_cannot_be_made_where_a_file_is(tmp_path):
     with pytest.raises(RecipeError), new_folder(tmp_path / "file" / "out"):
         pass
 
-
-# ---- A process that is killed ----------------------------------------------------------------------------------------
 
 HELD = """
 import sys

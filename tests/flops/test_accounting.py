@@ -31,16 +31,10 @@ def test_breakdown_of_a_transformer_by_hand():
     work = model_work(model, 9, 7)
     n, t, offsets = 4, 5, 9  # 9 / 4 leaves a 2 x 2 grid and a pixel over; one class token
     assert {part: (of.macs, of.params) for part, of in work.parts().items()} == {
-        "patch_embedding": (n * 48 * 6, 48 * 6 + 6),
-        "class_token": (0, 6),
-        "norms": (0, 2 * 2 * 12 + 12),
-        "qkv": (2 * t * 108, 2 * (108 + 18)),
-        "scores": (2 * 2 * t * t * 6, 0),
-        "out": (2 * t * 36, 2 * (36 + 6)),
-        "mlp": (2 * t * 120, 2 * (120 + 16)),
-        "relative": (2 * t * offsets * 6, 2 * offsets * 6),
-        "pre_logits": (36, 42),
-        "head": (42, 49),
+        **{"patch_embedding": (n * 48 * 6, 48 * 6 + 6), "class_token": (0, 6), "norms": (0, 2 * 2 * 12 + 12)},
+        **{"qkv": (2 * t * 108, 2 * (108 + 18)), "scores": (2 * 2 * t * t * 6, 0), "out": (2 * t * 36, 2 * (36 + 6))},
+        **{"mlp": (2 * t * 120, 2 * (120 + 16)), "relative": (2 * t * offsets * 6, 2 * offsets * 6)},
+        **{"pre_logits": (36, 42), "head": (42, 49)},
     }
     assert work.macs == sum(part.macs for part in work.parts().values())
     assert work.backward_macs == 2 * work.macs - n * 48 * 6

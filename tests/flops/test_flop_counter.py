@@ -24,17 +24,12 @@ RESNET = {"name": "ResNet50", "blocks": [1, 2, 2]}
 SWIN = {"name": "Swin-T", "width": 32, "num_heads": 2, "blocks": [2, 2, 3], "window": 3}
 ROPE = {"position": {"kind": "rope"}}
 MODERN = [
-    {"norm": "rms"},
-    {"mlp": "swiglu"},
-    {"qkv_bias": "no_key", "norm": "rms", "qk_norm": True},
-    {"qkv_bias": "none", "qk_norm": True},
-    {"layer_scale": 0.1, "attention": "axial"},
-    {"registers": 3, "class_position": False},
-    {"registers": 3, "pool": "mean", "position": {"kind": "2d"}},
+    *({"norm": "rms"}, {"mlp": "swiglu"}, {"qkv_bias": "no_key", "norm": "rms", "qk_norm": True}),
+    *({"qkv_bias": "none", "qk_norm": True}, {"layer_scale": 0.1, "attention": "axial"}),
+    *({"registers": 3, "class_position": False}, {"registers": 3, "pool": "mean", "position": {"kind": "2d"}}),
     {"registers": 3, "pool": "map", "norm": "rms", "mlp": "swiglu", **ROPE},
     {"pool": "map", "attention": "axial", "head": "linear"},
-    {"pool": "normed_mean", "sub_norm": "all", "norm": "rms"},
-    {"pool": "map", "sub_norm": "mlp", "mlp": "swiglu"},
+    *({"pool": "normed_mean", "sub_norm": "all", "norm": "rms"}, {"pool": "map", "sub_norm": "mlp", "mlp": "swiglu"}),
     {"pool": "normed_mean", "position": {"kind": "1d_rope"}},
     {"pool": "normed_mean", "class_token": False, "registers": 2, "mlp": "quick_gelu"},
 ]
@@ -141,20 +136,14 @@ def test_sizes_that_do_not_divide(model, size):
 @pytest.mark.parametrize(
     "model",
     [
-        SMALL | {"depth": 5},
-        SMALL | {"dropout": 0.1},
-        SMALL | {"pool": "mean", "position": {"kind": "relative"}},
+        *(SMALL | {"depth": 5}, SMALL | {"dropout": 0.1}, SMALL | {"pool": "mean", "position": {"kind": "relative"}}),
         SMALL | {"depth": 3, "drop_path": 0.5},
         SMALL | {"layer_scale": 0.1, "mlp": "swiglu", "registers": 2, **ROPE},
-        SMALL | {"sub_norm": "all", "mlp": "swiglu", "pool": "normed_mean", "position": {"kind": "1d_rope"}},
-        AXIAL,
+        *(SMALL | {"sub_norm": "all", "mlp": "swiglu", "pool": "normed_mean", "position": {"kind": "1d_rope"}}, AXIAL),
         STEM | {"depth": 3},
         *(SWIN, SWIN | {"drop_path": 0.5}),
-        RESNET | {"variant": "v1"},
-        RESNET | {"variant": "v2"},
-        RESNET | {"variant": "v2", "drop_path": 0.5},
-        RESNET | {"variant": "v1", "mixing": "axial"},
-        RESNET | {"variant": "v2", "mixing": "axial"},
+        *(RESNET | {"variant": "v1"}, RESNET | {"variant": "v2"}, RESNET | {"variant": "v2", "drop_path": 0.5}),
+        *(RESNET | {"variant": "v1", "mixing": "axial"}, RESNET | {"variant": "v2", "mixing": "axial"}),
     ],
     ids=lambda model: "-".join(str(value) for value in model.values()),
 )

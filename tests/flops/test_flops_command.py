@@ -57,18 +57,10 @@ def test_a_row_in_full(grid):
     macs += 32 * 2 * 257**2 * 1280 + 1280**2 + 1280 * 18_291
     exaflops = 6 * macs * 14 * 303e6 / 1e18
     assert grid["h14_jft"] == {
-        "recipe": "h14_jft",
-        "model": "ViT-H/14",
-        "epochs": 14,
-        "tokens": 257,
-        "params": 655_835_251,
-        "gmacs": macs / 1e9,
-        "accounting_gmacs": macs / 1e9,
-        "images": 4_242_000_000,
-        "exaflops": pytest.approx(exaflops, rel=1e-12),
-        "published_exaflops": 4262,
-        "published_first_exaflops": 12826,
-        "deviation": pytest.approx(exaflops / 4262 - 1, rel=1e-9),
+        **{"recipe": "h14_jft", "model": "ViT-H/14", "epochs": 14, "tokens": 257, "params": 655_835_251},
+        **{"gmacs": macs / 1e9, "accounting_gmacs": macs / 1e9, "images": 4_242_000_000},
+        **{"exaflops": pytest.approx(exaflops, rel=1e-12), "published_exaflops": 4262},
+        **{"published_first_exaflops": 12826, "deviation": pytest.approx(exaflops / 4262 - 1, rel=1e-9)},
     }
 
 

@@ -41,15 +41,8 @@ def test_no_bf16_before_ampere(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "cpu",
-        "",
-        "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
-        "NVIDIA H20",
-        "NVIDIA A100-SXM-64GB",
-        "NVIDIA A10G",
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 3090 Ti",
+        *("cpu", "", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "NVIDIA H20", "NVIDIA A100-SXM-64GB", "NVIDIA A10G"),
+        *("NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 3090 Ti"),
         "AMD Instinct MI300X",
     ],
 )

@@ -128,11 +128,7 @@ def speed(device: torch.device) -> None:
 
 
 CHECKS: dict[str, Callable[[torch.device], None]] = {
-    "attention": attention,
-    "compiled": compiled,
-    "erasing": erasing,
-    "float8": float8,
-    "memory": memory,
+    **{"attention": attention, "compiled": compiled, "erasing": erasing, "float8": float8, "memory": memory},
     "speed": speed,
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hostile.strange_files import IRREGULAR, NO_HANG, PRECIOUS, ROOT, a_hole
-from python_processes import start_python
+from processes import start_python
 
 from data_tools.machine import TaskRange, claimed
 from data_tools.output import Output
@@ -102,8 +102,6 @@ def test_a_conversion_refuses_links_in_its_output(tmp_path: Path) -> None:
         pass
     assert (tmp_path / "thesis").read_bytes() == PRECIOUS
 
-
-# ---- A file system without locks -------------------------------------------------------------------------------------
 
 _NO_LOCKS = """
 #define _GNU_SOURCE

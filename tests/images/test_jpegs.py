@@ -8,7 +8,7 @@ from damaged_jpegs import HEIGHT, WIDTH, small_jpegs
 from messages import refusal
 from pictures import encoded, make_picture
 from PIL import Image
-from python_processes import run_python
+from processes import run_python
 from stock_ffcv import ffcv_decode
 
 from vitscale.data.shards.images import Reject, store_image

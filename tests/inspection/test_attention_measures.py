@@ -18,17 +18,13 @@ from vitscale.models.anatomy import Anatomy, AttentionLayer
 IMAGES = torch.randint(0, 256, (7, 64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 HYBRID = {"blocks": [1, 1], "width_factor": 1, "patch_size": 1, "width": 48, "depth": 2, "mlp_dim": 96, "num_heads": 3}
 VARIANTS = {
-    "plain": TINY,
-    "registers": TINY | {"registers": 2},
-    "mean": TINY | {"pool": "mean"},
+    **{"plain": TINY, "registers": TINY | {"registers": 2}, "mean": TINY | {"pool": "mean"}},
     "map": TINY | {"pool": "map"},
     "normed_mean": TINY | {"pool": "normed_mean", "position": {"kind": "1d_rope"}, "qkv_bias": "no_key"},
     "rope": TINY | {"position": {"kind": "rope"}, "registers": 1, "qk_norm": True},
     "relative": TINY | {"position": {"kind": "relative"}},
-    "every_layer": TINY | {"position": {"kind": "2d", "at": "every_layer"}},
-    "axial": TINY | {"attention": "axial"},
-    "axial_relative": TINY | {"attention": "axial", "position": {"kind": "relative"}},
-    "hybrid": HYBRID,
+    **{"every_layer": TINY | {"position": {"kind": "2d", "at": "every_layer"}}, "axial": TINY | {"attention": "axial"}},
+    **{"axial_relative": TINY | {"attention": "axial", "position": {"kind": "relative"}}, "hybrid": HYBRID},
 }
 
 

@@ -23,14 +23,8 @@ OPEN_MPI = {
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 # As two nodes of a real Slurm have it, for the third of three tasks.
 STEP = {
-    "SLURM_JOB_ID": "123456",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "2",
-    "SLURM_NTASKS": "3",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "1",
-    "SLURM_NNODES": "2",
-    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    **{"SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0"},
+    **{"SLURM_NODEID": "1", "SLURM_NNODES": "2", "SLURM_STEP_NODELIST": "gpu[07-08]"},
     "SLURM_STEP_TASKS_PER_NODE": "2,1",
 }
 LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "MPI_")
@@ -107,16 +101,9 @@ def test_a_half_set_environment_names_what_is_missing(environment, variables, mi
 @pytest.mark.parametrize(
     "variables",
     [
-        TORCH | {"RANK": "one"},
-        STEP | {"SLURM_PROCID": "x"},
-        TORCH | {"RANK": "4"},
-        TORCH | {"WORLD_SIZE": "0"},
-        TORCH | {"MASTER_PORT": "99999"},
-        TORCH | {"LOCAL_RANK": "-1"},
-        TORCH | {"LOCAL_WORLD_SIZE": "1"},
-        OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"},
-        {"PMIX_RANK": "0"},
-        without(STEP, "SLURM_STEP_ID"),
+        *(TORCH | {"RANK": "one"}, STEP | {"SLURM_PROCID": "x"}, TORCH | {"RANK": "4"}, TORCH | {"WORLD_SIZE": "0"}),
+        *(TORCH | {"MASTER_PORT": "99999"}, TORCH | {"LOCAL_RANK": "-1"}, TORCH | {"LOCAL_WORLD_SIZE": "1"}),
+        *(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, {"PMIX_RANK": "0"}, without(STEP, "SLURM_STEP_ID")),
     ],
 )
 def test_what_cannot_be_or_would_leave_others_out_is_refused(environment, variables):
@@ -170,14 +157,9 @@ def test_the_place_of_a_launch(environment, variables, given, expected):
 @pytest.mark.parametrize(
     ("variables", "given"),
     [
-        ({}, (2, None, None)),
-        ({}, (None, 1, "a")),
-        ({}, (2, 2, "a")),
-        ({}, (2, 0, "a:b")),
-        ({}, (2, 0, "a:99999")),
+        *(({}, (2, None, None)), ({}, (None, 1, "a")), ({}, (2, 2, "a")), ({}, (2, 0, "a:b")), ({}, (2, 0, "a:99999"))),
         (without(LAUNCH_STEP, "SLURM_NODEID"), (None, None, None)),
-        (without(LAUNCH_STEP, "SLURM_STEP_NODELIST"), (None, None, None)),
-        (STEP, (None, None, None)),
+        *((without(LAUNCH_STEP, "SLURM_STEP_NODELIST"), (None, None, None)), (STEP, (None, None, None))),
         (without(LAUNCH_STEP, "SLURM_STEP_ID"), (None, None, None)),
     ],
 )

@@ -11,23 +11,13 @@ from vitscale.models import compile_blocks
 from vitscale.recipe.families import REGISTRY, ResNetShape, Shape, ViTShape, architecture, model_of
 
 TIMM_NAMES = {
-    "ViT-b/32": "vit_small_patch32_224",
-    "ViT-B/16": "vit_base_patch16_224",
-    "ViT-L/16": "vit_large_patch16_224",
-    "R50+ViT-B/16": "vit_base_r50_s16_224",
-    "R50+ViT-L/32": "vit_large_r50_s32_224",
-    "R26+ViT-S/32": "vit_small_r26_s32_224",
-    "R+ViT-Ti/16": "vit_tiny_r_s16_p8_224",
-    "ResNet50x1": "resnetv2_50x1_bit",
-    "ResNet50x3": "resnetv2_50x3_bit",
-    "ResNet101x1": "resnetv2_101x1_bit",
-    "ResNet101x3": "resnetv2_101x3_bit",
-    "ResNet152x2": "resnetv2_152x2_bit",
-    "ResNet152x4": "resnetv2_152x4_bit",
-    "Swin-T": "swin_tiny_patch4_window7_224",
-    "Swin-S": "swin_small_patch4_window7_224",
-    "Swin-B": "swin_base_patch4_window7_224",
-    "Swin-L": "swin_large_patch4_window7_224",
+    **{"ViT-b/32": "vit_small_patch32_224", "ViT-B/16": "vit_base_patch16_224", "ViT-L/16": "vit_large_patch16_224"},
+    **{"R50+ViT-B/16": "vit_base_r50_s16_224", "R50+ViT-L/32": "vit_large_r50_s32_224"},
+    **{"R26+ViT-S/32": "vit_small_r26_s32_224", "R+ViT-Ti/16": "vit_tiny_r_s16_p8_224"},
+    **{"ResNet50x1": "resnetv2_50x1_bit", "ResNet50x3": "resnetv2_50x3_bit", "ResNet101x1": "resnetv2_101x1_bit"},
+    **{"ResNet101x3": "resnetv2_101x3_bit", "ResNet152x2": "resnetv2_152x2_bit", "ResNet152x4": "resnetv2_152x4_bit"},
+    **{"Swin-T": "swin_tiny_patch4_window7_224", "Swin-S": "swin_small_patch4_window7_224"},
+    **{"Swin-B": "swin_base_patch4_window7_224", "Swin-L": "swin_large_patch4_window7_224"},
 }
 SIZE = 64
 

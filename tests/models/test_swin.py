@@ -143,11 +143,8 @@ def test_axes_of_heads_and_patches():
 
 def recipe(model: dict, **blocks) -> dict:
     return {
-        "model": model,
-        "data": {"train": "photos", "image_size": 64},
-        "batch": {"global": 2},
-        "optimizer": {"name": "adamw", "lr": 1e-3},
-        "schedule": {"duration": {"steps": 1}},
+        **{"model": model, "data": {"train": "photos", "image_size": 64}, "batch": {"global": 2}},
+        **{"optimizer": {"name": "adamw", "lr": 1e-3}, "schedule": {"duration": {"steps": 1}}},
     } | blocks
 
 

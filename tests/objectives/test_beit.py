@@ -62,9 +62,6 @@ def normalised(images, dtype=torch.float32):
     return to_model_input(images, torch.device("cpu"), dtype)
 
 
-# ---- Against transformers --------------------------------------------------------------------------------------------
-
-
 def as_ours(theirs):
     """What maps transformers' tensors by name to ours: values as well as gradients."""
     found = {
@@ -140,9 +137,6 @@ def test_images_of_another_size_are_resized_and_one_number_is_one_patch(folder):
     assert not torch.equal(flipped, expected.flatten(1))
 
 
-# ---- Which patches ---------------------------------------------------------------------------------------------------
-
-
 def test_blocks_are_drawn_as_published():
     """The port of microsoft/unilm's generator in transformers, on 14 x 14 patches of which 75 are masked."""
     random.seed(0)
@@ -178,9 +172,6 @@ def test_counts_are_exact_and_each_sample_draws_alone(folder, patches, share):
     drawn = torch.from_numpy(blocks(keys(40), patches, objective.counts.corrupted))
     masked = torch.zeros_like(drawn).scatter(1, order[:, : objective.counts.corrupted], True)
     assert (masked | ~drawn).all() and (masked.sum(dim=1) == objective.counts.corrupted).all()
-
-
-# ---- What is not taken -----------------------------------------------------------------------------------------------
 
 
 def test_the_recipe_of_before_is_unchanged_and_a_smoke_run_needs_no_tokenizer(folder, tmp_path):

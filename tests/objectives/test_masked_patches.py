@@ -31,9 +31,6 @@ def pictures(seed=0):
     return torch.randint(256, (B, SIDE, SIDE, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- How many, and which ---------------------------------------------------------------------------------------------
-
-
 def test_of_196_patches_half_is_78_and_10_and_10():
     recipe = load_recipe("b16_jft_masked")
     assert recipe.objective.counts(recipe.context) == (78, 10, 10)
@@ -58,9 +55,6 @@ def test_every_patch_of_every_sample_is_as_likely_and_samples_draw_alone():
     alone = torch.cat([objective.plan(keys(4000)[at : at + 1], at)[0] for at in range(50)])
     assert torch.equal(alone, order[:50])
     assert len({tuple(row) for row in order.tolist()}) == 4000
-
-
-# ---- What is predicted -----------------------------------------------------------------------------------------------
 
 
 def colour(pixels) -> int:

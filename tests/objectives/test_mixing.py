@@ -31,9 +31,6 @@ def pictures(count=B, seed=0):
     return 2 * torch.rand(count, SIDE, SIDE, 3, generator=torch.Generator().manual_seed(seed)) - 1
 
 
-# ---- The loss, of two labels with their parts ------------------------------------------------------------------------
-
-
 def example():
     """Logits; labels of which pairs 0 are of one class; parts of the target, 0 and 1 among them."""
     generator = torch.Generator().manual_seed(1)
@@ -109,9 +106,6 @@ def test_no_tensor_of_targets_is_made():
         return sum(size >= B * K for size in sizes)
 
     assert kept(Partners(partners_of(labels), own)) <= kept(None) + 1  # the logits, once more
-
-
-# ---- What is drawn ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("alpha", [0.02, 0.1, 0.5, 0.8, 1.0, 4.0, 300.0])
@@ -190,9 +184,6 @@ def test_boxes_of_given_sides_are_as_timms():
     assert abs(np.corrcoef(heights, widths)[0, 1]) < 0.03  # any height with any width
 
 
-# ---- Pixels ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("per", ["batch", "pair", "element"])
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
 def test_pixels_equal_timms_mixing(kind, per, monkeypatch):
@@ -232,9 +223,6 @@ def test_what_is_not_mixed_keeps_its_bits():
         assert found.dtype == dtype and torch.equal(found, images)
         whole = torch.tensor([[0, SIDE, 0, SIDE]]).expand(B, 4)
         assert torch.equal(mixer(cutmix=1.0).mix_images(images, torch.ones(B), whole), partners_of(images))
-
-
-# ---- In a recipe -----------------------------------------------------------------------------------------------------
 
 
 def test_the_objective_mixes_in_training_and_not_in_evaluation():

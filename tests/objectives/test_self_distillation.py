@@ -37,9 +37,6 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- Losses ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seen", [1, 2, 3])
 def test_views_are_compared_with_all_targets_but_their_own(seen):
     student, teacher = random(6, 5, 11, seed=1), random(6, seen, 11, seed=2).softmax(dim=2)
@@ -96,9 +93,6 @@ def test_gram_anchoring_is_the_mean_square_over_pairs_of_patches():
         found[image] += (cosines[0] - cosines[1]) ** 2 / 50
     assert gram_losses(student, teacher).tolist() == pytest.approx(found, rel=1e-5)
     assert gram_losses(student, 3 * student).max() < 1e-12
-
-
-# ---- The objective ---------------------------------------------------------------------------------------------------
 
 
 def built(changes=(), model=()):

@@ -88,13 +88,10 @@ def test_memory_of_a_machine_and_of_its_control_groups(tmp_path, monkeypatch):
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     files = {
         "proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    8192 kB\n",
-        "proc/cpuinfo": "flags\t\t: fpu avx512f avx512_bf16\n",
-        "proc/self/cgroup": "0::/slice/job\n",
-        "sys/fs/cgroup/slice/memory.max": "6000000\n",
-        "sys/fs/cgroup/slice/memory.current": "4000000\n",
+        **{"proc/cpuinfo": "flags\t\t: fpu avx512f avx512_bf16\n", "proc/self/cgroup": "0::/slice/job\n"},
+        **{"sys/fs/cgroup/slice/memory.max": "6000000\n", "sys/fs/cgroup/slice/memory.current": "4000000\n"},
         "sys/fs/cgroup/slice/memory.stat": "anon 3000000\ninactive_file 1000000\n",
-        "sys/fs/cgroup/slice/job/memory.max": "max\n",
-        "sys/fs/cgroup/slice/job/memory.current": "1\n",
+        **{"sys/fs/cgroup/slice/job/memory.max": "max\n", "sys/fs/cgroup/slice/job/memory.current": "1\n"},
         "sys/fs/cgroup/slice/job/memory.stat": "inactive_file 0\n",
     }
     for name, content in files.items():

@@ -47,10 +47,7 @@ def write_data(root: Path, name: str, *, against: Sequence[str] = (), splits: Se
             blank = {"distance": None, "correlation": None, "cosine": None, "variant": None, "tier": "bytes"}
             rows = [
                 {
-                    "train_uid": uid,
-                    "train_key": f"a{uid}",
-                    "test_set": against[0],
-                    "test_key": key,
+                    **{"train_uid": uid, "train_key": f"a{uid}", "test_set": against[0], "test_key": key},
                     **blank,
                     "removed": out,
                 }

@@ -174,11 +174,8 @@ def test_what_is_below_the_current_folder_is_named_without_it(root, study, pretr
 def test_compute_counts_each_run_once(made):
     compute = made[0]["compute"]
     assert compute["begun_with"] == {
-        "runs": 1,
-        "images": 640,
-        "exaflops": pytest.approx(0.04),
-        "device_hours": pytest.approx(40 * 1.5 * 2 / 3600),
-        "runs_without_device_hours": 0,
+        **{"runs": 1, "images": 640, "exaflops": pytest.approx(0.04)},
+        **{"device_hours": pytest.approx(40 * 1.5 * 2 / 3600), "runs_without_device_hours": 0},
     }
     assert compute["all"]["runs"] == compute["reported"]["runs"] + 1 == 14
 

@@ -14,7 +14,7 @@ import pytest
 import xxhash
 from adopted_files import first_row, pixels_of, table_of
 from messages import refusal
-from python_processes import start_python
+from processes import start_python
 from shards_command import run
 from small_files import edit_manifest, write_files
 from stock_beton import write_stock
@@ -46,12 +46,9 @@ def mixed(tmp_path_factory):
         for i in range(60)
     ]
     fields = {
-        "weight": FloatField(),
-        "notes": JSONField(),
+        **{"weight": FloatField(), "notes": JSONField()},
         "a_long_name_of_it": RGBImageField(write_mode="proportion"),  # FFCV cuts it
-        "blob": BytesField(),
-        "uid": IntField(),
-        "vector": NDArrayField(np.dtype("f4"), (2, 3)),
+        **{"blob": BytesField(), "uid": IntField(), "vector": NDArrayField(np.dtype("f4"), (2, 3))},
         "label": IntField(),
     }
     return write_stock(tmp_path_factory.mktemp("mixed") / "train.beton", fields, rows, workers=2)
@@ -211,13 +208,8 @@ def test_fields_must_be_clear(tmp_path):
     only_float = with_fields("float.beton", {"image": RGBImageField(), "age": FloatField()})
     no_image = with_fields("none.beton", {"label": IntField()})
     for arguments in (
-        [two],
-        [two, "--image-field", "left"],
-        [two, "--image-field", "b"],
-        [two, "--image-field", "middle"],
-        [only_float],
-        [only_float, "--label-field", "age"],
-        [no_image],
+        *([two], [two, "--image-field", "left"], [two, "--image-field", "b"], [two, "--image-field", "middle"]),
+        *([only_float], [only_float, "--label-field", "age"], [no_image]),
     ):
         with refusal(RecipeError, "adopt", " ".join(map(str, arguments)), {tmp_path: "FOLDER"}):
             run("adopt", *arguments)

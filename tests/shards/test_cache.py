@@ -15,7 +15,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import xxhash
-from python_processes import start_python
+from processes import start_python
 from small_disk import small_disk
 from small_files import entry_of
 

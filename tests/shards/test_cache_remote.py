@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from python_processes import run_python, start_python, wait_until
+from processes import run_python, start_python, wait_until
 from s3_server import SECRET, behind_proxy
 from small_files import entry_of
 from test_cache import GENEROUS, holds, name_of, names

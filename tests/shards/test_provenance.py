@@ -23,18 +23,10 @@ def table(rows=50):
     return pa.Table.from_pylist(
         [
             {
-                "uid": 100 + i,
-                "key": f"häuser/{i:03d}.jpg",
-                "labels": list(range(i % 4)),
-                "height": 10 + i,
-                "width": 20 + i,
-                "size": 1000 + i,
-                "crc32c": 2**32 - 1 - i,
-                "sha256": hashlib.sha256(bytes([i])).digest(),
-                "passed_through": i % 2 == 0,
-                "pixels": 2**64 - 1 - i,
-                "pdq": hashlib.sha256(bytes([1, i])).digest(),
-                "pdq_quality": i,
+                **{"uid": 100 + i, "key": f"häuser/{i:03d}.jpg", "labels": list(range(i % 4)), "height": 10 + i},
+                **{"width": 20 + i, "size": 1000 + i, "crc32c": 2**32 - 1 - i},
+                **{"sha256": hashlib.sha256(bytes([i])).digest(), "passed_through": i % 2 == 0},
+                **{"pixels": 2**64 - 1 - i, "pdq": hashlib.sha256(bytes([1, i])).digest(), "pdq_quality": i},
                 "pdq_trimmed": hashlib.sha256(bytes([2, i])).digest() if i % 3 else None,
             }
             for i in range(rows)
@@ -70,15 +62,10 @@ def test_a_table_of_version_1(tmp_path):
     """As datasets have it that were converted before there were fingerprints."""
     path = tmp_path / "shard-00000.idx.parquet"
     columns = {
-        "uid": (pa.int64(), [3]),
-        "key": (pa.string(), ["a.jpg"]),
-        "labels": (pa.list_(pa.field("element", pa.int32(), nullable=False)), [[1]]),
-        "height": (pa.int32(), [10]),
-        "width": (pa.int32(), [20]),
-        "size": (pa.int64(), [1000]),
-        "crc32c": (pa.uint32(), [2**32 - 1]),
-        "sha256": (pa.binary(32), [bytes(32)]),
-        "passed_through": (pa.bool_(), [True]),
+        **{"uid": (pa.int64(), [3]), "key": (pa.string(), ["a.jpg"])},
+        **{"labels": (pa.list_(pa.field("element", pa.int32(), nullable=False)), [[1]]), "height": (pa.int32(), [10])},
+        **{"width": (pa.int32(), [20]), "size": (pa.int64(), [1000]), "crc32c": (pa.uint32(), [2**32 - 1])},
+        **{"sha256": (pa.binary(32), [bytes(32)]), "passed_through": (pa.bool_(), [True])},
     }
     schema = pa.schema([pa.field(name, kind, nullable=False) for name, (kind, _) in columns.items()])
     before = pa.table({name: values for name, (_, values) in columns.items()}, schema)

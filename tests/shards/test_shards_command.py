@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from messages import refusal
 from PIL import Image, ImageChops
-from python_processes import run_python
+from processes import run_python
 from shards_command import run
 from small_files import files_in, flip_images, upload, write_files
 from stored_dataset import Photo, write_dataset
@@ -174,23 +174,9 @@ def test_converting_an_export_gives_the_same_samples(tmp_path):
 def test_hostile_names_stay_inside_and_apart(tmp_path):
     names = ["..", "a/b", "a_b", "", ".hidden", "classes.txt", "x|y", "-1", " ", "w" * 300, "line\nbreak", "unlabelled"]
     keys = [
-        "../../etc/passwd",
-        "/absolute.png",
-        "a/b/../../../c.png",
-        "same.png",
-        "same.jpg",
-        "same.JPEG",
-        "same/below.png",
-        "same.jpg/below.png",
-        "",
-        "...",
-        "k" * 300 + ".png",
-        "/".join(["deep" * 20] * 40),
-        "nul\0.png",
-        ".hidden.png",
-        "photo.v2",
-        "__MACOSX/x.jpg",
-        "-1/\u2028.jpg",
+        *("../../etc/passwd", "/absolute.png", "a/b/../../../c.png", "same.png", "same.jpg", "same.JPEG"),
+        *("same/below.png", "same.jpg/below.png", "", "...", "k" * 300 + ".png", "/".join(["deep" * 20] * 40)),
+        *("nul\0.png", ".hidden.png", "photo.v2", "__MACOSX/x.jpg", "-1/\u2028.jpg"),
     ]
     photos = [Photo(key, (1,), seed=i) for i, key in enumerate(keys)]
     photos += [Photo(f"{i}.jpg", (i,), seed=50 + i) for i in range(len(names))]

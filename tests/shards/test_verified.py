@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from python_processes import start_python
+from processes import start_python
 from small_files import entry_of
 
 from vitscale.data.shards import ShardEntry, verified

@@ -22,9 +22,6 @@ def recipe(expansion: Expansion, name: str, label: str = ""):
     return entry.option(label or entry.options[0].label).recipe
 
 
-# ---- Lists -----------------------------------------------------------------------------------------------------------
-
-
 def test_axes_are_crossed_and_lists_of_one_axis_go_together(tmp_path):
     grid = [
         {"optimizer.lr": [0.001, 0.01]},
@@ -32,14 +29,10 @@ def test_axes_are_crossed_and_lists_of_one_axis_go_together(tmp_path):
     ]
     expansion = expanded(tmp_path, {"a": {"grid": grid, "seeds": [7, 8]}})
     assert list(expansion.entries) == [
-        "a-lr0.001-steps4-decaylinear-seed7",
-        "a-lr0.001-steps4-decaylinear-seed8",
-        "a-lr0.001-steps6-decaycosine-seed7",
-        "a-lr0.001-steps6-decaycosine-seed8",
-        "a-lr0.01-steps4-decaylinear-seed7",
-        "a-lr0.01-steps4-decaylinear-seed8",
-        "a-lr0.01-steps6-decaycosine-seed7",
-        "a-lr0.01-steps6-decaycosine-seed8",
+        *("a-lr0.001-steps4-decaylinear-seed7", "a-lr0.001-steps4-decaylinear-seed8"),
+        *("a-lr0.001-steps6-decaycosine-seed7", "a-lr0.001-steps6-decaycosine-seed8"),
+        *("a-lr0.01-steps4-decaylinear-seed7", "a-lr0.01-steps4-decaylinear-seed8"),
+        *("a-lr0.01-steps6-decaycosine-seed7", "a-lr0.01-steps6-decaycosine-seed8"),
     ]
     found = recipe(expansion, "a-lr0.01-steps6-decaycosine-seed8")
     assert (found.optimizer.lr, found.schedule.duration.steps, found.schedule.decay) == (0.01, 6, "cosine")
@@ -126,13 +119,8 @@ def test_edges_begin_with_the_runs_of_other_parts(tmp_path):
     }
     expansion = expanded(tmp_path, parts)
     assert list(expansion.entries) == [
-        "pre-tiny",
-        "pre-other",
-        "fine-pre-tiny-seed0",
-        "fine-pre-tiny-seed1",
-        "fine-pre-other-seed0",
-        "fine-pre-other-seed1",
-        "last",
+        *("pre-tiny", "pre-other", "fine-pre-tiny-seed0", "fine-pre-tiny-seed1", "fine-pre-other-seed0"),
+        *("fine-pre-other-seed1", "last"),
     ]
     for name, entry in expansion.entries.items():
         found = recipe(expansion, name)
@@ -144,8 +132,6 @@ def test_edges_begin_with_the_runs_of_other_parts(tmp_path):
     assert recipe(expansion, "fine-pre-other-seed0").model.shape().width == 128
     assert expansion.entries["last"].parent == "fine-pre-tiny-seed1"
 
-
-# ---- Refused ---------------------------------------------------------------------------------------------------------
 
 SELECTS = {"datasets": {"colours": SPLITS}, "selection": SELECTION}
 FEWSHOT = {"evaluation.fewshot": {"tasks": [{"name": "t", "train": "x", "test": "colours/test"}]}}

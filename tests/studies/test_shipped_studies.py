@@ -53,8 +53,6 @@ def test_a_study_is_found_by_path_or_stem():
         find_study("figur4")
 
 
-# ---- Fine-tuning -----------------------------------------------------------------------------------------------------
-
 # Table 4: steps and learning rates; the development splits of appendix B.1.1, in percent.
 TABLE_4 = {
     "imagenet": (20_000, [0.003, 0.01, 0.03, 0.06], 1),
@@ -151,9 +149,6 @@ def test_one_trunk_buys_the_runs_of_7_epochs_and_saves_11_percent_of_the_18_runs
     assert (all_of_them - paid) / all_of_them == pytest.approx(0.11, abs=0.005)
 
 
-# ---- Small data sets -------------------------------------------------------------------------------------------------
-
-
 def test_from_scratch_differs_from_fine_tuning_by_the_first_weights_alone():
     entries = expand(load_study("transfer_small"), Path("runs")).entries
     pairs = [(entry, entries[name.replace("finetune", "scratch")]) for name, entry in entries.items()]
@@ -186,9 +181,6 @@ def test_arms_of_todays_training_differ_by_what_their_names_say():
             assert [ours(step) for step in range(branch.first_step)] == [
                 theirs(step) for step in range(branch.first_step)
             ]
-
-
-# ---- In miniature ----------------------------------------------------------------------------------------------------
 
 
 def test_the_miniature_keeps_the_rules_of_figure_4():

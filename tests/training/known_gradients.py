@@ -37,17 +37,10 @@ SIZES = {"embedding": 7, "blocks.0": 30, "blocks.1": 12, "norm": 1, "head": 9}
 VECTORS = Parameters({f"{layer}.{kind}": (size,) for layer, size in SIZES.items() for kind in ("weight", "bias")})
 TENSORS = Parameters(
     {
-        "embedding.weight": (32, 192),
-        "embedding.bias": (32,),
-        "blocks.0.attention.qkv.weight": (96, 32),
-        "blocks.0.attention.qkv.bias": (96,),
-        "blocks.0.attention.out.weight": (32, 32),
-        "blocks.1.fc.weight": (20, 51),
-        "blocks.1.conv.weight": (18, 3, 2, 17),
-        "blocks.1.norm.weight": (1,),
-        "blocks.1.norm.bias": (3,),
-        "head.weight": (5, 40),
-        "head.bias": (5,),
+        **{"embedding.weight": (32, 192), "embedding.bias": (32,), "blocks.0.attention.qkv.weight": (96, 32)},
+        **{"blocks.0.attention.qkv.bias": (96,), "blocks.0.attention.out.weight": (32, 32)},
+        **{"blocks.1.fc.weight": (20, 51), "blocks.1.conv.weight": (18, 3, 2, 17), "blocks.1.norm.weight": (1,)},
+        **{"blocks.1.norm.bias": (3,), "head.weight": (5, 40), "head.bias": (5,)},
     }
 )
 
@@ -121,8 +114,6 @@ class Updates:
         self.deepspeed.destroy()
 
 
-# ---- Groups of parameters: vectors, with other gradients on each rank ------------------------------------------------
-
 GROUP_UPDATES = 5
 
 
@@ -152,8 +143,6 @@ def update_groups(world: Any, root: Path, cases: dict[str, dict[str, Any]]) -> N
         updates.end(root / case)
 
 
-# ---- Whole tensors, with the same gradients on all ranks: sums of their squares are exact in any order ---------------
-
 TENSOR_UPDATES, TENSOR_RATE = 10, 0.01
 
 
@@ -169,8 +158,6 @@ def update_tensors(world: Any, root: Path, cases: dict[str, dict[str, Any]]) -> 
                 updates.deepspeed.step()
         updates.end(root / f"{case}-world{world.size}")
 
-
-# ---- One rank, whose gradients are missing or not finite now and then ------------------------------------------------
 
 ALONE_UPDATES, INFINITE = 5, 2  # the update that gets an infinite gradient
 UNUSED = "blocks.1.bias"  # by every second update

@@ -36,9 +36,6 @@ def prove_all(world: Any, root: Path, cases: dict[str, Any]) -> None:
             (root / f"{case}-{world.size}.json").write_text(json.dumps(found))
 
 
-# ---- Faults ----------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def bucket(prover: Any, how: str, divisor: float = 65_536.0) -> Iterator[None]:
     """Something is wrong with how DeepSpeed sums the first bucket of gradients of every update over the ranks."""

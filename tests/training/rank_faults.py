@@ -46,9 +46,6 @@ class Wrapped:
         return self._methods[name] if name in self._methods else getattr(self._real, name)
 
 
-# ---- Losses ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Poisoned:
     """A cross-entropy that makes something of the loss of one row of a rank's batch."""
@@ -119,9 +116,6 @@ def log_samples(trainer: Any, file: str) -> Iterator[None]:
         yield
 
 
-# ---- Devices that compute wrongly ------------------------------------------------------------------------------------
-
-
 @contextmanager
 def flip_bit(trainer: Any, step: int, rank: int) -> Iterator[None]:
     """After the update of `step`, the lowest bit of one weight of one rank is another."""
@@ -157,9 +151,6 @@ def wrong_layer(trainer: Any, step: int, rank: int, layer: str) -> Iterator[None
         yield
     finally:
         hook.remove()
-
-
-# ---- Files -----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -249,9 +240,6 @@ def save_at_once(trainer: Any) -> Iterator[None]:
     """What was loaded is saved again before anything else, over the same step."""
     trainer.save()
     yield
-
-
-# ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

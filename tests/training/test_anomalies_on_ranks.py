@@ -36,16 +36,11 @@ def blocks(
 ) -> dict[str, Any]:
     """All that keeps state is on: dropout, two micro-batches a step, the average, two groups of parameters."""
     return {
-        "precision": precision,
-        "model": {"dropout": 0.2},
-        "batch": {"micro_max": 4},
-        "optimizer": optimizer,
+        **{"precision": precision, "model": {"dropout": 0.2}, "batch": {"micro_max": 4}, "optimizer": optimizer},
         "schedule": {"duration": {"steps": steps}, "warmup": {"steps": 2}},
         "parallelism": {"zero_stage": stage, "activation_checkpointing": 2, "offload": offload, "overlap": overlap},
-        "ema": {"decay": 0.9},
-        "checkpoint": {"every": {"steps": 2}, "keep": 20},
-        "evaluation": {"validation": None},
-        "anomalies": anomalies,
+        **{"ema": {"decay": 0.9}, "checkpoint": {"every": {"steps": 2}, "keep": 20}},
+        **{"evaluation": {"validation": None}, "anomalies": anomalies},
     }
 
 

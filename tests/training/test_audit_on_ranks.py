@@ -23,15 +23,10 @@ def content(stage: int, **others: Any) -> dict[str, Any]:
     if stage == 3:
         extra["stage3_param_persistence_threshold"] = 100
     return {
-        "precision": "bf16",
-        "model": {"depth": 2},
-        "batch": {"global": 16, "micro_max": 4},
-        "parallelism": {"zero_stage": stage},
-        "optimizer": {"lr": 3e-3, "weight_decay": 0.1, "clip_norm": 0.5},
-        "schedule": {"duration": {"steps": STEPS}, "warmup": {"steps": 1}},
-        "evaluation": {"validation": None},
-        "check": {"audit_every": EVERY},
-        "deepspeed": {"zero_optimization": extra} if extra else {},
+        **{"precision": "bf16", "model": {"depth": 2}, "batch": {"global": 16, "micro_max": 4}},
+        **{"parallelism": {"zero_stage": stage}, "optimizer": {"lr": 3e-3, "weight_decay": 0.1, "clip_norm": 0.5}},
+        **{"schedule": {"duration": {"steps": STEPS}, "warmup": {"steps": 1}}, "evaluation": {"validation": None}},
+        **{"check": {"audit_every": EVERY}, "deepspeed": {"zero_optimization": extra} if extra else {}},
         **others,
     }
 

@@ -34,17 +34,14 @@ BEGIN = 2
 def blocks(stage: int, micro: int = 4, **others: Any) -> dict[str, Any]:
     objective = {"kind": KIND, "pull": {"from": 1.0, "to": 2.0, "over": {"steps": 4}, "shape": "linear"}}
     return {
-        "precision": "fp32",
-        "batch": {"global": 16, "micro_max": micro},
+        **{"precision": "fp32", "batch": {"global": 16, "micro_max": micro}},
         "objective": {**objective, **others.pop("objective", {})},
         "optimizer": {
             **{"name": "sgd", "lr": RATE, "momentum": 0.5},
             "groups": [{"match": "^guess", "begin": {"steps": BEGIN}}],
         },
-        "parallelism": {"zero_stage": stage, **others.pop("parallelism", {})},
-        "averages": AVERAGES,
-        "evaluation": {"validation": None},
-        "checkpoint": {"every": {"steps": 1}, "keep": 20},
+        **{"parallelism": {"zero_stage": stage, **others.pop("parallelism", {})}, "averages": AVERAGES},
+        **{"evaluation": {"validation": None}, "checkpoint": {"every": {"steps": 1}, "keep": 20}},
         **others,
     }
 

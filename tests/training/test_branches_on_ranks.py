@@ -28,14 +28,10 @@ SHORT = {**LONG, "duration": {"steps": STEPS}, "cooldown": {"steps": 2}, "cooldo
 def content(schedule: dict[str, Any], stage: int = 1, **others: Any) -> dict[str, Any]:
     """All that could be forgotten is on: dropout, accumulation, average, groups, a batch that was left out."""
     return {
-        "model": {"dropout": 0.2},
-        "batch": {"micro_max": 4},
+        **{"model": {"dropout": 0.2}, "batch": {"micro_max": 4}},
         "optimizer": {"lr": 3e-3, "decay_exclude": "bias|norm", "groups": [{"match": "^cls", "frozen": True}]},
-        "parallelism": {"zero_stage": stage},
-        "schedule": schedule,
-        "ema": {"decay": 0.4},
-        "evaluation": {"validation": None},
-        "checkpoint": {"every": {"steps": 1}, "keep": 20},
+        **{"parallelism": {"zero_stage": stage}, "schedule": schedule, "ema": {"decay": 0.4}},
+        **{"evaluation": {"validation": None}, "checkpoint": {"every": {"steps": 1}, "keep": 20}},
         "anomalies": {"non_finite": "skip"},
         **others,
     }

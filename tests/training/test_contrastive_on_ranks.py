@@ -23,12 +23,9 @@ VIEWS = [
 
 def blocks(stage, micro=8, group=4, **others):
     return {
-        "precision": "fp32",
-        "data": {"views": VIEWS},
-        "batch": {"micro_max": micro},
+        **{"precision": "fp32", "data": {"views": VIEWS}, "batch": {"micro_max": micro}},
         "objective": {"kind": "contrastive", "group": group, "hidden": 16, "outputs": 8},
-        "parallelism": {"zero_stage": stage},
-        "evaluation": {"validation": None},
+        **{"parallelism": {"zero_stage": stage}, "evaluation": {"validation": None}},
         "checkpoint": {"every": {"steps": 2}, "keep": 9},
         **others,
     }

@@ -26,16 +26,12 @@ CASES = {f"{dtype}-zero{stage}": (stage, dtype) for dtype, stages in STAGES.item
 def fine_tuning(weights: Path, stage: int, momentum_dtype: str) -> dict[str, Any]:
     """Each of two ranks takes four micro-batches an update."""
     return {
-        "precision": "fp32",
-        "model": {"depth": 2, "head": "linear"},
-        "init": {"from": str(weights)},
+        **{"precision": "fp32", "model": {"depth": 2, "head": "linear"}, "init": {"from": str(weights)}},
         "data": {"train": "train", "image_size": NEW, "normalise": {"mean": MEAN, "std": STD}},
-        "batch": {"global": BATCH, "micro_max": 2},
-        "objective": {"loss": "softmax"},
+        **{"batch": {"global": BATCH, "micro_max": 2}, "objective": {"loss": "softmax"}},
         "optimizer": {"name": "sgd", "lr": RATE, "momentum": 0.9, "momentum_dtype": momentum_dtype, "clip_norm": CLIP},
         "schedule": {"duration": {"steps": STEPS}, "warmup": {"steps": WARMUP}, "decay": "cosine"},
-        "parallelism": {"zero_stage": stage},
-        "evaluation": {"validation": None},
+        **{"parallelism": {"zero_stage": stage}, "evaluation": {"validation": None}},
     }
 
 

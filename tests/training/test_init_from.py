@@ -44,12 +44,8 @@ FORMATS = {"npz": "pretrain", "timm": "linear", "hf": "linear", "safetensors": "
 def begins(source: str | Path, *, stage: int = 1, model: dict[str, Any] | None = None, **init: Any) -> dict[str, Any]:
     """A run that begins with these weights. Its first update has learning rate 0, so that it changes none of them."""
     return {
-        "batch": {"global": 12, "micro_max": 4},
-        "model": model or {},
-        "parallelism": {"zero_stage": stage},
-        "evaluation": {"validation": None},
-        "checkpoint": {"keep": 20},
-        "init": {"from": str(source), **init},
+        **{"batch": {"global": 12, "micro_max": 4}, "model": model or {}, "parallelism": {"zero_stage": stage}},
+        **{"evaluation": {"validation": None}, "checkpoint": {"keep": 20}, "init": {"from": str(source), **init}},
     }
 
 

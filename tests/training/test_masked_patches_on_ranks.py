@@ -28,13 +28,17 @@ SPLITS = {"train": "train", "test": "test"}
 KINDS: dict[str, dict[str, Any]] = {
     "masked": {
         "objective": {"kind": "masked_patches", "target": "mean_colour"},
-        "evaluation": {"validation": None, "fewshot": {"tasks": [{"name": "toy", **SPLITS}], "shots": [2]}},
+        "evaluation": {
+            "validation": None,
+            "batch": 16,
+            "fewshot": {"tasks": [{"name": "toy", **SPLITS}], "shots": [2]},
+        },
     },
     "mae": {
         "objective": {"kind": "mae", **DECODER},
         "model": MAE_MODEL,
         "data": {"normalise": {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}},
-        "evaluation": {"validation": None, "every": {"steps": 2}, "knn": {**SPLITS, "k": [5, 20]}},
+        "evaluation": {"validation": None, "batch": 16, "every": {"steps": 2}, "knn": {**SPLITS, "k": [5, 20]}},
         "selection": {"metric": "knn/5nn"},
     },
 }

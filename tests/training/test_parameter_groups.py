@@ -60,11 +60,8 @@ CHANGING_CASES = [
 
 def content(settings: dict[str, Any], precision: str, stage: int, *, changes: bool = False) -> dict[str, Any]:
     return {
-        "schedule": CHANGING if changes else {},
-        "precision": precision,
-        "model": {"depth": 2},
-        "batch": {"global": RANKS, "micro_max": 1},
-        "optimizer": {**settings, **GROUPED},
+        **{"schedule": CHANGING if changes else {}, "precision": precision, "model": {"depth": 2}},
+        **{"batch": {"global": RANKS, "micro_max": 1}, "optimizer": {**settings, **GROUPED}},
         "parallelism": {"zero_stage": stage},
     }
 

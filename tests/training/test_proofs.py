@@ -183,10 +183,7 @@ def world_of(fault: str) -> int:
 def broken(name: str) -> Any:
     (precision, stage, *more), updates, fault, *_ = FAULTS[name]
     settings = [
-        "ema={decay: 0.9, warmup: false}",
-        "optimizer.decay_exclude=bias",
-        "batch.global=8",
-        "batch.micro_max=1",
+        *("ema={decay: 0.9, warmup: false}", "optimizer.decay_exclude=bias", "batch.global=8", "batch.micro_max=1"),
         *more,
     ]
     return *case("classes", precision, stage, "adamw", *settings)[:2], updates, fault

@@ -14,8 +14,6 @@ from ranks import job, launch
 
 from vitscale.training.watching.replicas import checksum
 
-# ---- Checksums -------------------------------------------------------------------------------------------------------
-
 TYPES = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64, torch.uint8: torch.uint8}
 
 
@@ -65,16 +63,10 @@ def test_the_checksum_is_the_sum_of_odd_multiples():
     assert checksum(torch.tensor(values, dtype=torch.int32).view(5, 1).expand(5, 3)[:, 1]) == expected
 
 
-# ---- Ranks -----------------------------------------------------------------------------------------------------------
-
-
 def blocks(stage: int, precision: str = "bf16", **others: Any) -> dict[str, Any]:
     return {
-        "precision": precision,
-        "batch": {"global": 12, "micro_max": 4},
-        "parallelism": {"zero_stage": stage},
-        "evaluation": {"validation": None},
-        "checkpoint": {"every": {"steps": 2}},
+        **{"precision": precision, "batch": {"global": 12, "micro_max": 4}, "parallelism": {"zero_stage": stage}},
+        **{"evaluation": {"validation": None}, "checkpoint": {"every": {"steps": 2}}},
         "check": {"replicas_every": 1000},
         **others,
     }

@@ -17,11 +17,8 @@ STAGES = quick_of(range(4), (0, 1, 3))  # 1 and 2 are one optimizer of DeepSpeed
 
 def blocks(every: int = 2, stage: int = 1, **checkpoint: Any) -> dict[str, Any]:
     return {
-        "model": {"dropout": 0.2},
-        "batch": {"micro_max": 4},
-        "parallelism": {"zero_stage": stage},
-        "ema": {"decay": 0.9},
-        "evaluation": {"validation": None},
+        **{"model": {"dropout": 0.2}, "batch": {"micro_max": 4}, "parallelism": {"zero_stage": stage}},
+        **{"ema": {"decay": 0.9}, "evaluation": {"validation": None}},
         "checkpoint": {"every": {"steps": every}, **checkpoint},
     }
 

@@ -58,9 +58,6 @@ def test_a_run_that_is_all_warmup():
     assert learning_rate(10, base=0.1, total=10, warmup=10, decay="linear") == pytest.approx(0.1)
 
 
-# ---- Of the years after the paper, against timm's and big_vision's formulas ------------------------------------------
-
-
 def big_vision(step, *, base, total, warmup, decay, timescale=10_000, cooldown=0):
     """`create_learning_rate_schedule` of big_vision, of what it calls const and rsqrt, as its page has the formulas."""
     rate = base / math.sqrt(1 + (step - warmup) / timescale) if decay == "rsqrt" and step >= warmup else base

@@ -35,14 +35,10 @@ NOISE = {"bf16": 3e-3, "fp32": 1e-5}
 def exact(stage: int, **others: Any) -> dict[str, Any]:
     """All that could be forgotten is on: dropout, accumulation, recomputed activations, average, groups."""
     return {
-        "precision": "bf16",
-        "model": {"dropout": 0.2},
-        "batch": {"micro_max": 4},
+        **{"precision": "bf16", "model": {"dropout": 0.2}, "batch": {"micro_max": 4}},
         "optimizer": {"lr": 3e-3, "decay_exclude": "bias|norm", "layer_decay": 0.8, "groups": GROUPS},
-        "parallelism": {"zero_stage": stage, "activation_checkpointing": 2},
-        "ema": {"decay": DECAY},
-        "evaluation": {"validation": None},
-        "checkpoint": EVERY_STEP,
+        **{"parallelism": {"zero_stage": stage, "activation_checkpointing": 2}, "ema": {"decay": DECAY}},
+        **{"evaluation": {"validation": None}, "checkpoint": EVERY_STEP},
         **others,
     }
 
@@ -61,13 +57,10 @@ DISTURBED = {
 def moved(precision: str, stage: int) -> dict[str, Any]:
     """12 samples a step divide among one to four ranks. No dropout, which is seeded by rank."""
     return {
-        "precision": precision,
-        "batch": {"global": 12, "micro_max": 4},
+        **{"precision": precision, "batch": {"global": 12, "micro_max": 4}},
         "optimizer": {"lr": 3e-3, "decay_exclude": "bias|norm", "groups": GROUPS},
-        "parallelism": {"zero_stage": stage},
-        "ema": {"decay": DECAY, "warmup": False},
-        "evaluation": {"validation": None},
-        "checkpoint": {"keep": 20},
+        **{"parallelism": {"zero_stage": stage}, "ema": {"decay": DECAY, "warmup": False}},
+        **{"evaluation": {"validation": None}, "checkpoint": {"keep": 20}},
     }
 
 
@@ -101,9 +94,6 @@ def root(root: Path, request: pytest.FixtureRequest) -> Path:
     return root
 
 
-# ---- Resumed ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_interrupted_evaluated_and_checked_it_equals_the_undisturbed_run(root, stage):
     assert_same_run(root, f"zero{stage}-disturbed", f"zero{stage}")
@@ -111,9 +101,6 @@ def test_interrupted_evaluated_and_checked_it_equals_the_undisturbed_run(root, s
     for step in range(1, STEPS):  # and at every step of the way
         one, other = (everything(checkpoint(root, name, step)) for name in (f"zero{stage}-disturbed", f"zero{stage}"))
         assert all(torch.equal(one[key], other[key]) for key in other)
-
-
-# ---- Frozen ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -126,9 +113,6 @@ def test_what_is_frozen_stays_as_it_began_and_has_no_moments(root, stage):
         is_frozen = re.search(FROZEN, name) is not None
         assert (is_unchanged, has_moments) == (is_frozen, not is_frozen), name
         assert not is_frozen or torch.equal(reader.parameter(name, "ema"), reader.parameter(name))
-
-
-# ---- Averaged --------------------------------------------------------------------------------------------------------
 
 
 def averages_by_hand(root: Path, name: str, factors: list[float]) -> dict[str, np.ndarray]:
@@ -166,9 +150,6 @@ def test_evaluation_during_training_is_of_the_average(root, stage):
     assert average["validation/loss"] == pytest.approx(line["eval/validation/loss"], rel=1e-5)
     assert average["validation/top1"] == line["eval/validation/top1"]
     assert abs(weights["validation/loss"] - average["validation/loss"]) > 1e-3
-
-
-# ---- Moved -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("move", quick_of(MOVES, QUICK_MOVES))

@@ -143,9 +143,6 @@ def test_mlflow_continues_its_run_or_begins_a_new_one_with_what_counts(tmp_path,
     assert [(each.step, each.value) for each in top1] == [(3, 1.0), (8, -1.0)]
 
 
-# ---- In recipes ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("block", "expected"),
     [

@@ -38,16 +38,10 @@ GROUPED = {
 }
 # By the text above, by hand: (factor of the learning rate, weight decay).
 HOW = {
-    "embedding.weight": (0.125, 0.1),
-    "embedding.bias": (0.125, 0.0),
-    "blocks.0.attention.qkv.weight": (0.25, 0.1),
-    "blocks.0.attention.qkv.bias": (0.25, 0.0),
-    "blocks.0.attention.out.weight": (0.25, 0.1),
-    "blocks.1.fc.weight": (0.5, 0.1),
-    "blocks.1.conv.weight": (0.5, 0.1),
-    "blocks.1.norm.weight": (0.5, 0.1),
-    "head.weight": (10.0, 0.3),
-    "head.bias": (10.0, 0.3),
+    **{"embedding.weight": (0.125, 0.1), "embedding.bias": (0.125, 0.0), "blocks.0.attention.qkv.weight": (0.25, 0.1)},
+    **{"blocks.0.attention.qkv.bias": (0.25, 0.0), "blocks.0.attention.out.weight": (0.25, 0.1)},
+    **{"blocks.1.fc.weight": (0.5, 0.1), "blocks.1.conv.weight": (0.5, 0.1), "blocks.1.norm.weight": (0.5, 0.1)},
+    **{"head.weight": (10.0, 0.3), "head.bias": (10.0, 0.3)},
 }
 FROZEN = "blocks.1.norm.bias"
 MATRICES = {
@@ -211,14 +205,10 @@ RESUMED = [(name, stage) for name in OPTIMIZERS for stage in range(4)]
 def training(name: str, stage: int, precision: str = "bf16", **others: Any) -> dict[str, Any]:
     settings = {**OPTIMIZERS[name], "lr": 3e-3, "clip_norm": 1.0, "decay_exclude": "bias|norm", "layer_decay": 0.8}
     return {
-        "precision": precision,
-        "batch": {"global": 12, "micro_max": 4},
+        **{"precision": precision, "batch": {"global": 12, "micro_max": 4}},
         "optimizer": {**settings, "groups": [{"match": r"blocks\.1\.mlp", "frozen": True}]},
-        "schedule": {"momentum": {"to": 0.8}},
-        "parallelism": {"zero_stage": stage},
-        "ema": {"decay": 0.4},
-        "evaluation": {"validation": None},
-        "checkpoint": {"keep": 20},
+        **{"schedule": {"momentum": {"to": 0.8}}, "parallelism": {"zero_stage": stage}, "ema": {"decay": 0.4}},
+        **{"evaluation": {"validation": None}, "checkpoint": {"keep": 20}},
         **others,
     }
 

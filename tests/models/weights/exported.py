@@ -118,10 +118,7 @@ def finished_run(
     recipe = validate_recipe(
         settings
         | {
-            "model": block,
-            "data": data,
-            "batch": {"global": 8},
-            "optimizer": {"name": "adamw", "lr": 1e-3},
+            **{"model": block, "data": data, "batch": {"global": 8}, "optimizer": {"name": "adamw", "lr": 1e-3}},
             "schedule": {"duration": {"steps": 3}},
         },
         "test",

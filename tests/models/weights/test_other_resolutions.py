@@ -75,6 +75,3 @@ def test_logits_equal_the_peer_s_on_the_same_resampled_positions(saved, tmp_path
     model = loaded(described(TINY, NEW, CLASSES), path, notes)
     assert len(notes) == 1 and "resampled from (8, 8) to (12, 12)" in notes[0]
     assert_equal_logits(model, peer, NEW)
-
-
-# ---- How others resample ---------------------------------------------------------------------------------------------

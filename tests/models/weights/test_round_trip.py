@@ -12,16 +12,10 @@ from vitscale.recipe.families import REGISTRY, ViTShape, architecture
 
 FORMATS = ("safetensors", "npz", "timm", "hf")
 SUPPORTED = {
-    "ViT": {"safetensors", "npz", "timm", "hf"},
-    "R+ViT": {"safetensors", "npz", "timm"},
-    "R26+ViT": {"safetensors", "npz", "timm"},
-    "R50+ViT": {"safetensors", "npz", "timm"},
-    "ResNet": {"safetensors", "npz", "timm"},
-    "Axial": {"safetensors"},
-    "AxialResNet": {"safetensors"},
-    "DINOv2": {"safetensors"},
-    "DINOv3": {"safetensors"},
-    "EVA02": {"safetensors", "timm"},
+    **{"ViT": {"safetensors", "npz", "timm", "hf"}, "R+ViT": {"safetensors", "npz", "timm"}},
+    **{"R26+ViT": {"safetensors", "npz", "timm"}, "R50+ViT": {"safetensors", "npz", "timm"}},
+    **{"ResNet": {"safetensors", "npz", "timm"}, "Axial": {"safetensors"}, "AxialResNet": {"safetensors"}},
+    **{"DINOv2": {"safetensors"}, "DINOv3": {"safetensors"}, "EVA02": {"safetensors", "timm"}},
     "Swin": {"safetensors", "timm", "hf"},
 }
 

@@ -86,13 +86,8 @@ def test_timm_opens_our_folder(name, tmp_path):
 
 def test_what_timm_does_not_have(tmp_path):
     for keys in (
-        {"registers": 2},
-        {"qkv_bias": "no_key"},
-        {"norm_eps": 1e-5},
-        {"pool": "map", "mlp": "swiglu"},
-        {"pool": "map", "sub_norm": "mlp"},
-        {"position": {"kind": "rope"}},
-        {"position": {"kind": "1d_rope"}},
+        *({"registers": 2}, {"qkv_bias": "no_key"}, {"norm_eps": 1e-5}, {"pool": "map", "mlp": "swiglu"}),
+        *({"pool": "map", "sub_norm": "mlp"}, {"position": {"kind": "rope"}}, {"position": {"kind": "1d_rope"}}),
         EVA | {"pool": "map"},
     ):
         description = described(OURS | keys, SIZE)

@@ -206,15 +206,9 @@ def test_an_index_names_files_beside_it(tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"size": 10**400},
-        {"size": {"shortest_edge": 64}, "do_center_crop": False},
-        {"size": {"longest_edge": 64, "shortest_edge": 32}},
-        {"size": [64, 64]},
-        {"do_resize": False},
-        {"resample": 1},
-        {"resample": None},
-        {"do_flip_channel_order": True},
-        {"do_grayscale": True},
+        *({"size": 10**400}, {"size": {"shortest_edge": 64}, "do_center_crop": False}),
+        *({"size": {"longest_edge": 64, "shortest_edge": 32}}, {"size": [64, 64]}, {"do_resize": False}),
+        *({"resample": 1}, {"resample": None}, {"do_flip_channel_order": True}, {"do_grayscale": True}),
     ],
 )
 def test_a_preprocessor_that_is_not_followed_is_told(changes, tmp_path):
