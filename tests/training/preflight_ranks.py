@@ -44,7 +44,6 @@ def run_jobs(rank: int, world_size: int, port: int, root: Path, jobs: list[dict[
         return AttentiveHeads("attentive", lambda: [], lambda: [], [], host_bytes=size)
 
     preflight._SHARED_WITHIN_SECONDS = 0.5
-    preflight.code_fingerprint = preflight.code_fingerprint.__wrapped__  # the code changes from job to job here
     assert Path(vitscale.__file__).is_relative_to(code)
     plan = plan_run(make_recipe(root, **BATCH), rank, world_size)
     for job in jobs:

@@ -4,11 +4,10 @@ One or two ranks are started once and serve all tests of a process that need so 
 """
 
 import contextlib
-import functools
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -136,19 +135,8 @@ def groups_ended() -> Iterator[None]:
         raise error
 
 
-def of_recipe(recipe: Recipe, *others: Any) -> tuple[str, ...]:
-    """All that the tensors of a step depend on."""
-    more = recipe.data.image_size, recipe.precision, recipe.parallelism.activation_checkpointing, *others
-    return (*of_parts(recipe), *map(str, more))
-
-
-def of_parts(recipe: Recipe, *_: Any) -> tuple[str, ...]:
-    """Model and objective: tests/planning has the others, and every machine is large enough for these runs."""
-    return str(recipe.model), str(recipe.objective)
-
-
-def join(rank: int, world_size: int, port: int, key: Callable[..., Hashable] = of_recipe) -> Any:
-    """The process group, as a launcher would have it; `key` as `_look_once` takes it."""
+def join(rank: int, world_size: int, port: int) -> Any:
+    """The process group, as a launcher would have it."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -162,23 +150,22 @@ def join(rank: int, world_size: int, port: int, key: Callable[..., Hashable] = o
 
     world = distributed.start(rank, world_size, rank)
     torch.set_num_threads(1)  # several for tensors this small only wait for each other
-    _look_once(key)
+    _count_tensors_once()
     return world
 
 
-def _look_once(key: Callable[..., Hashable]) -> None:
-    """Have the pre-flight count tensors of a step once for each key, and read the code once: half of a small run."""
+def _count_tensors_once() -> None:
+    """Have the pre-flight count the tensors of a step once for each model, which takes a quarter of a small run."""
     from vitscale.training.beginning import memory
-    from vitscale.training.watching import preflight
 
-    preflight.code_fingerprint = functools.cache(preflight.code_fingerprint)
     count, known = memory.step_tensors, {}
 
-    @functools.wraps(count)
     def counted(recipe: Recipe, *others: Any) -> Any:
-        if (case := key(recipe, *others)) not in known:
-            known[case] = count(recipe, *others)
-        return known[case]
+        of_tensors = recipe.model, recipe.objective, recipe.data.image_size, recipe.precision
+        key = (*map(str, of_tensors), recipe.parallelism.activation_checkpointing, *others)
+        if key not in known:
+            known[key] = count(recipe, *others)
+        return known[key]
 
     memory.step_tensors = counted
 
@@ -219,7 +206,7 @@ def on_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> None
 
     Up to two stay for the next call; more are seldom needed and take memory.
     """
-    ranks = _WORLDS.pop(world_size, None) or Ranks(world_size, join, int(free_port()), of_parts)
+    ranks = _WORLDS.pop(world_size, None) or Ranks(world_size, join, int(free_port()))
     ranks.do(work, *arguments)
     if world_size <= 2:
         _WORLDS[world_size] = ranks
@@ -233,16 +220,13 @@ def start(entry: Callable[..., None], root: Path, work: Any, world_size: int) ->
 
 
 def run_smoke_forms(world: Any, root: Path, stems: list[str]) -> None:
-    """Two steps of the smoke form of each recipe, whose tensors are all counted."""
-    from vitscale.training.beginning import memory
+    """Two steps of the smoke form of each recipe."""
     from vitscale.training.beginning.automatic import settle
 
     for stem in stems:
         run_dir = root / "runs" / stem
         recipe, _ = settle(smoke_form(load_recipe(stem), root, world.size), run_dir, world.rank, world.size)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(memory, "step_tensors", memory.step_tensors.__wrapped__)
-            train(recipe, run_dir, world, stop_at=2)
+        train(recipe, run_dir, world, stop_at=2)
 
 
 def run_jobs(world: Any, root: Path, jobs: list[dict[str, Any]]) -> None:
