@@ -131,14 +131,7 @@ def find(
     errors = Console(stderr=True)
     samples = Manifest.load(dataset).num_samples
     with interruptible("no report was written"), ProgressDisplay(errors, "comparing", samples) as view:
-        found = find(
-            dataset,
-            indexes,
-            out,
-            Machine(workers).runner(dataset),
-            embedder=embedder,
-            tick=view.update,
-        )
+        found = find(dataset, indexes, out, Machine(workers).runner(dataset), embedder=embedder, tick=view.update)
     if found.made_anew:
         say(
             f"note: the tables of {counted(found.made_anew, 'shard')} have no fingerprints of this version: all of "

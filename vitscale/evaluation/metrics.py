@@ -113,8 +113,7 @@ class ReaL:
     """
 
     def __init__(self, labels: Mapping[int, Sequence[int]]) -> None:
-        longest = max(map(len, labels.values()), default=0)
-        uids = sorted(labels)
+        longest, uids = max(map(len, labels.values()), default=0), sorted(labels)
         self._uids = torch.tensor(uids, dtype=torch.int64)
         rows = [[*labels[uid], *[-1] * (max(longest, 1) - len(labels[uid]))] for uid in uids]
         self._labels = torch.tensor(rows, dtype=torch.int64)
@@ -208,11 +207,8 @@ class ObjectNet:
 
     def results(self, sums: Tensor) -> dict[str, float]:
         of_all, of_mapped = (sums[:2] / sums[2]).tolist()
-        return {
-            "objectnet_top1_of_all": of_all,
-            "objectnet_top1_of_mapped": of_mapped,
-            "objectnet_samples": float(sums[2]),
-        }
+        shares = {"objectnet_top1_of_all": of_all, "objectnet_top1_of_mapped": of_mapped}
+        return shares | {"objectnet_samples": float(sums[2])}
 
 
 @dataclass(frozen=True)

@@ -113,10 +113,8 @@ def peak_flops(device_name: str, dtype: Dtype) -> float | None:
 
     `device_name` is what `torch.cuda.get_device_name()` says.
     """
-    for device in DEVICES:
-        if re.fullmatch(device.driver_name, device_name, re.IGNORECASE):
-            return device.peak.get(dtype)
-    return None
+    found = (device for device in DEVICES if re.fullmatch(device.driver_name, device_name, re.IGNORECASE))
+    return next((device.peak.get(dtype) for device in found), None)
 
 
 def find_device(name: str) -> Device:

@@ -128,7 +128,8 @@ class ShardCache:
             elif not _is_at(file, path):  # it was removed between opening and locking
                 file.close()
             elif self._digest(file, path, cancelled, entry) == entry.xxh3_128:
-                _mark_used(file)
+                with suppress(OSError):  # the file is another user's
+                    os.utime(file.fileno(), ns=(time.time_ns(), os.fstat(file.fileno()).st_mtime_ns))
                 return PinnedFile(path, file)
             else:  # it is not what its name says
                 with self._alone():
@@ -288,8 +289,3 @@ def _remove_unused(path: Path) -> bool:
     except PermissionError:
         return False
     return True
-
-
-def _mark_used(file: FileIO) -> None:
-    with suppress(OSError):  # the file is another user's
-        os.utime(file.fileno(), ns=(time.time_ns(), os.fstat(file.fileno()).st_mtime_ns))
