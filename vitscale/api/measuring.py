@@ -113,12 +113,7 @@ class Inspection:
 
 
 def inspect(
-    model: Source,
-    images: Dataset | Images,
-    *,
-    show: Sequence[Part] | None = None,
-    count: int = 32,
-    pictures: int = 6,
+    model: Source, images: Dataset | Images, *, show: Sequence[Part] | None = None, count: int = 32, pictures: int = 6
 ) -> Inspection:
     """Look inside a model, as `vitscale inspect` does.
 

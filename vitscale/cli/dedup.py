@@ -72,13 +72,8 @@ def index(
     from data_tools.dedup.building import TestSource, build_index
     from data_tools.dedup.index import TestSet
 
-    settings = {
-        "distance": distance,
-        "candidates": candidates,
-        "correlation": correlation,
-        "min_quality": min_quality,
-        "cosine": cosine,
-    }
+    settings: dict[str, Any] = {"distance": distance, "candidates": candidates, "correlation": correlation}
+    settings |= {"min_quality": min_quality, "cosine": cosine}
     embedder = opened_embedder(embedding, embedding_model, embedding_size, cosine)
     given, console = _settings(preset, settings), Console()
     sources = []

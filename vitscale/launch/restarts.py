@@ -123,14 +123,9 @@ class Launch:
         is_done = self._is_done() and not (self._was_done and culprit)
         if is_done and culprit:
             say(f"the run is done anyway: {self._run_dir / DONE_FILE} was written earlier")
-        told = self._supervisor.told
-        return Account(
-            culprit,
-            is_done,
-            all_ended_well=bool(ends) and all(end.is_done for end in ends),
-            told=told.name if told else "",
-            unkillable=self._supervisor.unkillable,
-        )
+        all_ended_well = bool(ends) and all(end.is_done for end in ends)
+        told = self._supervisor.told.name if self._supervisor.told else ""
+        return Account(culprit, is_done, all_ended_well, told, self._supervisor.unkillable)
 
     def _decide(self, accounts: Sequence[Account]) -> Decision:
         """What follows from the accounts of all nodes."""

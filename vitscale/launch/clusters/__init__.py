@@ -69,12 +69,7 @@ def read_pairs(option: str, pairs: Sequence[str]) -> dict[str, str]:
 
 
 def launch_command(
-    job: Job,
-    program: Sequence[str] = ("vitscale",),
-    *,
-    nodes: int = 1,
-    node_rank: str = "0",
-    master: str = "",
+    job: Job, program: Sequence[str] = ("vitscale",), *, nodes: int = 1, node_rank: str = "0", master: str = ""
 ) -> list[str]:
     """The `vitscale launch` to run on a node; without a master, srun tells each node its number.
 

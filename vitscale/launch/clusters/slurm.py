@@ -101,11 +101,8 @@ def render(job: Job) -> str:
     else:
         [rank] = PretrainingRanks(what).commands(Layout(1, 0, 1, "", 0), 0)
         command = [*python, "-m", "vitscale.pretrain", *rank.command[2:]]
-    options = {
-        "job-name": run_dir.absolute().name,
-        "nodes": job.nodes or 1,
-        "ntasks-per-node": ranks if own.tasks == "rank" else 1,
-    }
+    per_node = ranks if own.tasks == "rank" else 1
+    options = {"job-name": run_dir.absolute().name, "nodes": job.nodes or 1, "ntasks-per-node": per_node}
     options |= _common(run_dir, "%j") | _time_limit(job, of_sbatch) | of_sbatch
     return _script(options, f"run_dir={shlex.quote(str(run_dir))}\n", own.srun, shlex.join(command), job.max_restarts)
 
