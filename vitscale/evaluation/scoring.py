@@ -47,7 +47,7 @@ def scores(
     num_classes, border = len(manifest.class_names), 0 if objectnet is None else m.OBJECTNET_BORDER
     if objectnet is not None:
         columns, classes = None, "by --objectnet"
-        chosen = [m.ObjectNet.of(objectnet, manifest, finished.class_names, finished.num_classes)]
+        chosen: list[m.Metric] = [m.ObjectNet.of(objectnet, manifest, finished.class_names, finished.num_classes)]
     else:
         columns, classes = m.columns_of(manifest, finished.class_names, finished.num_classes)
         chosen = [m.TopK(1), *([m.TopK(5)] if num_classes > 5 else []), m.MeanPerClass(num_classes), m.Calibration()]

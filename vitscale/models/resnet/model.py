@@ -289,9 +289,7 @@ class ResNet(Model):
 
     def initialiser(self, name: str) -> Initialiser:
         """How the parameter `name` begins: see `resnet_initialiser`; the output layer at zero."""
-        if name in ("head.weight", "head.bias"):
-            return constant(0.0)
-        return resnet_initialiser(name, self.shape.variant)
+        return constant(0.0) if name in ("head.weight", "head.bias") else resnet_initialiser(name, self.shape.variant)
 
 
 def resnet_initialiser(name: str, variant: Variant) -> Initialiser:
