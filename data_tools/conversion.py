@@ -165,8 +165,7 @@ def _convert(conversion: Conversion) -> Outcome:
     mine = machine.tasks.of(plan.tasks)
     reports = reports_of(output, mine)
     _announce(conversion, plan, len(mine), len(reports))
-    todo = [task for task in mine if task not in reports]
-    images_now = _run(todo, reports, conversion, plan)
+    images_now = _run([task for task in mine if task not in reports], reports, conversion, plan)
     again = [task for task, report in reports.items() if report.unsteady]
     if again:
         what = f"{counted(len(again), 'shard')} again: not all of their images could be read"
@@ -395,8 +394,7 @@ def _write_findings(output: Output, split: str, reports: list[ShardReport], matc
     for content in _read_all(output, (output.of_task(report.task, "dedup.json") for report in reports)):
         findings.add(Findings.from_json(json.loads(content)))
     with tempfile.TemporaryDirectory(prefix="report-", dir=output.work) as folder:
-        names = write_report(Path(folder), matcher, findings)
-        output.fill_folder(split, REPORT_FOLDER, Path(folder), names)
+        output.fill_folder(split, REPORT_FOLDER, Path(folder), write_report(Path(folder), matcher, findings))
     return findings
 
 

@@ -264,8 +264,7 @@ def order_images(
     summaries = [summary for part in range(len(source.parts)) if (summary := PartSummary.load(listing, part))]
     assert len(summaries) == len(source.parts), "a part was not listed"
     ignored = sum((Counter(summary.ignored) for summary in summaries), Counter())
-    total = sum(summary.images for summary in summaries)
-    if not total:
+    if not sum(summary.images for summary in summaries):
         seen = ", ".join(f"{count:,} {reason}" for reason, count in sorted(ignored.items())) or "nothing"
         raise DataError(f"{where}: no images in the source (found: {seen})")
     explicit = any(summary.explicit for summary in summaries)
@@ -292,8 +291,7 @@ def _deal(
     summaries: list[PartSummary], listing: Path, seed: int, vocabulary: Vocabulary, depth: int | None, unlabelled: bool
 ) -> list[Path]:
     """Append every image to its hash's bucket. `depth`: the class folder's depth, None for explicit labels."""
-    total = sum(summary.images for summary in summaries)
-    count = min(_MAX_BUCKETS, -(-total // _BUCKET_ROWS))
+    count = min(_MAX_BUCKETS, -(-sum(summary.images for summary in summaries) // _BUCKET_ROWS))
     folder = listing / "buckets"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

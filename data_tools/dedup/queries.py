@@ -32,8 +32,7 @@ def small_picture(rgb: np.ndarray) -> bytes:
     height, width, _ = rgb.shape
     scale = min(1.0, PICTURE_SIDE / max(height, width))
     size = max(1, round(width * scale)), max(1, round(height * scale))
-    small = Image.fromarray(rgb).resize(size, Image.Resampling.BOX)
-    return encode(np.asarray(small), _PICTURE_QUALITY)
+    return encode(np.asarray(Image.fromarray(rgb).resize(size, Image.Resampling.BOX)), _PICTURE_QUALITY)
 
 
 @dataclass(eq=False)

@@ -177,8 +177,7 @@ def split(
     from data_tools.views import parse_parts, place_of_parts, write_parts
 
     with interruptible("parts whose manifest.json is there are complete"):
-        wanted = parse_parts(parts, dataset)
-        written = write_parts(dataset, out or place_of_parts(dataset), wanted, seed)
+        written = write_parts(dataset, out or place_of_parts(dataset), parse_parts(parts, dataset), seed)
     for manifest in written:
         folder = manifest.where.removesuffix(f"/{MANIFEST_NAME}")
         print(f"{folder}: {counted(manifest.num_samples, 'sample')} of {dataset}")

@@ -146,8 +146,7 @@ def plan(
     expansion = expand(loaded, Path("runs") / file.stem, settings or [], file.parent)
     cost = cost_of(loaded, expansion, device, mfu or PUBLISHED_MFU, price, samples)
     if as_json:
-        content = asdict(cost) | {"study": file.stem, "device": device.name}
-        print(json.dumps(content, indent=1, allow_nan=False))
+        print(json.dumps(asdict(cost) | {"study": file.stem, "device": device.name}, indent=1, allow_nan=False))
         return
     print(f"{file.stem}: {counted(len(cost.entries), 'run')} on {device.name}\n")
     rows = []

@@ -146,8 +146,7 @@ class ReaL:
         return cls(found)
 
     def sums(self, logits: Tensor, labels: Tensor, uids: Tensor) -> Tensor:
-        rows = torch.searchsorted(self._uids, uids.cpu())
-        accepted = self._labels[rows].to(logits.device)
+        accepted = self._labels[torch.searchsorted(self._uids, uids.cpu())].to(logits.device)
         is_labelled = (accepted >= 0).any(dim=1)
         is_right = (accepted == most_probable(logits)[:, None]).any(dim=1)
         return _sums(is_right & is_labelled, is_labelled)

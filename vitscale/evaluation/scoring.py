@@ -56,8 +56,7 @@ def scores(
                 raise RecipeError("--real: the labels are for the 1,000 classes of ImageNet in their order")
             chosen.append(m.ReaL.of(m.real_labels_of_timm() if real == "timm" else Path(real), manifest))
     expected = samples_expected(finished.recipe, manifest)
-    loader = finished.loader(manifest, border=border)
-    found = m.Scores("data", loader, chosen, num_classes, expected, columns)
+    found = m.Scores("data", finished.loader(manifest, border=border), chosen, num_classes, expected, columns)
     about = {"dataset": manifest.sha256, "classes": classes, "border": border}
     if out is None:
         return dict(found.run(finished.predict)), about

@@ -293,8 +293,7 @@ class Distillation(Classification):
 
     def check(self, context: Context) -> None:
         super().check(context)
-        shape = context.model.shape()
-        if not getattr(shape, "distilled", False):
+        if not getattr(context.model.shape(), "distilled", False):
             raise ValueError(
                 "objective.kind: distillation needs a model with a distillation token: set model.distilled true"
             )

@@ -197,8 +197,7 @@ def data_root(recipe: Recipe, index: CheckpointIndex) -> str | None:
 
 def _checksum(content: dict[str, Any]) -> str:
     """The sha256 of an index's own content: its digests of files prove nothing if the index can change unnoticed."""
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def steps_among(names: Iterable[str]) -> list[int]:

@@ -58,8 +58,7 @@ class MetricsLines:
 
     def training(self, step: int, values: Mapping[str, float | str]) -> None:
         """Write training metrics after `step` updates."""
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        row = {"step": step, "time": now, **finite(values)}
+        row = {"step": step, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **finite(values)}
         try:
             # Opened for each line, to notice a directory that has disappeared and to use it again if it comes back.
             with open(self._path, "a", encoding="utf-8", opener=regular) as file:

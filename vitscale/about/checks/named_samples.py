@@ -60,8 +60,7 @@ def named_samples(history: History, names: Sequence[str], near: Near | None) -> 
             samples.append(NamedSample(str(entry), "not in the data", None))
     if near is not None:
         copies = near(images, history.manifest.where)
-        places = history.find([uid for _, uid, _ in copies])
-        pairs = zip(copies, places, strict=True)
+        pairs = zip(copies, history.find([uid for _, uid, _ in copies]), strict=True)
         samples += [NamedSample(image, f"a copy by {rule}", place) for (image, _, rule), place in pairs]
     return samples
 

@@ -261,8 +261,7 @@ def _field_table(with_labels: bool) -> np.ndarray:
 
 def _allocations(metadata: np.ndarray, image_sizes: np.ndarray, with_labels: bool) -> np.ndarray:
     """The allocation table that belongs to this metadata: for each sample its image, then its labels."""
-    pieces = 2 if with_labels else 1
-    table = np.zeros((len(metadata), pieces), ALLOCATION)
+    table = np.zeros((len(metadata), 2 if with_labels else 1), ALLOCATION)
     table["sample"] = np.arange(len(metadata), dtype=np.uint64)[:, None]
     table["position"][:, 0], table["size"][:, 0] = metadata["image"]["position"], image_sizes
     if with_labels:

@@ -131,8 +131,7 @@ class ShardEntry(Strict):
     @classmethod
     def of_file(cls, path: Path, *, samples: int, first_uid: int) -> "ShardEntry":
         """The entry of a shard beside its manifest, with digests computed from the file. Raises OSError."""
-        digests = file_digests(path)
-        return cls(path=path.name, samples=samples, first_uid=first_uid, **digests._asdict())
+        return cls(path=path.name, samples=samples, first_uid=first_uid, **file_digests(path)._asdict())
 
     @property
     def num_selected(self) -> int:

@@ -95,8 +95,7 @@ def _filters(found: dict[str, Components], findings: dict[str, Findings]) -> Ins
                 tiles.append(picture_tile(stretched.round().astype(np.uint8), 64))
             _show(axes, mosaic([tiles[start : start + 7] for start in range(0, len(tiles), 7)]), name, findings)
 
-    sizes = {components.filters.shape[1:] for components in found.values()}
-    h, w, c = max(sizes)
+    h, w, c = max({components.filters.shape[1:] for components in found.values()})
     columns = ["model", "component", "share_of_variance", *_grid_names("value", h, w, c)]
     rows: list[list[Value]] = [
         [name, index, _short(share), *map(_short, component.flatten().tolist())]
