@@ -41,7 +41,7 @@ from vitscale.data.shards import MANIFEST_NAME, Manifest, field_names
 from vitscale.data.shards.opening import local_copy
 from vitscale.data.shards.provenance import DECISIONS, DECISIONS_NAME, REJECTS, REJECTS_NAME, read_table, write_tables
 from vitscale.ground import storage
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, os_errors
 from vitscale.ground.files.durable import make_folder
 from vitscale.ground.table import Console
 from vitscale.ground.wording import counted, ranges
@@ -260,12 +260,10 @@ def _refuse_incomplete(output: Output, splits: list[str]) -> None:
 @contextmanager
 def _claimed(output: Output, tasks: TaskRange) -> Iterator[None]:
     """Make the output's folders, and lock a range of tasks there."""
-    try:
+    with os_errors(f"OUT {output.where}: cannot be written", RecipeError):
         if not output.is_remote:
             make_folder(Path(output.where))
         output.work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecipeError(f"OUT {output.where}: cannot be written ({error.strerror})") from error
     with claimed((output.work if output.is_remote else Path(output.state(""))) / "locks", tasks):
         yield
 

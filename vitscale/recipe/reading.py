@@ -16,9 +16,9 @@ import pydantic
 from pydantic import TypeAdapter, create_model
 
 from vitscale.ground.block import Block, Contradictions
-from vitscale.ground.errors import RecipeError
+from vitscale.ground.errors import RecipeError, os_errors
 from vitscale.ground.safe_text import without_secrets
-from vitscale.ground.wording import describe_expected, shortened
+from vitscale.ground.wording import describe_expected, did_you_mean, shortened
 from vitscale.recipe.comparing import changes
 from vitscale.recipe.durations import Duration
 from vitscale.recipe.families import Model, ModelBlock, by_name
@@ -63,11 +63,9 @@ def recipes_dir() -> Path:
 def find_recipe(recipe: str | Path) -> Path:
     """The file of a recipe given by its path, or by its name if it comes with vitscale."""
     path = Path(recipe)
-    try:
+    with os_errors(f"{str(recipe)[:100]}...: cannot be read", RecipeError):
         if path.is_file():
             return path
-    except OSError as error:
-        raise RecipeError(f"{str(recipe)[:100]}...: {error.strerror}") from None
     name = path.as_posix().removeprefix("recipes/").removesuffix(".yaml")
     shipped = recipes_dir() / f"{name}.yaml"
     if shipped.parent in (recipes_dir(), recipes_dir() / "finetune") and shipped.is_file():
@@ -312,7 +310,7 @@ def _line(details: Any, inside: str) -> str:
         return f"{key or inside[:-1] or 'recipe'}: {facts['error']}"
     if kind == "literal_error":
         offered = re.findall(r"'([^']*)'", facts["expected"]) or [facts["expected"].lower()]
-        hint = _did_you_mean(difflib.get_close_matches(str(value), offered, n=1))
+        hint = did_you_mean(str(value), offered)
         return f"{key}: {value!r}: expected {any_of(offered)}{hint and f'; {hint}'}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         valid = ", ".join(keys_in(inside + key))

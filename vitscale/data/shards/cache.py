@@ -191,11 +191,6 @@ class ShardCache:
                 f"data.cache.limit_gb allows ({self._limit / _GB:g}); the cache grows beyond it while they are in use"
             )
 
-    def _remove_one(self) -> bool:
-        """Remove the least recently used file that is not in use; False if there is none."""
-        with self._alone():
-            return any(_remove_unused(file.path) for file in self._files())
-
     def _fetch(
         self, url: str, entry: ShardEntry, part: FileIO, path: Path, cancelled: Callable[[], bool]
     ) -> PinnedFile:
@@ -236,9 +231,12 @@ class ShardCache:
             try:
                 written = os.pwrite(part.fileno(), rest, position)
             except OSError as error:
-                # The disk is smaller than the limit: files that are not in use make room.
-                if error.errno not in _NO_SPACE or not self._remove_one():
+                if error.errno not in _NO_SPACE:
                     raise
+                # The disk is smaller than the limit: the least recently used file that is not in use makes room.
+                with self._alone():
+                    if not any(_remove_unused(file.path) for file in self._files()):
+                        raise
                 continue
             rest, position = rest[written:], position + written
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from vitscale.ground.errors import RecipeError
+from vitscale.ground.errors import RecipeError, os_errors
 from vitscale.ground.files.durable import make_folder
 from vitscale.launch.clusters import Job, checked_recipe, launch_command, one_line, read_options, shell_words
 from vitscale.launch.nodes import Layout
@@ -154,10 +154,8 @@ def _script(options: Mapping[str, object], begin: str, srun: str, command: str, 
 def submit(job: Job) -> int:
     """Submit the script. Returns the exit code of `vitscale launch`. Raises `RecipeError` if Slurm does not take it."""
     script, run_dir = render(job), job.what.directory
-    try:
+    with os_errors(f"{run_dir}: cannot be made", RecipeError):
         make_folder(run_dir)
-    except OSError as error:
-        raise RecipeError(f"{run_dir}: {error.strerror}") from None
     number = hand_in(script)
     say(f"job {number}, whose output is {run_dir}/slurm-{number}.out; scancel {number} saves and ends it")
     return 0

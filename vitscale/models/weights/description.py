@@ -95,17 +95,8 @@ class Description:
 
     def to_json(self) -> str:
         """The description in JSON, for a file's metadata."""
-        content = {
-            "version": _VERSION,
-            "model": {key: value for key, value in self.model.items() if value is not None},
-            "image_size": self.image_size,
-            "num_classes": self.num_classes,
-            "class_names": self.class_names,
-            "step": self.step,
-            "eval_crop": None if self.eval_crop is None else self.eval_crop.model_dump(),
-            "normalise": None if self.normalise is None else self.normalise.model_dump(),
-            "loss": self.loss,
-        }
+        model = {key: value for key, value in self.model.items() if value is not None}
+        content = {"version": _VERSION, **_STORED.dump_python(replace(self, model=model))}
         return json.dumps(content, ensure_ascii=False)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vitscale.ground.errors import CheckpointError, RecipeError
+from vitscale.ground.errors import CheckpointError, RecipeError, os_errors
 from vitscale.models import Model, initial_value
 from vitscale.models.weights import (
     HEAD,
@@ -147,13 +147,11 @@ def of_file(path: Path) -> OpenWeights:
 def kind_of(source: str) -> Kind:
     """What a source is, by what lies there. Raises `RecipeError` if nothing does and no model has this name."""
     path = Path(source)
-    try:
+    with os_errors(f"{str(path)[:100]}: cannot be read", RecipeError):
         if (path / RECIPE_FILE).exists() or checkpoint_step(path) is not None:
             return "a run"
         if path.exists():
             return "a file of weights"
-    except OSError as error:
-        raise RecipeError(f"{str(error.filename)[:100]}: {error.strerror}") from None
     try:
         architecture(source)
     except ValueError:
@@ -213,10 +211,8 @@ def _fresh(description: Description, seed: int) -> OpenWeights:
 
 def is_weights(source: Path) -> bool:
     """Whether this is a file or folder of weights rather than a run's directory. Raises `RecipeError`."""
-    try:
+    with os_errors(f"{str(source)[:100]}: cannot be read", RecipeError):
         return source.is_file() or ((source / "config.json").is_file() and not (source / RECIPE_FILE).is_file())
-    except OSError as error:
-        raise RecipeError(f"{str(source)[:100]}: {error.strerror}") from None
 
 
 def checkpoint_step(path: Path) -> int | None:
