@@ -19,7 +19,7 @@ import shutil
 import struct
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -89,10 +89,9 @@ class PartSummary:
     @classmethod
     def load(cls, folder: Path, part: int) -> "PartSummary | None":
         """The summary of a part, or None if it is not completely listed yet."""
-        try:
+        with suppress(FileNotFoundError, TypeError):  # TypeError: an earlier version's has other fields
             return cls(**json.loads(storage.read_bytes(folder / f"part-{part:05d}.json")))
-        except (FileNotFoundError, TypeError):  # TypeError: an earlier version's has other fields
-            return None
+        return None
 
 
 @dataclass(frozen=True)

@@ -93,10 +93,9 @@ class Newest(NamedTuple):
 def read_newest(run_dir: Path) -> Newest | None:
     """The newest checkpoint that the run has noted; None if no save was completed, or the note cannot be read."""
     note = read_object(run_dir / NEWEST_FILE) or {}
-    try:
+    with suppress(ValueError, KeyError, TypeError, OverflowError):
         return Newest(int(note["step"]), str(note["place"]))
-    except (ValueError, KeyError, TypeError, OverflowError):
-        return None
+    return None
 
 
 def write_newest(run_dir: Path, step: int, root: str) -> None:

@@ -269,10 +269,9 @@ class ShardCache:
 
 
 def _is_at(file: FileIO, path: Path) -> bool:
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def _remove_unused(path: Path) -> bool:
