@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from vitscale.data.shards import Manifest
 from vitscale.evaluation.classification import check_count, rank_of_label
 from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, turned
 from vitscale.ground.ranks import reduce_sum
 from vitscale.ground.storage import read_text
 
@@ -126,13 +126,11 @@ class ReaL:
         """
         from vitscale.data.shards.opening import sample_names  # loads pyarrow
 
-        try:
+        with turned(f"{file}: cannot be read", DataError, OSError, ValueError, TypeError, RecursionError):
             lists = json.loads(read_text(file))
             is_one = len(lists) == _REAL_IMAGES and all(
                 isinstance(label, int) and 0 <= label < _REAL_CLASSES for labels in lists for label in labels
             )
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise DataError(f"{file}: cannot be read: {error}") from None
         if not is_one:
             raise DataError(f"{file}: expected a list of labels from 0 to 999 for each of {_REAL_IMAGES:,} images")
         found = {}
@@ -175,12 +173,10 @@ class ObjectNet:
 
         Raises `DataError`.
         """
-        try:
+        with turned(f"{file}: cannot be read", DataError, OSError, ValueError, RecursionError):
             content = json.loads(read_text(file))
             if not isinstance(content, dict):
                 raise ValueError(f"expected an object, found {type(content).__name__}")
-        except (OSError, ValueError, RecursionError) as error:
-            raise DataError(f"{file}: cannot be read: {error}") from None
         accepted = torch.zeros(len(manifest.class_names), num_classes, dtype=torch.bool)
         places = {name: at for at, name in enumerate(class_names or [])}
         rows = {name: at for at, name in enumerate(manifest.class_names)}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from vitscale.ground.errors import EXIT_DONE, PeerLostError, VitscaleError
+from vitscale.ground.errors import EXIT_DONE, PeerLostError, VitscaleError, turned
 from vitscale.ground.wording import counted
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL, End, cause
 from vitscale.launch.nodes import Account, Decision, OneNode
@@ -99,10 +99,8 @@ class Launch:
         self._journal.attempt += 1
         world_size = int(ranks[0].environment.get("WORLD_SIZE", len(ranks)))
         self._journal.write("started", world_size=world_size, checkpoint=newest_checkpoint_step(self._run_dir))
-        try:
+        with turned("a rank cannot be started", PeerLostError, OSError):
             ends = self._supervisor.run(ranks)
-        except OSError as error:
-            raise PeerLostError(f"a rank cannot be started: {error}") from None
         for end in ends:
             fields: dict[str, object] = {"step": end.step, "rank": end.rank, "pid": end.pid}
             fields |= {"returncode": end.returncode, "what": end.describe()} | ({"why": end.why} if end.why else {})

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from vitscale.ground.block import Block
+from vitscale.ground.errors import turned
 from vitscale.ground.operations import Operation, dense, parameters, product
 from vitscale.recipe.durations import Ramp
 from vitscale.recipe.headless import OfViews, num_views, operations_on_views, times
@@ -106,10 +107,8 @@ class Dino(OfViews):
                 f"objective.globals names {other}, of {kinds[other]} pixels; global views have data.image_size, "
                 f"{data.image_size}"
             )
-        try:
+        with turned(f"objective.kind: {self.kind}", ValueError, ValueError):
             context.model.check_several_sizes()
-        except ValueError as error:
-            raise ValueError(f"objective.kind: {self.kind}: {error}") from None
         if self.ibot is not None and not sum(self.masked(context)):
             grid = self.patches(context).grid
             raise ValueError(

@@ -16,7 +16,7 @@ import pydantic
 from pydantic import TypeAdapter, create_model
 
 from vitscale.ground.block import Block, Contradictions
-from vitscale.ground.errors import RecipeError, os_errors
+from vitscale.ground.errors import RecipeError, os_errors, turned
 from vitscale.ground.safe_text import without_secrets
 from vitscale.ground.wording import describe_expected, did_you_mean, shortened
 from vitscale.recipe.comparing import changes
@@ -247,10 +247,8 @@ def _contradictions(content: dict[str, Any], broken: Collection[str]) -> Iterato
 def validate_model(content: dict[str, Any], image_size: int, where: str) -> Model:
     """A `model` block from plain data, checked for images of this size; `where` opens the error message."""
     model = _validate(_MODEL.validate_python, content, f"{where} is not a valid model", inside="model.")
-    try:
+    with turned(f"{where}: image_size {image_size}", RecipeError, ValueError):
         model.check_image_size(image_size)
-    except ValueError as error:
-        raise RecipeError(f"{where}: image_size {image_size}: {error}") from None
     return model
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from vitscale.about.checks.seen import Content, History, SampleLocation
 from vitscale.data.shards.images import IMAGE_SUFFIXES, ImageOptions, Reject, store_image
 from vitscale.evaluation.prediction import image_files
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, turned
 from vitscale.ground.storage import read_bytes, read_text, regular
 from vitscale.ground.wording import counted, listed
 
@@ -75,10 +75,8 @@ def _entries(name: str) -> Iterator[int | Path]:
     elif path.is_dir():
         yield from image_files([path])
     elif _is_list(path):
-        try:
+        with turned(f"{name}: cannot be read", DataError, OSError, UnicodeDecodeError):
             yield from _lines(read_text(path), name)
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{name}: cannot be read: {error}") from None
     else:
         yield path
 

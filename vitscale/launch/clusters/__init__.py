@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from vitscale.ground.errors import RecipeError
+from vitscale.ground.errors import RecipeError, turned
 from vitscale.ground.wording import counted, describe_mistake, did_you_mean
 from vitscale.launch.pretraining import Pretraining, option_words
 from vitscale.recipe import Recipe
@@ -82,10 +82,8 @@ def launch_command(
 
 def shell_words(name: str, text: str) -> list[str]:
     """The words of a cluster's option, split as a shell does. Raises `RecipeError`."""
-    try:
+    with turned(f"--cluster-option {name}={text}", RecipeError, ValueError):
         return shlex.split(text)
-    except ValueError as error:
-        raise RecipeError(f"--cluster-option {name}={text}: {error}") from None
 
 
 def checked_recipe(job: Job, cluster: str) -> Recipe:

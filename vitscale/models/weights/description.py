@@ -10,7 +10,7 @@ import pydantic
 import torch
 from pydantic import Field
 
-from vitscale.ground.errors import CheckpointError, RecipeError
+from vitscale.ground.errors import CheckpointError, RecipeError, turned
 from vitscale.ground.extensions import implementation
 from vitscale.ground.wording import describe_mistake, shortened
 from vitscale.models.build import build_of_block
@@ -194,10 +194,8 @@ def recognised(source: Source) -> Description | None:
         found = implementation(family.implementation, Model).recognise(source)
         if found is None:
             continue
-        try:
+        with turned(f"{source.path} ({source.form})", CheckpointError, RecipeError):
             return _completed(source, _named(found[0]), found[1])
-        except RecipeError as error:
-            raise CheckpointError(f"{source.path} ({source.form}): {error}") from None
     return None
 
 
