@@ -130,7 +130,7 @@ def turned(what: str, kind: type[Exception], *types: type[Exception]) -> abc.Ite
     try:
         yield
     except types as error:
-        raise kind(f"{what}: {error}") from error
+        raise kind(f"{what}: {error}") from None
 
 
 @contextmanager
