@@ -210,9 +210,8 @@ class Dino(OfViews):
         return own or self.prototypes
 
     def smoke_form(self) -> Self:
-        whole_run = self.teacher_temperature.model_copy(update={"over": None})
         small: dict[str, Any] = {"group": 2, "hidden": 16, "bottleneck": 8, "prototypes": 64}
-        small |= {"teacher_temperature": whole_run}
+        small |= {"teacher_temperature": self.teacher_temperature.model_copy(update={"over": None})}
         if self.gram is not None:
             weight = self.gram.weight.model_copy(update={"over": None})
             small["gram"] = self.gram.model_copy(update={"weight": weight})

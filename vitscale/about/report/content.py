@@ -121,7 +121,6 @@ def gather(sources: Sequence[Path], title: str | None = None) -> Report:
     policies: list[Policy] = []
     datasets = Datasets()
     found = list(results(items, policies, datasets))
-    deduplications = _deduplications(items, datasets)
     return Report(
         kind=_KIND,
         version=_VERSION,
@@ -136,7 +135,7 @@ def gather(sources: Sequence[Path], title: str | None = None) -> Report:
         vtab=[] if study is None else study.vtab,
         forecasts=[] if study is None else study.forecasts,
         paper=beside_the_paper(found),
-        deduplication=deduplications,
+        deduplication=_deduplications(items, datasets),
         datasets=[record_of_dataset(dataset) for dataset in datasets.opened.values()],
         compute=Compute(_spent(reported), _spent(before), _spent(runs.values())),
         runs=[*map(_reported, items), *(_reported(Item(run.name, run), _BEGUN_WITH) for run in before)],
