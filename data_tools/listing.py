@@ -37,21 +37,10 @@ from vitscale.ground import storage
 from vitscale.ground.errors import DataError, StorageError, os_errors
 from vitscale.ground.files.durable import durable_file, write_text
 
-LISTING = pa.schema(
-    [
-        pa.field("key", pa.string(), nullable=False),
-        pa.field("labels", pa.list_(pa.int32())),
-        pa.field("content", pa.binary(), nullable=False),
-    ]
-)
-ORDERED = pa.schema(
-    [
-        pa.field("key", pa.string(), nullable=False),
-        pa.field("labels", pa.list_(pa.int32()), nullable=False),
-        pa.field("part", pa.int32(), nullable=False),
-        pa.field("content", pa.binary(), nullable=False),
-    ]
-)
+_KEY, _CONTENT = pa.field("key", pa.string(), nullable=False), pa.field("content", pa.binary(), nullable=False)
+_LABELS, _PART = pa.list_(pa.int32()), pa.field("part", pa.int32(), nullable=False)
+LISTING = pa.schema([_KEY, pa.field("labels", _LABELS), _CONTENT])
+ORDERED = pa.schema([_KEY, pa.field("labels", _LABELS, nullable=False), _PART, _CONTENT])
 # With the key's hash, the position in the listing, and provisional numbers as labels.
 _DEALT = pa.schema(
     [pa.field("hash", pa.uint64(), nullable=False), pa.field("number", pa.int64(), nullable=False), *ORDERED]
