@@ -96,7 +96,7 @@ class Description:
     def to_json(self) -> str:
         """The description in JSON, for a file's metadata."""
         model = {key: value for key, value in self.model.items() if value is not None}
-        content = {"version": _VERSION, **_STORED.dump_python(replace(self, model=model))}
+        content = {"version": _VERSION, **_STORED.dump_python(replace(self, model=model), warnings=False)}
         return json.dumps(content, ensure_ascii=False)
 
 
