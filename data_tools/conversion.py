@@ -41,7 +41,7 @@ from vitscale.data.shards import MANIFEST_NAME, Manifest, field_names
 from vitscale.data.shards.opening import local_copy
 from vitscale.data.shards.provenance import DECISIONS, DECISIONS_NAME, REJECTS, REJECTS_NAME, read_table, write_tables
 from vitscale.ground import storage
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, os_errors
 from vitscale.ground.files.durable import make_folder
 from vitscale.ground.table import Console
 from vitscale.ground.wording import counted, ranges
@@ -165,8 +165,7 @@ def _convert(conversion: Conversion) -> Outcome:
     mine = machine.tasks.of(plan.tasks)
     reports = reports_of(output, mine)
     _announce(conversion, plan, len(mine), len(reports))
-    todo = [task for task in mine if task not in reports]
-    images_now = _run(todo, reports, conversion, plan)
+    images_now = _run([task for task in mine if task not in reports], reports, conversion, plan)
     again = [task for task, report in reports.items() if report.unsteady]
     if again:
         what = f"{counted(len(again), 'shard')} again: not all of their images could be read"
@@ -261,12 +260,10 @@ def _refuse_incomplete(output: Output, splits: list[str]) -> None:
 @contextmanager
 def _claimed(output: Output, tasks: TaskRange) -> Iterator[None]:
     """Make the output's folders, and lock a range of tasks there."""
-    try:
+    with os_errors(f"OUT {output.where}: cannot be written", RecipeError):
         if not output.is_remote:
             make_folder(Path(output.where))
         output.work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecipeError(f"OUT {output.where}: cannot be written ({error.strerror})") from error
     with claimed((output.work if output.is_remote else Path(output.state(""))) / "locks", tasks):
         yield
 
@@ -395,8 +392,7 @@ def _write_findings(output: Output, split: str, reports: list[ShardReport], matc
     for content in _read_all(output, (output.of_task(report.task, "dedup.json") for report in reports)):
         findings.add(Findings.from_json(json.loads(content)))
     with tempfile.TemporaryDirectory(prefix="report-", dir=output.work) as folder:
-        names = write_report(Path(folder), matcher, findings)
-        output.fill_folder(split, REPORT_FOLDER, Path(folder), names)
+        output.fill_folder(split, REPORT_FOLDER, Path(folder), write_report(Path(folder), matcher, findings))
     return findings
 
 

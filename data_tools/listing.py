@@ -19,7 +19,7 @@ import shutil
 import struct
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -37,21 +37,10 @@ from vitscale.ground import storage
 from vitscale.ground.errors import DataError, StorageError, os_errors
 from vitscale.ground.files.durable import durable_file, write_text
 
-LISTING = pa.schema(
-    [
-        pa.field("key", pa.string(), nullable=False),
-        pa.field("labels", pa.list_(pa.int32())),
-        pa.field("content", pa.binary(), nullable=False),
-    ]
-)
-ORDERED = pa.schema(
-    [
-        pa.field("key", pa.string(), nullable=False),
-        pa.field("labels", pa.list_(pa.int32()), nullable=False),
-        pa.field("part", pa.int32(), nullable=False),
-        pa.field("content", pa.binary(), nullable=False),
-    ]
-)
+_KEY, _CONTENT = pa.field("key", pa.string(), nullable=False), pa.field("content", pa.binary(), nullable=False)
+_LABELS, _PART = pa.list_(pa.int32()), pa.field("part", pa.int32(), nullable=False)
+LISTING = pa.schema([_KEY, pa.field("labels", _LABELS), _CONTENT])
+ORDERED = pa.schema([_KEY, pa.field("labels", _LABELS, nullable=False), _PART, _CONTENT])
 # With the key's hash, the position in the listing, and provisional numbers as labels.
 _DEALT = pa.schema(
     [pa.field("hash", pa.uint64(), nullable=False), pa.field("number", pa.int64(), nullable=False), *ORDERED]
@@ -89,10 +78,9 @@ class PartSummary:
     @classmethod
     def load(cls, folder: Path, part: int) -> "PartSummary | None":
         """The summary of a part, or None if it is not completely listed yet."""
-        try:
+        with suppress(FileNotFoundError, TypeError):  # TypeError: an earlier version's has other fields
             return cls(**json.loads(storage.read_bytes(folder / f"part-{part:05d}.json")))
-        except (FileNotFoundError, TypeError):  # TypeError: an earlier version's has other fields
-            return None
+        return None
 
 
 @dataclass(frozen=True)
@@ -264,8 +252,7 @@ def order_images(
     summaries = [summary for part in range(len(source.parts)) if (summary := PartSummary.load(listing, part))]
     assert len(summaries) == len(source.parts), "a part was not listed"
     ignored = sum((Counter(summary.ignored) for summary in summaries), Counter())
-    total = sum(summary.images for summary in summaries)
-    if not total:
+    if not sum(summary.images for summary in summaries):
         seen = ", ".join(f"{count:,} {reason}" for reason, count in sorted(ignored.items())) or "nothing"
         raise DataError(f"{where}: no images in the source (found: {seen})")
     explicit = any(summary.explicit for summary in summaries)
@@ -292,8 +279,7 @@ def _deal(
     summaries: list[PartSummary], listing: Path, seed: int, vocabulary: Vocabulary, depth: int | None, unlabelled: bool
 ) -> list[Path]:
     """Append every image to its hash's bucket. `depth`: the class folder's depth, None for explicit labels."""
-    total = sum(summary.images for summary in summaries)
-    count = min(_MAX_BUCKETS, -(-total // _BUCKET_ROWS))
+    count = min(_MAX_BUCKETS, -(-sum(summary.images for summary in summaries) // _BUCKET_ROWS))
     folder = listing / "buckets"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

@@ -17,7 +17,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from glob import has_magic
@@ -135,10 +135,9 @@ class Output:
 
     def read_conversion(self) -> bytes | None:
         """What `conversion.json` holds; None if there is none."""
-        try:
+        with suppress(FileNotFoundError):
             return storage.read_bytes(self.state(CONVERSION_NAME))
-        except FileNotFoundError:
-            return None
+        return None
 
     def refuse_foreign(self, splits: list[str]) -> None:
         """Raise RecipeError if the output holds anything that vitscale-convert did not put there."""

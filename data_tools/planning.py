@@ -18,7 +18,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -161,10 +161,9 @@ class ConversionPlan:
     @classmethod
     def load(cls, folder: Path) -> "ConversionPlan | None":
         """The plan in a folder, or None if there is none or it is incomplete."""
-        try:
+        with suppress(FileNotFoundError):
             return cls.from_json(json.loads(read_bytes(folder / "plan.json")), folder)
-        except FileNotFoundError:
-            return None
+        return None
 
     @classmethod
     def from_json(cls, content: dict[str, Any], folder: Path) -> "ConversionPlan":
@@ -345,10 +344,9 @@ def _probe(batches: list[pa.RecordBatch], conversion: Conversion) -> Probe:
 
 
 def _says(path: Path, text: str) -> bool:
-    try:
+    with suppress(FileNotFoundError):
         return read_bytes(path) == text.encode()
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def write_plan(

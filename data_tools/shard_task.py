@@ -93,9 +93,7 @@ class ShardTask(Task):
 
     def without(self, position: int, reason: str) -> "ShardTask | None":
         """The task with one image rejected; None if the position is behind the last image."""
-        if position >= self.rows.num_rows:
-            return None
-        return replace(self, refused=self.refused | {position: reason})
+        return None if position >= self.rows.num_rows else replace(self, refused=self.refused | {position: reason})
 
     def run(self, progress: Progress) -> ShardReport:
         """Write the shard, its provenance and its marker.

@@ -222,7 +222,13 @@ class _View:
 
     def __init__(self, dataset: Manifest, out: str) -> None:
         """Raises RecipeError if `out` cannot be used, or has no relative path to the shards."""
-        _refuse_taken(out)
+        if not storage.is_url(out) and os.path.lexists(out) and not Path(out).is_dir():
+            raise RecipeError(f"OUT {out}: is not a folder. Choose a new or empty folder")
+        with os_errors(f"OUT {out}: cannot be read", RecipeError):
+            remove_leftovers(Path(out))
+            names = storage.names_in(out)
+        if names:
+            raise RecipeError(f"OUT {out}: not empty ({', '.join(names[:5])}). Choose a new or empty folder")
         self._dataset, self._out = dataset, out
         self._added: list[str] = []
         if not storage.is_url(out) and not storage.is_url(dataset.where):
@@ -296,16 +302,6 @@ class _View:
         # The system resolves links before `..`, so the folder is resolved here; not the file, which has companions.
         folder, name = os.path.split(there)
         return Path(os.path.relpath(os.path.realpath(folder), self._here), name).as_posix()
-
-
-def _refuse_taken(out: str) -> None:
-    if not storage.is_url(out) and os.path.lexists(out) and not Path(out).is_dir():
-        raise RecipeError(f"OUT {out}: is not a folder. Choose a new or empty folder")
-    with os_errors(f"OUT {out}: cannot be read", RecipeError):
-        remove_leftovers(Path(out))
-        names = storage.names_in(out)
-    if names:
-        raise RecipeError(f"OUT {out}: not empty ({', '.join(names[:5])}). Choose a new or empty folder")
 
 
 def _bucket(url: str) -> str | None:

@@ -25,7 +25,7 @@ import faulthandler  # noqa: E402
 import os  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
-from vitscale.ground.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError, VitscaleError  # noqa: E402
+from vitscale.ground.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError, VitscaleError, os_errors  # noqa: E402
 from vitscale.ground.files.durable import forbid_writing_by_everybody  # noqa: E402
 from vitscale.ground.heartbeat import HEARTBEAT_VARIABLE, tell_launch_why  # noqa: E402
 from vitscale.ground.interruption import Interruption  # noqa: E402
@@ -96,11 +96,9 @@ def write_smoke_data(data_root: Path, world_size: int) -> None:
     """Write the pictures that a smoke form trains on, a few batches of them. Raises `RecipeError`."""
     from vitscale.data.shards.generated import write_generated_dataset
 
-    try:
+    with os_errors(f"{data_root}: cannot be written", RecipeError):
         write_generated_dataset(data_root / "train", [96, 96, max(64, 16 * world_size)], seed=0)
         write_generated_dataset(data_root / "test", [40], seed=1)
-    except OSError as error:
-        raise RecipeError(f"{data_root}: cannot be written: {error.strerror}") from None
 
 
 def pretrain(options: argparse.Namespace) -> None:

@@ -227,8 +227,7 @@ def array_types(
 
 def file_names(embedding: Embedding | None) -> list[str]:
     """The files of an index besides `index.json`."""
-    arrays = [f"{name}.npy" for name in array_types(0, 0, embedding)]
-    return [IMAGES_NAME, *arrays]
+    return [IMAGES_NAME, *[f"{name}.npy" for name in array_types(0, 0, embedding)]]
 
 
 def describe_index(folder: Path, test_sets: Iterable[TestSet], embedding: Embedding | None) -> None:

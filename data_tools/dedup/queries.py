@@ -7,7 +7,6 @@ algorithm, has no comparable ones: then all images are decoded and fingerprinted
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -33,8 +32,7 @@ def small_picture(rgb: np.ndarray) -> bytes:
     height, width, _ = rgb.shape
     scale = min(1.0, PICTURE_SIDE / max(height, width))
     size = max(1, round(width * scale)), max(1, round(height * scale))
-    small = Image.fromarray(rgb).resize(size, Image.Resampling.BOX)
-    return encode(np.asarray(small), _PICTURE_QUALITY)
+    return encode(np.asarray(Image.fromarray(rgb).resize(size, Image.Resampling.BOX)), _PICTURE_QUALITY)
 
 
 @dataclass(eq=False)
@@ -89,13 +87,12 @@ class Candidate(Query):
         """The candidate for `content`, an image file's bytes, and the image stored for it."""
         made, jpeg, height, width = fingerprint(stored.pixels), stored.jpeg, stored.height, stored.width
         hashes = made.pixels, made.quality, made.pdq, made.pdq_trimmed
-        rgb = partial(_decoded, jpeg, height, width)  # few are asked for, so no picture is held
         digest = sha256(content).digest()
+
+        def rgb() -> np.ndarray:  # few are asked for, so no picture is held
+            return decode(jpeg, height, width)[1]
+
         return cls(uid, key, digest, *hashes, rgb, made, labels, jpeg, height, width, stored.passed_through)
-
-
-def _decoded(jpeg: bytes, height: int, width: int) -> np.ndarray:
-    return decode(jpeg, height, width)[1]
 
 
 class ShardQueries(ExitStack):

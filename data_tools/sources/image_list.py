@@ -30,7 +30,7 @@ from data_tools.sources.source import (
     labels_of,
 )
 from vitscale.data.shards.images import IMAGE_SUFFIXES, refuse_too_large
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, turned
 from vitscale.ground.safe_text import without_secrets
 from vitscale.ground.storage import is_url, read_bytes
 from vitscale.ground.wording import counted
@@ -61,13 +61,11 @@ class ImageListSource:
 
     def read(self, part: int, content: bytes) -> bytes:
         path = (_with_secrets(self, part).get(content, content) if content.startswith(b"\0") else content).decode()
-        try:
+        with turned(f"{path!r}: not the path of a file", OSError, ValueError):  # a NUL in a path
             where = path if is_url(path) else _beside(self.parts[part], path)
             if not is_url(where):
                 refuse_too_large(Path(where).stat().st_size)
             return read_bytes(where)
-        except ValueError as error:  # a NUL in a path
-            raise OSError(f"{path!r}: not the path of a file ({error})") from error
 
 
 def open_image_list(src: str, files: Sequence[str], options: SourceOptions) -> ImageListSource:

@@ -19,7 +19,7 @@ from pyarrow import types
 
 from data_tools.sources.parts import open_part, part_names, reading
 from data_tools.sources.source import Item, SourceOptions, choose_image, choose_label, label_columns, labels_of
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, turned
 from vitscale.ground.files.unpacked import CHECKS, read_batches
 
 _BATCH_ROWS = 16
@@ -97,16 +97,14 @@ def open_parquet(src: str, files: Sequence[str], options: SourceOptions) -> Parq
 
 @contextmanager
 def _opened(where: str) -> Iterator[tuple[BinaryIO, pq.ParquetFile]]:
-    try:
-        with (
-            reading(where),
-            closing(open_part(where)) as raw,
-            pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES, pre_buffer=False, **CHECKS) as file,
-        ):
-            yield raw, file
-    # pyarrow reports damage as any of these; its OSErrors are reported by `reading`.
-    except (pa.ArrowException, UnicodeDecodeError, MemoryError) as error:
-        raise DataError(f"{where}: damaged, or no parquet file ({error})") from error
+    with (
+        # pyarrow reports damage as any of these; its OSErrors are reported by `reading`.
+        turned(f"{where}: damaged, or no parquet file", DataError, pa.ArrowException, UnicodeDecodeError, MemoryError),
+        reading(where),
+        closing(open_part(where)) as raw,
+        pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES, pre_buffer=False, **CHECKS) as file,
+    ):
+        yield raw, file
 
 
 def _image(value: Any, is_struct: bool, spot: str) -> tuple[bytes, str]:
@@ -149,12 +147,10 @@ def _layout(schema: pa.Schema, options: SourceOptions, where: str) -> _Layout:
 
 def _features(schema: pa.Schema, where: str) -> dict[str, dict[str, Any]]:
     """Column -> its feature as `datasets` describes it; empty where there is no description."""
-    try:
+    with turned(f"{where}: damaged Hugging Face metadata", DataError, ValueError, AttributeError, RecursionError):
         metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
         features = metadata.get("info", {}).get("features") or {}
         found = {name: features.get(name) for name in schema.names}
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise DataError(f"{where}: damaged Hugging Face metadata ({error})") from error
     return {name: _unlisted(feature) for name, feature in found.items()}
 
 

@@ -12,15 +12,7 @@ from dataclasses import dataclass
 
 from data_tools.sources.archive import Archive, ArchiveSource, is_tar, must_stream, open_archive, stem_of, suffix_of
 from data_tools.sources.label_list import labelled, read_label_list
-from data_tools.sources.source import (
-    NO_IMAGE,
-    Item,
-    Source,
-    SourceOptions,
-    path_item,
-    refuse_fields,
-    visible_path,
-)
+from data_tools.sources.source import NO_IMAGE, Item, Source, SourceOptions, path_item, refuse_fields, visible_path
 from data_tools.sources.webdataset import WebDatasetSource, sample_name
 from vitscale.data.shards.images import IMAGE_SUFFIXES
 from vitscale.ground.errors import DataError, RecipeError

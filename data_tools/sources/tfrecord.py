@@ -282,8 +282,7 @@ def open_tfrecords(src: str, files: Sequence[str], options: SourceOptions) -> TF
         with reading(where), closing(open_records(where)) as file:
             first = next(read_records(file, where), None)
             if first is not None:
-                found = list(parse_example(first.data, f"{where}: record 0"))
-                image, label = _choose(found, options, where)
+                image, label = _choose(list(parse_example(first.data, f"{where}: record 0")), options, where)
                 return TFRecordSource(tuple(files), names, streams, image, label)
     raise DataError(f"{src}: no records")
 

@@ -86,23 +86,16 @@ def _tfds(task: str, place: Path) -> Copy | None:
         if match := _RECORDS.fullmatch(path.name):
             files[match["split"]][int(match["index"])] = path
             counts[match["split"]] = int(match["count"])
-    needed = {part.split for part in (origin.train, origin.val, origin.test)}
-    for split in sorted(needed):
+    slices = (origin.train, origin.val, origin.test)
+    needed = sorted({part.split for part in slices})
+    for split in needed:
         missing = [index for index in range(counts.get(split, 1)) if index not in files.get(split, {})]
         if missing:
             what = f"lacks {len(missing)} of {counts[split]} files" if split in counts else "has no .tfrecord files"
             raise DataError(f"{folder}: {what} of the split {split}")
-    return Copy(
-        task,
-        "tfds",
-        folder,
-        {split: tuple(files[split][index] for index in sorted(files[split])) for split in sorted(needed)},
-        origin.train,
-        origin.val,
-        origin.test,
-        folder.name,
-        None if expected else f"version {folder.name}: the order of its images is not that of {origin.version}",
-    )
+    in_order = {split: tuple(files[split][index] for index in sorted(files[split])) for split in needed}
+    doubt = None if expected else f"version {folder.name}: the order of its images is not that of {origin.version}"
+    return Copy(task, "tfds", folder, in_order, *slices, folder.name, doubt)
 
 
 def _tars(task: str, place: Path) -> Copy | None:

@@ -33,7 +33,7 @@ from vitscale.data.shards import MANIFEST_NAME, Manifest
 from vitscale.data.shards.images import ImageOptions, Reject, store_image
 from vitscale.data.shards.manifest import Sha256, Strict
 from vitscale.data.shards.opening import open_shard
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, turned
 from vitscale.ground.files.durable import write_text
 from vitscale.ground.table import Console
 from vitscale.ground.wording import describe_mistake
@@ -112,10 +112,8 @@ def entries_of(source: PartSource) -> Iterator[PinnedImage]:
     """The images of a part as entries, each decoded. Raises DataError for one that cannot be."""
     for part, name in enumerate(source.parts):
         for item in source.items(part, Counter()):
-            try:
+            with turned(f"{name}: {item.key!r}", DataError, OSError, DataError):
                 digest = pixels_sha256(source.read(part, item.content))
-            except (OSError, DataError) as error:
-                raise DataError(f"{name}: {item.key!r}: {error}") from error
             yield PinnedImage(key=item.key, label=source.label_of(item), sha256=digest)
 
 

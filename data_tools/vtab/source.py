@@ -56,8 +56,7 @@ class PartSource:
 
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
         """The images that are taken of a file. Raises DataError for damage and labels that the task does not have."""
-        for _, item in self.numbered(part, ignored):
-            yield item
+        return (item for _, item in self.numbered(part, ignored))
 
     def numbered(self, part: int, ignored: Counter[str]) -> Iterator[tuple[int, Item]]:
         """The same images as (number in the file, item)."""

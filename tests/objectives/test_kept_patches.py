@@ -61,7 +61,7 @@ def test_the_kept_compute_as_if_no_token_attended_to_the_others(model, monkeypat
     (kept,) = made(0.5, **model).plan(keys(B), 0)
     with torch.no_grad():
         found = backbone.encode(backbone.embed(pictures()), kept_BC=kept)
-        assert torch.equal(backbone(pictures(), kept=kept).pooled, backbone.represent(found))
+        assert torch.equal(backbone(pictures(), kept=kept).pooled, backbone.represent([found]))
         others = found.shape[1] - kept.shape[1]
         first = others - (model.get("pool") == "normed_mean")  # which puts the mean before all
         seen = torch.cat([torch.arange(first).expand(B, first), kept + first], dim=1)

@@ -33,7 +33,7 @@ def test_what_does_not_fit_is_never_the_best():
     assert tight.best.memory.device_bytes <= needs[len(needs) // 2]
     assert {choice.fits for choice in tight.choices} == {True, False}
     assert all(choice.fits or "does not fit" in choice.verdict for choice in tight.choices)
-    assert sum(choice.is_best for choice in tight.choices) == 1
+    assert sum(choice.verdict == "best" for choice in tight.choices) == 1
     assert plan_of(make_cluster(H100, 8, memory=1e6)).best is None
 
 

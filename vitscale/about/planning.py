@@ -53,10 +53,6 @@ class Choice:
     fits: bool  # into a device's memory
     verdict: str = ""  # `best`, or why it does not fit
 
-    @property
-    def is_best(self) -> bool:
-        return self.verdict == "best"
-
     def settings(self) -> list[str]:
         """The arguments of `--set` that make a recipe use this choice."""
         return [
@@ -100,7 +96,7 @@ class ClusterPlan:
     @property
     def best(self) -> Choice | None:
         """The best choice; None if nothing fits."""
-        return next((choice for choice in self.choices if choice.is_best), None)
+        return next((choice for choice in self.choices if choice.verdict == "best"), None)
 
 
 def make_cluster(

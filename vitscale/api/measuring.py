@@ -37,9 +37,7 @@ def evaluate(model: Source, data: Data | None = None) -> Results:
     Raises `DataError` if the dataset's classes are not the model's, `RecipeError` if there is nothing to evaluate on.
     """
     with opened(model).evaluating() as finished:
-        if data is None:
-            return Results(evaluate_finished(finished))
-        return Results(scores(finished, _place(data))[0])
+        return Results(evaluate_finished(finished)) if data is None else Results(scores(finished, _place(data))[0])
 
 
 def features(model: Source, data: Data) -> Features:
@@ -113,12 +111,7 @@ class Inspection:
 
 
 def inspect(
-    model: Source,
-    images: Dataset | Images,
-    *,
-    show: Sequence[Part] | None = None,
-    count: int = 32,
-    pictures: int = 6,
+    model: Source, images: Dataset | Images, *, show: Sequence[Part] | None = None, count: int = 32, pictures: int = 6
 ) -> Inspection:
     """Look inside a model, as `vitscale inspect` does.
 

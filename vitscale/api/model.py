@@ -292,8 +292,7 @@ def load(
     kind = kind_of(where)
     options: dict[str, object] = {"step": step, "use_average": use_average, "model": model, "image_size": image_size}
     options |= {"class_names": class_names, "num_classes": num_classes, "seed": seed}
-    given = {name for name, value in options.items() if value is not None}
-    if foreign := sorted(given - _OPTIONS[kind]):
+    if foreign := sorted({name for name, value in options.items() if value is not None} - _OPTIONS[kind]):
         raise RecipeError(f"{', '.join(foreign)}: no effect, since {where} is {kind}")
     if precision not in (None, "fp32", "bf16"):
         raise RecipeError(f"precision={precision!r}: expected 'fp32' or 'bf16'")

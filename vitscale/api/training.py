@@ -115,9 +115,7 @@ def convert(
         splits=parse_splits([f"{name}={what}" for name, what in (split or {}).items()]),
     )
     run_conversion(request, where, Machine(workers), Console(stderr=True, quiet=not progress))
-    if split is None:
-        return Dataset(where)
-    return {name: Dataset(storage.join(where, name)) for name in split}
+    return Dataset(where) if split is None else {name: Dataset(storage.join(where, name)) for name in split}
 
 
 class Training:

@@ -72,13 +72,8 @@ def index(
     from data_tools.dedup.building import TestSource, build_index
     from data_tools.dedup.index import TestSet
 
-    settings = {
-        "distance": distance,
-        "candidates": candidates,
-        "correlation": correlation,
-        "min_quality": min_quality,
-        "cosine": cosine,
-    }
+    settings: dict[str, Any] = {"distance": distance, "candidates": candidates, "correlation": correlation}
+    settings |= {"min_quality": min_quality, "cosine": cosine}
     embedder = opened_embedder(embedding, embedding_model, embedding_size, cosine)
     given, console = _settings(preset, settings), Console()
     sources = []
@@ -131,14 +126,7 @@ def find(
     errors = Console(stderr=True)
     samples = Manifest.load(dataset).num_samples
     with interruptible("no report was written"), ProgressDisplay(errors, "comparing", samples) as view:
-        found = find(
-            dataset,
-            indexes,
-            out,
-            Machine(workers).runner(dataset),
-            embedder=embedder,
-            tick=view.update,
-        )
+        found = find(dataset, indexes, out, Machine(workers).runner(dataset), embedder=embedder, tick=view.update)
     if found.made_anew:
         say(
             f"note: the tables of {counted(found.made_anew, 'shard')} have no fingerprints of this version: all of "

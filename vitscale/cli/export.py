@@ -57,15 +57,9 @@ def export(
     from vitscale.runs.checkpoint.opening import kind_of, open_model, run_directory
     from vitscale.runs.run import Run
 
-    options = {
-        "step": step,
-        "no-ema": no_ema or None,
-        "average": average,
-        "model": model,
-        "set": settings or None,
-        "seed": seed,
-    }
-    options |= {"num-classes": num_classes, "image-size": image_size, "head": head}
+    options: dict[str, Any] = {"step": step, "no-ema": no_ema or None, "average": average, "model": model}
+    options |= {"set": settings or None, "seed": seed, "num-classes": num_classes}
+    options |= {"image-size": image_size, "head": head}
     try:
         kind = kind_of(source)
         idle = {f"--{name}": value for name, value in sorted(options.items()) if name not in _OPTIONS[kind]}

@@ -46,5 +46,4 @@ def models(
         row: Row = {"name": name, "family": model.kind, "image_size": image_size}
         row |= {"tokens": model.num_tokens(image_size), "params": work.params}
         rows.append(row | {"gmacs": work.macs / 1e9, "accounting_gmacs": work.accounting_macs / 1e9})
-    legend = [f"{counted(num_classes, 'class')}. {_LEGEND}"]
-    render(ResultTable(_COLUMNS, rows, legend, notes), form)
+    render(ResultTable(_COLUMNS, rows, [f"{counted(num_classes, 'class')}. {_LEGEND}"], notes), form)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Context, Exit, Option
 
-from vitscale.ground.errors import RecipeError, VitscaleError
+from vitscale.ground.errors import RecipeError, VitscaleError, turned
 from vitscale.ground.storage import read_text
 from vitscale.ground.table import Console
 
@@ -182,10 +182,8 @@ def _read_names(path: Path) -> list[str]:
 
     if str(path) == "imagenet" and not path.exists():
         return list(imagenet_synsets())
-    try:
+    with turned(f"--class-names {path}: cannot be read", RecipeError, OSError, ValueError):
         names = read_text(path).splitlines()
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"--class-names {path}: cannot be read: {error}") from None
     if not names or "" in names or len(set(names)) != len(names):
         raise RecipeError(f"--class-names {path}: expected a name on each line, and none twice")
     return names

@@ -67,9 +67,8 @@ def plan(
     if best is None:
         print("Nothing fits. More devices, stage 3, parallelism.offload=optimizer or a smaller model may.")
     else:
-        print(
-            f"best            {' '.join(f'--set {setting}' for setting in best.settings())}"
-        )  # to be copied: one line
+        chosen = " ".join(f"--set {setting}" for setting in best.settings())
+        print(f"best            {chosen}")  # to be copied: one line
     for name, text in _of_the_run(made, best).items():
         print(f"{name:<16}{hanging(text, 16)}")
     print("\nAssumed:")

@@ -13,7 +13,7 @@ from typer import Argument, Exit, Option, Typer
 from vitscale.cli.console import interruptible, plain, progress, say
 from vitscale.cli.options import Dataset, Json
 from vitscale.data.shards import MANIFEST_NAME, Manifest
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, os_errors
 from vitscale.ground.files.durable import durable_file
 from vitscale.ground.safe_text import printable
 from vitscale.ground.storage import without_file_scheme
@@ -156,11 +156,8 @@ def head(
     Console().print(table)
     if out is not None:
         sheet = contact_sheet(samples)
-        try:
-            with durable_file(out) as file:
-                sheet.save(file, "PNG")
-        except OSError as error:
-            raise RecipeError(f"--out {out}: cannot be written ({error.strerror})") from error
+        with os_errors(f"--out {out}: cannot be written", RecipeError), durable_file(out) as file:
+            sheet.save(file, "PNG")
         say(f"drawn: {printable(str(out))}")
 
 
@@ -177,8 +174,7 @@ def split(
     from data_tools.views import parse_parts, place_of_parts, write_parts
 
     with interruptible("parts whose manifest.json is there are complete"):
-        wanted = parse_parts(parts, dataset)
-        written = write_parts(dataset, out or place_of_parts(dataset), wanted, seed)
+        written = write_parts(dataset, out or place_of_parts(dataset), parse_parts(parts, dataset), seed)
     for manifest in written:
         folder = manifest.where.removesuffix(f"/{MANIFEST_NAME}")
         print(f"{folder}: {counted(manifest.num_samples, 'sample')} of {dataset}")

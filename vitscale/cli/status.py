@@ -260,8 +260,7 @@ def _loss(status: RunStatus) -> str:
 
 
 def _evaluation(evaluation: Evaluation) -> str:
-    values = evaluation.values.items()
-    shown = [f"{name} {_shown(value, decimals) or 'not finite'}" for name, value in values]
+    shown = [f"{name} {_shown(value, decimals) or 'not finite'}" for name, value in evaluation.values.items()]
     more = f"  and {len(shown) - _SHOWN_METRICS} more (--json)" if len(shown) > _SHOWN_METRICS else ""
     return f"step {evaluation.step:,}: {'  '.join(shown[:_SHOWN_METRICS])}{more}"
 

@@ -83,8 +83,7 @@ def run(
         Option("--dir", help="Folder for the run directories, one per entry.", show_default="runs/<study stem>"),
     ] = None,
     engine: Annotated[
-        EngineName,
-        Option(help="What runs the entries: this machine, or array jobs of Slurm, each on a node."),
+        EngineName, Option(help="What runs the entries: this machine, or array jobs of Slurm, each on a node.")
     ] = "local",
     slots: Annotated[
         int | None,
@@ -93,8 +92,7 @@ def run(
         ),
     ] = None,
     engine_options: Annotated[
-        list[str] | None,
-        Option("--engine-option", metavar="KEY=VALUE", help="For slurm: an option of sbatch."),
+        list[str] | None, Option("--engine-option", metavar="KEY=VALUE", help="For slurm: an option of sbatch.")
     ] = None,
     settings: Settings = None,
     dry_run: Annotated[bool, Option("--dry-run", help="List the entries and start nothing.")] = False,
@@ -148,8 +146,7 @@ def plan(
     expansion = expand(loaded, Path("runs") / file.stem, settings or [], file.parent)
     cost = cost_of(loaded, expansion, device, mfu or PUBLISHED_MFU, price, samples)
     if as_json:
-        content = asdict(cost) | {"study": file.stem, "device": device.name}
-        print(json.dumps(content, indent=1, allow_nan=False))
+        print(json.dumps(asdict(cost) | {"study": file.stem, "device": device.name}, indent=1, allow_nan=False))
         return
     print(f"{file.stem}: {counted(len(cost.entries), 'run')} on {device.name}\n")
     rows = []

@@ -184,7 +184,6 @@ class OpenShards:
 
 
 def _has_size(path: Path, size: int) -> bool:
-    try:
+    with suppress(OSError):
         return path.stat().st_size == size
-    except OSError:
-        return False
+    return False

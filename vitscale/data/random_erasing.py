@@ -34,8 +34,7 @@ class RandomErasing(ImageOperation):
 
     def __call__(self, images: Tensor, keys: np.ndarray) -> Tensor:
         """See `ImageOperation.__call__`."""
-        side = images.shape[1]
-        rectangles = self.rectangles(keys, side)
+        rectangles = self.rectangles(keys, images.shape[1])
         erased = images.clone()
         noise_keys = (keys ^ combine(_NOISE)).view(np.int64)
         for row in np.flatnonzero(rectangles[2]):

@@ -8,6 +8,7 @@ from typing import Literal
 from vitscale.recipe import Cache, Data
 
 _FEWEST_THREADS, _MOST_THREADS = 2, 16
+_AS_IN_RECIPES = ("prefetch", "verify_shards", "check_rate", "bad_samples", "dct_scaling", "stall_s")
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,7 @@ class Reading:
         """The settings that a recipe gives. Raises `RecipeError` if there is no place for a cache."""
         return cls(
             threads=data.threads or (_threads_beside_a_device() if pinned else _FEWEST_THREADS),
-            prefetch=data.prefetch,
-            verify_shards=data.verify_shards,
-            check_rate=data.check_rate,
-            bad_samples=data.bad_samples,
-            dct_scaling=data.dct_scaling,
-            stall_s=data.stall_s,
+            **{key: getattr(data, key) for key in _AS_IN_RECIPES},
             cache=data.cache.folder(),
             cache_bytes=int(data.cache.limit_gb * 10**9),
             pinned=pinned,

@@ -58,9 +58,8 @@ class Validation(Evaluator):
             valid = mask & (labels >= 0) & (labels < num_classes)
             # A wrong label must not reach an index operation: on CUDA that ends the process without a message.
             labels = torch.where(valid, labels, 0)
-            losses = self.loss(logits, labels)
             rank = rank_of_label(logits, labels)
-            batch_loss = torch.where(valid, losses, 0.0).double().sum()
+            batch_loss = torch.where(valid, self.loss(logits, labels), 0.0).double().sum()
             batch_counts = torch.stack([mask, mask & ~valid, valid & (rank < 1), valid & (rank < 5)]).sum(dim=1)
             loss_sum = batch_loss if loss_sum is None else loss_sum + batch_loss
             counts = batch_counts if counts is None else counts + batch_counts

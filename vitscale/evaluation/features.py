@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vitscale.evaluation.classification import check_count
 from vitscale.evaluation.contract import MakeLoader, Predict
-from vitscale.ground.errors import DataError
+from vitscale.ground.errors import DataError, os_errors, turned
 from vitscale.ground.files.arrays import map_array
 from vitscale.ground.files.digests import file_digests
 from vitscale.ground.files.durable import new_folder
@@ -129,19 +129,15 @@ def read_features(folder: Path) -> tuple[Features, dict[str, Any]]:
     """
     meta = _read_meta(folder)
     for name, sha256 in meta["sha256"].items():
-        try:
+        with os_errors(f"{folder / name}: cannot be read"):
             found = file_digests(folder / name).sha256
-        except OSError as error:
-            raise DataError(f"{folder / name}: cannot be read: {error.strerror or error}") from None
         if found != sha256:
             raise DataError(f"{folder / name}: damaged: sha256 {found}; {META} says {sha256}")
     names = sorted(name for name in meta["sha256"] if name.startswith("features-"))
-    try:
+    with turned(f"{folder}: damaged", DataError, OSError, ValueError, OverflowError):
         labels, uids = (map_array(folder / f"{name}.npy") for name in ("labels", "uids"))
         parts = (map_array(folder / name) for name in names)
         features = np.concatenate([np.empty((0, meta["width"]), np.float32), *parts])
-    except (OSError, ValueError, OverflowError) as error:
-        raise DataError(f"{folder}: damaged: {error}") from None
     shapes, types = {features.shape[:1], labels.shape, uids.shape}, [features.dtype, labels.dtype, uids.dtype]
     if shapes != {(meta["samples"],)} or types != [np.float32, np.int64, np.int64]:
         raise DataError(f"{folder}: {len(features):,} representations, {len(labels):,} labels and {len(uids):,} uids")

@@ -216,9 +216,7 @@ class Task:
             solved.append(solve(self.splits(rows), train.uids[rows]))
         columns = []
         for column in zip(*(about for _, about in solved), strict=True):
-            every = {
-                key: [draw[key] for draw in column] for key in column[0]
-            }  # what was chosen may differ from draw to draw
+            every = {key: [draw[key] for draw in column] for key in column[0]}  # draws may have chosen differently
             columns.append({key: values[0] if len(set(values)) == 1 else values for key, values in every.items()})
         return np.array([accuracies for accuracies, _ in solved]), columns
 

@@ -279,9 +279,7 @@ def rule_of_origin(source: Source, ours: str = POSITIONS_RULE) -> str:
         return _BY_DISTANCE if source.form == "timm" else ours
     if source.form == "timm":
         return _ANTIALIASED
-    if source.form == "hf":
-        return _OF_DINOV2.get(source.config.get("model_type", ""), _BICUBIC)
-    return POSITIONS_RULE
+    return _OF_DINOV2.get(source.config.get("model_type", ""), _BICUBIC) if source.form == "hf" else POSITIONS_RULE
 
 
 def evaluate_finished(model: FinishedModel) -> dict[str, float]:

@@ -16,8 +16,8 @@ from PIL import Image, UnidentifiedImageError
 
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.images import MAX_PIXELS
-from vitscale.data.shards.opening import open_shard
-from vitscale.ground.errors import DataError
+from vitscale.data.shards.opening import named_slots
+from vitscale.ground.errors import DataError, os_errors
 from vitscale.ground.files.unpacked import most_pixels
 from vitscale.ground.storage import regular
 
@@ -52,23 +52,19 @@ class Masks:
         for path in found:
             by_stem.setdefault(path.stem, []).append(path)
         files, missing, taken = {}, [], dict[Path, str]()
-        for index in range(len(manifest.shards)):
-            with open_shard(manifest, index) as shard:
-                if shard.keys is None:
-                    raise DataError(f"{shard.file.path}: no table of provenance, so its images have no names")
-                for slot in shard.slots.tolist():
-                    name = PurePosixPath(shard.keys[slot])
-                    own = whole.get(str(name.parent / name.stem))
-                    paths = by_stem.get(name.stem, []) if own is None else [own]
-                    if len(paths) > 1:
-                        raise DataError(f"{shard.keys[slot]}: two masks, {paths[0]} and {paths[1]}")
-                    if not paths:
-                        missing.append(shard.keys[slot])
-                        continue
-                    if (other := taken.setdefault(paths[0], shard.keys[slot])) != shard.keys[slot]:
-                        raise DataError(f"{paths[0]}: the mask of two images, {other} and {shard.keys[slot]}")
-                    size = int(shard.file.height[slot]), int(shard.file.width[slot])
-                    files[int(shard.file.uid[slot])] = (paths[0], *size)
+        for shard, slot, key in named_slots(manifest):
+            name = PurePosixPath(key)
+            own = whole.get(str(name.parent / name.stem))
+            paths = by_stem.get(name.stem, []) if own is None else [own]
+            if len(paths) > 1:
+                raise DataError(f"{key}: two masks, {paths[0]} and {paths[1]}")
+            if not paths:
+                missing.append(key)
+                continue
+            if (other := taken.setdefault(paths[0], key)) != key:
+                raise DataError(f"{paths[0]}: the mask of two images, {other} and {key}")
+            size = int(shard.file.height[slot]), int(shard.file.width[slot])
+            files[int(shard.file.uid[slot])] = (paths[0], *size)
         if missing:
             raise DataError(
                 f"{folder}: no mask for {len(missing):,} of the {manifest.num_samples:,} images of {manifest.where}, "
@@ -109,11 +105,8 @@ def read_mask(path: Path) -> np.ndarray:
 
     Raises `DataError` for colours, which number no classes, and for files that are damaged, large or no PNG.
     """
-    try:
-        with open(path, "rb", opener=regular) as file:
-            data = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+    with os_errors(f"{path}: cannot be read"), open(path, "rb", opener=regular) as file:
+        data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES or data[:8] != b"\x89PNG\r\n\x1a\n" or data[12:16] != b"IHDR" or len(data) < 33:
         raise DataError(f"{path}: is no PNG, or has more than {_MOST_BYTES:,} bytes")
     bits, kind = data[24], data[25]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from vitscale.data.shards import Manifest
 from vitscale.evaluation.classification import check_count, rank_of_label
 from vitscale.evaluation.contract import Evaluator, MakeLoader, Predict
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, turned
 from vitscale.ground.ranks import reduce_sum
 from vitscale.ground.storage import read_text
 
@@ -113,8 +113,7 @@ class ReaL:
     """
 
     def __init__(self, labels: Mapping[int, Sequence[int]]) -> None:
-        longest = max(map(len, labels.values()), default=0)
-        uids = sorted(labels)
+        longest, uids = max(map(len, labels.values()), default=0), sorted(labels)
         self._uids = torch.tensor(uids, dtype=torch.int64)
         rows = [[*labels[uid], *[-1] * (max(longest, 1) - len(labels[uid]))] for uid in uids]
         self._labels = torch.tensor(rows, dtype=torch.int64)
@@ -127,13 +126,11 @@ class ReaL:
         """
         from vitscale.data.shards.opening import sample_names  # loads pyarrow
 
-        try:
+        with turned(f"{file}: cannot be read", DataError, OSError, ValueError, TypeError, RecursionError):
             lists = json.loads(read_text(file))
             is_one = len(lists) == _REAL_IMAGES and all(
                 isinstance(label, int) and 0 <= label < _REAL_CLASSES for labels in lists for label in labels
             )
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise DataError(f"{file}: cannot be read: {error}") from None
         if not is_one:
             raise DataError(f"{file}: expected a list of labels from 0 to 999 for each of {_REAL_IMAGES:,} images")
         found = {}
@@ -147,8 +144,7 @@ class ReaL:
         return cls(found)
 
     def sums(self, logits: Tensor, labels: Tensor, uids: Tensor) -> Tensor:
-        rows = torch.searchsorted(self._uids, uids.cpu())
-        accepted = self._labels[rows].to(logits.device)
+        accepted = self._labels[torch.searchsorted(self._uids, uids.cpu())].to(logits.device)
         is_labelled = (accepted >= 0).any(dim=1)
         is_right = (accepted == most_probable(logits)[:, None]).any(dim=1)
         return _sums(is_right & is_labelled, is_labelled)
@@ -177,12 +173,10 @@ class ObjectNet:
 
         Raises `DataError`.
         """
-        try:
+        with turned(f"{file}: cannot be read", DataError, OSError, ValueError, RecursionError):
             content = json.loads(read_text(file))
             if not isinstance(content, dict):
                 raise ValueError(f"expected an object, found {type(content).__name__}")
-        except (OSError, ValueError, RecursionError) as error:
-            raise DataError(f"{file}: cannot be read: {error}") from None
         accepted = torch.zeros(len(manifest.class_names), num_classes, dtype=torch.bool)
         places = {name: at for at, name in enumerate(class_names or [])}
         rows = {name: at for at, name in enumerate(manifest.class_names)}
@@ -208,11 +202,8 @@ class ObjectNet:
 
     def results(self, sums: Tensor) -> dict[str, float]:
         of_all, of_mapped = (sums[:2] / sums[2]).tolist()
-        return {
-            "objectnet_top1_of_all": of_all,
-            "objectnet_top1_of_mapped": of_mapped,
-            "objectnet_samples": float(sums[2]),
-        }
+        shares = {"objectnet_top1_of_all": of_all, "objectnet_top1_of_mapped": of_mapped}
+        return shares | {"objectnet_samples": float(sums[2])}
 
 
 @dataclass(frozen=True)

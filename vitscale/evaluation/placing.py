@@ -12,7 +12,7 @@ from accelerate import Accelerator, dispatch_model, infer_auto_device_map
 from accelerate.utils import get_max_memory, offload_weight, save_offload_index
 from torch import Tensor, nn
 
-from vitscale.ground.errors import RecipeError
+from vitscale.ground.errors import RecipeError, turned
 from vitscale.ground.safe_text import shown
 
 _ROOM = 0.8
@@ -100,10 +100,8 @@ def _spread(
         for module in model.modules()
         if any(True for _ in module.parameters(recurse=False)) and any(True for _ in module.children())
     }
-    try:
+    with turned(f"the model cannot be spread over {_listed(limits)}", RecipeError, ValueError, RuntimeError):
         places = infer_auto_device_map(model, {**limits}, no_split_module_classes=sorted(whole), dtype=dtype)
-    except (ValueError, RuntimeError) as error:
-        raise RecipeError(f"the model cannot be spread over {_listed(limits)}: {error}") from None
     if first not in places.values():
         raise RecipeError(f"no part of the model fits into {limits[first] / 1e9:.2f} GB of {first}")
     modules = {name for name, _ in model.named_modules()}

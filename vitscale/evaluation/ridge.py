@@ -88,5 +88,4 @@ def best_shared_l2(accuracies: Tensor, leave_out: int | None = None) -> int:
         accuracies = torch.cat([accuracies[:leave_out], accuracies[leave_out + 1 :]])
     below = (accuracies[:, None, :] < accuracies[:, :, None]).sum(dim=2)
     equal = (accuracies[:, None, :] == accuracies[:, :, None]).sum(dim=2)
-    mean_rank = (below + equal / 2).double().mean(dim=0)
-    return int(mean_rank.argmax())
+    return int((below + equal / 2).double().mean(dim=0).argmax())

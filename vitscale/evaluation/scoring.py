@@ -26,11 +26,7 @@ from vitscale.runs.intervals import accuracy_intervals, wilson_interval
 
 
 def scores(
-    finished: FinishedModel,
-    data: str,
-    real: str | None = None,
-    objectnet: Path | None = None,
-    out: Path | None = None,
+    finished: FinishedModel, data: str, real: str | None = None, objectnet: Path | None = None, out: Path | None = None
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics on a dataset, and facts about how they were measured.
 
@@ -48,22 +44,19 @@ def scores(
         raise RecipeError(f"{finished.source} has no classes to be evaluated; fewshot and features are for such models")
     manifest = finished.dataset(data)
     tell_common_samples(finished, manifest)
-    loader = finished.loader(manifest, border=0 if objectnet is None else m.OBJECTNET_BORDER)
-    chosen: list[m.Metric] = []
-    columns, border = None, 0
+    num_classes, border = len(manifest.class_names), 0 if objectnet is None else m.OBJECTNET_BORDER
     if objectnet is not None:
-        chosen.append(m.ObjectNet.of(objectnet, manifest, finished.class_names, finished.num_classes))
-        classes, border = "by --objectnet", m.OBJECTNET_BORDER
+        columns, classes = None, "by --objectnet"
+        chosen: list[m.Metric] = [m.ObjectNet.of(objectnet, manifest, finished.class_names, finished.num_classes)]
     else:
         columns, classes = m.columns_of(manifest, finished.class_names, finished.num_classes)
-        num_classes = len(manifest.class_names)
-        chosen += [m.TopK(1), *([m.TopK(5)] if num_classes > 5 else []), m.MeanPerClass(num_classes), m.Calibration()]
+        chosen = [m.TopK(1), *([m.TopK(5)] if num_classes > 5 else []), m.MeanPerClass(num_classes), m.Calibration()]
         if real is not None:
             if finished.num_classes != 1000 or columns is not None:
                 raise RecipeError("--real: the labels are for the 1,000 classes of ImageNet in their order")
             chosen.append(m.ReaL.of(m.real_labels_of_timm() if real == "timm" else Path(real), manifest))
     expected = samples_expected(finished.recipe, manifest)
-    found = m.Scores("data", loader, chosen, len(manifest.class_names), expected, columns)
+    found = m.Scores("data", finished.loader(manifest, border=border), chosen, num_classes, expected, columns)
     about = {"dataset": manifest.sha256, "classes": classes, "border": border}
     if out is None:
         return dict(found.run(finished.predict)), about

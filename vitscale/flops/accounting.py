@@ -29,9 +29,7 @@ def mfu(images_per_s: float, macs: int, num_devices: int, peak: float | None) ->
     `images_per_s` is that of all devices, `macs` one image's forward pass, padding counted, and `peak` FLOP/s of one
     device (`hardware.peak_flops`). None, an unknown device, has no utilisation: None.
     """
-    if peak is None:
-        return None
-    return training_flops_per_image(macs) * images_per_s / (num_devices * peak)
+    return None if peak is None else training_flops_per_image(macs) * images_per_s / (num_devices * peak)
 
 
 def training_hours(macs: int, images: float, peak: float, mfu: float) -> float:

@@ -7,12 +7,12 @@ has no utilisation: a wrong peak is worse than none. So driver names are matched
 4090 D" and the laptop parts are slower chips under a known name.
 """
 
-import difflib
 import re
 from dataclasses import dataclass
 from typing import Literal
 
 from vitscale.ground.errors import RecipeError
+from vitscale.ground.wording import did_you_mean
 
 Dtype = Literal["bf16", "fp16"]
 
@@ -113,10 +113,8 @@ def peak_flops(device_name: str, dtype: Dtype) -> float | None:
 
     `device_name` is what `torch.cuda.get_device_name()` says.
     """
-    for device in DEVICES:
-        if re.fullmatch(device.driver_name, device_name, re.IGNORECASE):
-            return device.peak.get(dtype)
-    return None
+    found = (device for device in DEVICES if re.fullmatch(device.driver_name, device_name, re.IGNORECASE))
+    return next((device.peak.get(dtype) for device in found), None)
 
 
 def find_device(name: str) -> Device:
@@ -124,7 +122,8 @@ def find_device(name: str) -> Device:
     by_name = {device.name: device for device in DEVICES}
     if name.lower() in by_name:
         return by_name[name.lower()]
-    near = difflib.get_close_matches(name.lower(), by_name, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = did_you_mean(name.lower(), by_name)
     known = "\n".join(f"  {device.describe()}" for device in DEVICES)
-    raise RecipeError(f"unknown device {name!r}{hint}; known, each with its peak for dense products:\n{known}")
+    raise RecipeError(
+        f"unknown device {name!r}{hint and f' ({hint})'}; known, each with its peak for dense products:\n{known}"
+    )

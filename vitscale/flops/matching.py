@@ -26,8 +26,8 @@ def possible_epochs(row: DataSize) -> tuple[int, ...]:
 
 def scaling_row(recipe: Recipe, images: int | None) -> Scaling | None:
     """The row of Table 6 that this recipe repeats on `images` training images."""
-    rows = (row for row in published.table_6() if _is_run(recipe, images, row.model, "jft300m", (row.epochs,)))
-    return next(rows, None)
+    rows = published.table_6()
+    return next((row for row in rows if _is_run(recipe, images, row.model, "jft300m", (row.epochs,))), None)
 
 
 def transfer_row(recipe: Recipe, images: int | None) -> tuple[int, Transfer] | None:
@@ -45,11 +45,9 @@ def transfer_row(recipe: Recipe, images: int | None) -> tuple[int, Transfer] | N
 
 def position_row(recipe: Recipe, images: int | None) -> PositionEmbedding | None:
     """The row of Table 8 that this recipe repeats."""
-    for row in published.table_8():
-        position = {"kind": row.position, "at": row.at}
-        if _is_run(recipe, images, "ViT-B/16", "jft300m", (_ABLATION_EPOCHS,), position=position):
-            return row
-    return None
+    run = recipe, images, "ViT-B/16", "jft300m", (_ABLATION_EPOCHS,)
+    rows = (row for row in published.table_8() if _is_run(*run, position={"kind": row.position, "at": row.at}))
+    return next(rows, None)
 
 
 def _is_run(

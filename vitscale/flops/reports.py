@@ -163,23 +163,17 @@ def purchase_table(
             notes.append(f"Nothing fits in {budget:g} exaFLOPs; the smallest is {smallest.name} with {least:.3g}.")
     bought = [(one, _purchase_row(one, budget)) for one in estimates]
     if budget is not None:
-        bought.sort(key=lambda pair: _worth(pair[1]), reverse=True)
+        keys = ("imagenet", "imagenet_5shot", "exaflops")
+        bought.sort(key=lambda pair: [pair[1][key] or 0.0 for key in keys], reverse=True)
     if hardware is not None and mfu is not None:
         columns += COST
         for one, row in bought:
             row |= _cost_row(one, hardware, mfu)
         devices = f"{hardware.count:,} x {hardware.device.describe()}"
-        legend += [
-            f"{devices}. {percent(1)(mfu)} MFU: of model FLOPs, padding counted.",
-            _TRAINING_HOURS_SAY,
-            *energy_legend(hardware.device),
-        ]
+        legend += [f"{devices}. {percent(1)(mfu)} MFU: of model FLOPs, padding counted.", _TRAINING_HOURS_SAY]
+        legend += energy_legend(hardware.device)
         notes += _cost_notes(estimates, hardware, mfu)
     return ResultTable(columns, [row for _, row in bought], legend, [*notes, *_notes(estimates)])
-
-
-def _worth(row: Row) -> tuple[float, float, float]:
-    return row["imagenet"] or 0.0, row["imagenet_5shot"] or 0.0, row["exaflops"]
 
 
 def _purchase_row(one: Estimate, budget: float | None) -> Row:
@@ -265,8 +259,5 @@ def check_known(one: Estimate) -> None:
 
 def _stand_ins(one: Estimate) -> str:
     """The options that can replace the dataset, for what is not known."""
-    options = [
-        *(["--samples N"] if one.images is None else []),
-        *(["--set model.num_classes=K"] if one.work is None else []),
-    ]
+    options = ["--samples N"] * (one.images is None) + ["--set model.num_classes=K"] * (one.work is None)
     return f"{' and '.join(options)} stand{'s' if len(options) == 1 else ''} in"

@@ -125,6 +125,15 @@ class CheckpointError(VitscaleError):
 
 
 @contextmanager
+def turned(what: str, kind: type[Exception], *types: type[Exception]) -> abc.Iterator[None]:
+    """Turns errors of some types into one of a kind: `what`, and what they say."""
+    try:
+        yield
+    except types as error:
+        raise kind(f"{what}: {error}") from None
+
+
+@contextmanager
 def os_errors(what: str, kind: type[VitscaleError] = DataError) -> abc.Iterator[None]:
     """Turns an OSError into an error for people: `what`, such as `FILE: cannot be read`, and the system's reason."""
     try:

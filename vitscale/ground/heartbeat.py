@@ -26,11 +26,10 @@ class Beat(NamedTuple):
     @classmethod
     def parse(cls, line: bytes) -> Self | None:
         """The beat that a line contains; None if the line is not a beat."""
-        try:
+        with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):
             found = json.loads(line)
             return cls(int(found["step"]), str(found["phase"]), float(found.get("phase_s", 0.0)))
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            return None
+        return None
 
 
 def tell_launch_why(message: str) -> None:

@@ -262,9 +262,8 @@ def operate(pixels: np.ndarray, programs: np.ndarray, status: np.ndarray) -> Non
     assert pixels.dtype == np.uint8 and pixels.shape == (count, side, side, 3) and pixels.flags.c_contiguous
     assert programs.dtype == INSTRUCTION and programs.shape[:1] == (count,) and programs.flags.c_contiguous
     assert status.dtype == np.int32 and status.shape == (count,) and status.flags.c_contiguous
-    call = native.load().vitscale_operate
     given = (pixels.ctypes.data, count, side, programs.ctypes.data, programs.shape[1], status.ctypes.data)
-    if _known(call(*given)) == REFUSED:
+    if _known(native.load().vitscale_operate(*given)) == REFUSED:
         raise ValueError(f"expected a side from 1 to 8192 and known codes, their values in range; got a side of {side}")
 
 

@@ -311,10 +311,7 @@ def exists(where: str) -> bool:
 
 def is_folder(where: str) -> bool:
     """Whether `where` is a folder; at a URL, whether anything lies below it. Raises StorageError."""
-    if not is_url(where):
-        return Path(where).is_dir()
-    info = _ask(where, "info")
-    return info is not None and info["type"] == "directory"
+    return (_ask(where, "info") or {}).get("type") == "directory" if is_url(where) else Path(where).is_dir()
 
 
 def _ask(url: str, call: str, **options: Any) -> Any:
@@ -376,10 +373,10 @@ def get(url: str, local: Path) -> None:
 
 def remove(where: str) -> None:
     """Remove a file, if it is there. Raises OSError or StorageError."""
-    if not is_url(where):
+    if is_url(where):
+        _ask(where, "rm_file")
+    else:
         Path(where).unlink(missing_ok=True)
-        return
-    _ask(where, "rm_file")
 
 
 def remove_folder(url: str) -> None:
@@ -424,10 +421,7 @@ def patiently(where: str, act: Callable[[], Result], sleep: Callable[[float], No
 def _hides_an_outage(error: BaseException) -> bool:
     """Whether a "no such file" of a file system over HTTP is really a server that cannot be reached."""
     cause = error.__cause__
-    if cause is None:
-        return False
-    status = getattr(cause, "status", None)
-    if isinstance(status, int):
+    if isinstance(status := getattr(cause, "status", None), int):
         return status >= 500 or status in _TEMPORARY
     return isinstance(cause, ConnectionError | TimeoutError) or type(cause).__module__.startswith("aiohttp")
 

@@ -1,5 +1,6 @@
 """Numbers and lists in sentences (`2 shards`, `0-3, 7`, `a, b and 3 more`); JSON; pydantic's mistakes in our words."""
 
+import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -47,6 +48,12 @@ def quoted(values: Iterable[object], most: int, total: int | None = None) -> str
     values = list(values)
     dots = " ..." if (len(values) if total is None else total) > min(len(values), most) else ""
     return ", ".join(map(repr, values[:most])) + dots
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`did you mean 'ViT-B/16'?`, the known word most like another; "" if none is like it."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else ""
 
 
 def shortened(text: str, limit: int = _SHOWN_CHARACTERS) -> str:

@@ -62,8 +62,7 @@ class Pretraining:
     @property
     def global_batch(self) -> int | None:
         """The recipe's global batch; None for a smoke form, whose batch suits any rank count. Raises as `load`."""
-        recipe = self.load()
-        return None if self.smoke else recipe.batch.global_size
+        return None if self.smoke else self.load().batch.global_size
 
 
 def launch_pretraining(what: Pretraining, place: ThisNode | None = None, *, max_restarts: int = 3) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from vitscale.ground.errors import EXIT_DONE, PeerLostError, VitscaleError
+from vitscale.ground.errors import EXIT_DONE, PeerLostError, VitscaleError, turned
 from vitscale.ground.wording import counted
 from vitscale.launch.ends import EXIT_PREEMPTED, EXIT_RETRY, FINAL, End, cause
 from vitscale.launch.nodes import Account, Decision, OneNode
@@ -99,10 +99,8 @@ class Launch:
         self._journal.attempt += 1
         world_size = int(ranks[0].environment.get("WORLD_SIZE", len(ranks)))
         self._journal.write("started", world_size=world_size, checkpoint=newest_checkpoint_step(self._run_dir))
-        try:
+        with turned("a rank cannot be started", PeerLostError, OSError):
             ends = self._supervisor.run(ranks)
-        except OSError as error:
-            raise PeerLostError(f"a rank cannot be started: {error}") from None
         for end in ends:
             fields: dict[str, object] = {"step": end.step, "rank": end.rank, "pid": end.pid}
             fields |= {"returncode": end.returncode, "what": end.describe()} | ({"why": end.why} if end.why else {})
@@ -123,14 +121,9 @@ class Launch:
         is_done = self._is_done() and not (self._was_done and culprit)
         if is_done and culprit:
             say(f"the run is done anyway: {self._run_dir / DONE_FILE} was written earlier")
-        told = self._supervisor.told
-        return Account(
-            culprit,
-            is_done,
-            all_ended_well=bool(ends) and all(end.is_done for end in ends),
-            told=told.name if told else "",
-            unkillable=self._supervisor.unkillable,
-        )
+        all_ended_well = bool(ends) and all(end.is_done for end in ends)
+        told = self._supervisor.told.name if self._supervisor.told else ""
+        return Account(culprit, is_done, all_ended_well, told, self._supervisor.unkillable)
 
     def _decide(self, accounts: Sequence[Account]) -> Decision:
         """What follows from the accounts of all nodes."""

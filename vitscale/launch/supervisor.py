@@ -112,7 +112,9 @@ class Supervisor:
                         return []
                     for start in ranks:
                         self._ranks.append(RankProcess(start))
-                        self._guard_too(self._ranks[-1])
+                        assert self._guard.stdin is not None
+                        with contextlib.suppress(OSError):  # somebody has killed the guard
+                            os.write(self._guard.stdin.fileno(), f"{self._ranks[-1].pid}\n".encode())
                 self._watch()
             finally:
                 if self._running() and not self.unkillable:
@@ -262,11 +264,6 @@ class Supervisor:
             self._guard.wait()
             assert self._guard.stdin is not None
             self._guard.stdin.close()
-
-    def _guard_too(self, rank: RankProcess) -> None:
-        assert self._guard.stdin is not None
-        with contextlib.suppress(OSError):  # somebody has killed it
-            os.write(self._guard.stdin.fileno(), f"{rank.pid}\n".encode())
 
 
 @contextlib.contextmanager

@@ -20,11 +20,15 @@ CHANNELS = 3
 _FEW_KEYS = 256
 
 
-class Linear(nn.Linear):
-    """`nn.Linear` that leaves its values unset (see the module's docstring)."""
+class Unset:
+    """A layer of torch's that leaves its values unset (see the module's docstring)."""
 
     def reset_parameters(self) -> None:
         pass
+
+
+class Linear(Unset, nn.Linear):
+    """`nn.Linear`, values unset."""
 
 
 class OutputLayer(Linear):
@@ -37,24 +41,18 @@ class OutputLayer(Linear):
         return F.linear(x_BD, self.weight).float() + self.bias.float()
 
 
-class LayerNorm(nn.LayerNorm):
+class LayerNorm(Unset, nn.LayerNorm):
     """Layer norm over the last dimension, values unset."""
 
     def __init__(self, width: int, eps: float = LAYER_NORM_EPS) -> None:
         super().__init__(width, eps=eps)
 
-    def reset_parameters(self) -> None:
-        pass
 
-
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(Unset, nn.RMSNorm):
     """Division by the root of the mean square over the last dimension, and a factor of each channel; values unset."""
 
     def __init__(self, width: int, eps: float = LAYER_NORM_EPS) -> None:
         super().__init__(width, eps=eps)
-
-    def reset_parameters(self) -> None:
-        pass
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:

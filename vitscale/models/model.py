@@ -135,8 +135,7 @@ class Model(nn.Module):
                 f"{[len(batch) for batch in batches]} images are not the first views of {samples} samples, which have "
                 f"{views} each"
             )
-        parts = self.paths[:, : sum(counts)].split(counts, dim=1)
-        return [part.flatten(0, 1).T for part in parts]
+        return [part.flatten(0, 1).T for part in self.paths[:, : sum(counts)].split(counts, dim=1)]
 
     def block_tokens(self, images: Tensor, count: int) -> BlockTokens:
         """What linear heads read from the last `count` blocks, or from all if there are fewer.

@@ -64,12 +64,7 @@ class Dino(Objective):
     """
 
     def __init__(
-        self,
-        backbone: Model,
-        settings: recipes.Dino,
-        width: int,
-        are_global: Sequence[bool],
-        masked: Sequence[int],
+        self, backbone: Model, settings: recipes.Dino, width: int, are_global: Sequence[bool], masked: Sequence[int]
     ) -> None:
         super().__init__(backbone)
         self.settings, self.are_global, self.masked = settings, are_global, masked

@@ -38,9 +38,8 @@ class MaskedPatchPrediction(Objective):
         super().__init__(backbone)
         self.settings, self.counts = settings, counts
         self._tokenizer: list[nn.Module] = []  # a list, so that it is no submodule
-        outputs = settings.outputs(backbone.shape.patch_size)
         self.mask = torch.nn.Parameter(torch.empty(1, 1, backbone.shape.width))
-        self.prediction = OutputLayer(backbone.shape.width, outputs)
+        self.prediction = OutputLayer(backbone.shape.width, settings.outputs(backbone.shape.patch_size))
 
     @classmethod
     def of(cls, recipe: Recipe, num_classes: int) -> Self:

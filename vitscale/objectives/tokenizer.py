@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from vitscale.ground.errors import CheckpointError, RecipeError
+from vitscale.ground.errors import CheckpointError, RecipeError, turned
 from vitscale.ground.extensions import outside_class
 from vitscale.ground.wording import shortened
 from vitscale.models.layers import CHANNELS
@@ -92,14 +92,12 @@ def open_tokenizer(settings: Tokenizer, grid: int) -> PatchTokenizer:
     """
     entries, said = _content(settings)
     file, weights = files_of(settings)
-    try:
+    with turned(f"{_KEY}.path", RecipeError, ValueError):
         made = outside_class(settings.path)
         configuration: Any = getattr(made, "config_class", None)
         has_parts = isinstance(configuration, type) and hasattr(made, "get_codebook_indices")
         if not (has_parts and issubclass(made, nn.Module)):
             raise ValueError(f"{settings.path}: expected a module with config_class and get_codebook_indices")
-    except ValueError as error:
-        raise RecipeError(f"{_KEY}.path: {error}") from None
     known = inspect.get_annotations(configuration)
     config = {key: value for key, value in said.items() if key in known}
     most = max([_MOST, len(entries), *(side for entry in entries.values() for side in entry.shape)])
@@ -168,10 +166,8 @@ def _content(settings: Tokenizer) -> tuple[dict[str, Entry], dict[str, Any]]:
             f"{_KEY}.from: {str(config.parent)[:200]}: no {' and no '.join(missing)} there; expected a folder as "
             "transformers' save_pretrained writes it, with safetensors"
         )
-    try:
+    with turned(f"{_KEY}.from", CheckpointError, CheckpointError):
         return read_safetensors(weights)[0], read_json(config)
-    except CheckpointError as error:
-        raise CheckpointError(f"{_KEY}.from: {error}") from None
 
 
 def _is_bounded(value: object, most: int) -> bool:

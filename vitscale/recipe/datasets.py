@@ -9,7 +9,7 @@ import difflib
 import os
 from pathlib import Path
 
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, turned
 from vitscale.ground.storage import is_url, join, without_file_scheme
 from vitscale.recipe.strict_yaml import read_yaml
 
@@ -25,15 +25,13 @@ def find_dataset(dataset: str, root: str | None) -> str:
     Raises `RecipeError` if a name has no place, and `DataError` if a local place does not exist; a URL is only checked
     when it is read.
     """
-    try:
+    with turned(f"dataset {dataset!r}", RecipeError, OSError, RuntimeError):  # a name too long, ~ of an unknown user
         is_here = (Path(dataset) / "manifest.json").is_file()  # otherwise such a folder can be the images themselves
         here = f"; the dataset here of this name is ./{dataset}" if is_here else ""
         is_place = dataset.startswith(("/", "./", "../", "~")) or is_url(dataset)
         where, said_by = (_folder(dataset), "") if is_place else _place(dataset, root, here)
         if is_url(where) or Path(where).exists():
             return where
-    except (OSError, RuntimeError) as error:  # too long a name, an unknown user behind ~
-        raise RecipeError(f"dataset {dataset!r}: {error}") from None
     hint = _hint(dataset, Path(where)) if is_place else here or _hint(dataset, Path(where))
     raise DataError(f"dataset {dataset!r}: there is no {Path(where).absolute()}{said_by}{hint}")
 

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from vitscale.ground.errors import turned
 from vitscale.ground.operations import Operation, block_of, dense, parameters
 from vitscale.recipe.families import ViTShape
 from vitscale.recipe.families.vit import axes_by_head
@@ -40,10 +41,8 @@ class WithDecoder(Headless):
         if context.model.pool_or_default() == "map":
             raise ValueError(f"model.pool map: with objective.kind: {self.kind} nothing trains it; use cls or mean")
         self.check_kept(context)
-        try:
+        with turned(f"objective.kind: {self.kind}", ValueError, ValueError):
             self.model_operations(context, None)
-        except ValueError as error:
-            raise ValueError(f"objective.kind: {self.kind}: {error}") from None
 
     def check_kept(self, context: Context) -> None:
         """Raise `ValueError` if the model would see no patches, or there would be none to predict."""

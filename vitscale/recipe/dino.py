@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from vitscale.ground.block import Block
+from vitscale.ground.errors import turned
 from vitscale.ground.operations import Operation, dense, parameters, product
 from vitscale.recipe.durations import Ramp
 from vitscale.recipe.headless import OfViews, num_views, operations_on_views, times
@@ -106,10 +107,8 @@ class Dino(OfViews):
                 f"objective.globals names {other}, of {kinds[other]} pixels; global views have data.image_size, "
                 f"{data.image_size}"
             )
-        try:
+        with turned(f"objective.kind: {self.kind}", ValueError, ValueError):
             context.model.check_several_sizes()
-        except ValueError as error:
-            raise ValueError(f"objective.kind: {self.kind}: {error}") from None
         if self.ibot is not None and not sum(self.masked(context)):
             grid = self.patches(context).grid
             raise ValueError(
@@ -211,9 +210,8 @@ class Dino(OfViews):
         return own or self.prototypes
 
     def smoke_form(self) -> Self:
-        whole_run = self.teacher_temperature.model_copy(update={"over": None})
         small: dict[str, Any] = {"group": 2, "hidden": 16, "bottleneck": 8, "prototypes": 64}
-        small |= {"teacher_temperature": whole_run}
+        small |= {"teacher_temperature": self.teacher_temperature.model_copy(update={"over": None})}
         if self.gram is not None:
             weight = self.gram.weight.model_copy(update={"over": None})
             small["gram"] = self.gram.model_copy(update={"weight": weight})

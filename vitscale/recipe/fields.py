@@ -359,7 +359,9 @@ def _details(field: Field) -> str:
     """All that is known about one field, one line per fact."""
     noted = notes(field.key)
     unit = "steps, epochs or examples" if _DURATION in field.kind else noted.unit
-    named_by = [each for each in _single_fields() if re.search(rf"\b{re.escape(field.key)}\b(?!\.)", each.meaning)]
+    # Without a teacher's fields, which repeat the model's.
+    others = (each for block in blocks() for each in block.fields if not each.key.startswith(_OF_TEACHER))
+    named_by = [each for each in others if re.search(rf"\b{re.escape(field.key)}\b(?!\.)", each.meaning)]
     rows = {
         "type": field.kind,
         "unit": None if unit == NO_UNIT else unit,
@@ -376,8 +378,3 @@ def _details(field: Field) -> str:
     return "\n".join(
         [field.key, *(textwrap.fill(line, _COLUMNS, subsequent_indent=indent, **_WHOLE_WORDS) for line in lines)]
     )
-
-
-def _single_fields() -> list[Field]:
-    """All fields except a teacher's, which repeat the model's."""
-    return [field for block in blocks() for field in block.fields if not field.key.startswith(_OF_TEACHER)]

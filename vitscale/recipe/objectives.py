@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from vitscale.ground.block import Block, has_default
+from vitscale.ground.errors import turned
 from vitscale.ground.operations import Operation
 from vitscale.ground.storage import is_url
 from vitscale.recipe.data import Batch, Data, Normalise
@@ -210,10 +211,8 @@ class Classification(Objective):
                 raise ValueError("objective.keep needs a model that cuts the picture itself into patches")
             if self.kept(context) == 0:
                 raise ValueError(f"objective.keep {self.keep:g}: no patch of an image would be kept")
-            try:
+            with turned(f"objective.keep {self.keep:g}", ValueError, ValueError):
                 self.model_operations(context, None)
-            except ValueError as error:
-                raise ValueError(f"objective.keep {self.keep:g}: {error}") from None
         if self.mixing is None:
             return
         self.mixing.sides(context.data.image_size)
@@ -293,17 +292,12 @@ class Distillation(Classification):
 
     def check(self, context: Context) -> None:
         super().check(context)
-        shape = context.model.shape()
-        if not getattr(shape, "distilled", False):
+        if not getattr(context.model.shape(), "distilled", False):
             raise ValueError(
                 "objective.kind: distillation needs a model with a distillation token: set model.distilled true"
             )
-        try:
+        with turned(f"objective.teacher.model and data.image_size {context.data.image_size}", ValueError, ValueError):
             self.teacher.model.check_image_size(context.data.image_size)
-        except ValueError as error:
-            raise ValueError(
-                f"objective.teacher.model and data.image_size {context.data.image_size}: {error}"
-            ) from None
 
     def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:
         """As `Objective.model_operations`, and the teacher's forward pass, whose parameters are not the model's."""

@@ -16,9 +16,9 @@ import pydantic
 from pydantic import TypeAdapter, create_model
 
 from vitscale.ground.block import Block, Contradictions
-from vitscale.ground.errors import RecipeError
+from vitscale.ground.errors import RecipeError, os_errors, turned
 from vitscale.ground.safe_text import without_secrets
-from vitscale.ground.wording import describe_expected, shortened
+from vitscale.ground.wording import describe_expected, did_you_mean, shortened
 from vitscale.recipe.comparing import changes
 from vitscale.recipe.durations import Duration
 from vitscale.recipe.families import Model, ModelBlock, by_name
@@ -63,11 +63,9 @@ def recipes_dir() -> Path:
 def find_recipe(recipe: str | Path) -> Path:
     """The file of a recipe given by its path, or by its name if it comes with vitscale."""
     path = Path(recipe)
-    try:
+    with os_errors(f"{str(recipe)[:100]}...: cannot be read", RecipeError):
         if path.is_file():
             return path
-    except OSError as error:
-        raise RecipeError(f"{str(recipe)[:100]}...: {error.strerror}") from None
     name = path.as_posix().removeprefix("recipes/").removesuffix(".yaml")
     shipped = recipes_dir() / f"{name}.yaml"
     if shipped.parent in (recipes_dir(), recipes_dir() / "finetune") and shipped.is_file():
@@ -249,10 +247,8 @@ def _contradictions(content: dict[str, Any], broken: Collection[str]) -> Iterato
 def validate_model(content: dict[str, Any], image_size: int, where: str) -> Model:
     """A `model` block from plain data, checked for images of this size; `where` opens the error message."""
     model = _validate(_MODEL.validate_python, content, f"{where} is not a valid model", inside="model.")
-    try:
+    with turned(f"{where}: image_size {image_size}", RecipeError, ValueError):
         model.check_image_size(image_size)
-    except ValueError as error:
-        raise RecipeError(f"{where}: image_size {image_size}: {error}") from None
     return model
 
 
@@ -286,7 +282,8 @@ def _line(details: Any, inside: str) -> str:
     parts = [part for part in details["loc"] if part not in kinds]
     kind, value, facts = details["type"], details["input"], details.get("ctx", {})
     if kind != "extra_forbidden":
-        while parts and not _is_key(inside + ".".join(map(str, parts))):
+        known = keys()
+        while parts and without_indices(inside + ".".join(map(str, parts))).removesuffix(".N") not in known:
             parts.pop()  # the type, of several, that pydantic tried
     key = ".".join(map(str, parts))
     if kind == "extra_forbidden":
@@ -311,17 +308,13 @@ def _line(details: Any, inside: str) -> str:
         return f"{key or inside[:-1] or 'recipe'}: {facts['error']}"
     if kind == "literal_error":
         offered = re.findall(r"'([^']*)'", facts["expected"]) or [facts["expected"].lower()]
-        hint = _did_you_mean(difflib.get_close_matches(str(value), offered, n=1))
+        hint = did_you_mean(str(value), offered)
         return f"{key}: {value!r}: expected {any_of(offered)}{hint and f'; {hint}'}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         valid = ", ".join(keys_in(inside + key))
         meant = isinstance(value, str | int) and key in _ALONE and f"; did you mean {{{_ALONE[key]}: {value}}}?"
         return f"{key}: {value!r}: expected a block of keys{valid and f': {valid}'}{meant or ''}"
     return f"{key}: {value!r}: {describe_expected(details)}"
-
-
-def _is_key(path: str) -> bool:
-    return without_indices(path).removesuffix(".N") in keys()
 
 
 def _did_you_mean(near: Sequence[str]) -> str:

@@ -388,9 +388,7 @@ class Recipe(Block):
         """A parameter's shape as the optimizer sees it: for Adafactor `by_head` with all axes apart."""
         if not self.optimizer.sees_heads:
             return shape
-        if self.objective.owns(name):
-            return self.objective.axes(name, shape)
-        return self.model.axes(name, shape)
+        return self.objective.axes(name, shape) if self.objective.owns(name) else self.model.axes(name, shape)
 
     def kept(self, name: str, shape: Shape) -> Kept:
         """What the optimizer keeps of a parameter besides its value: kind, as in checkpoints -> shape."""

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import pydantic
 
-from vitscale.ground.errors import CheckpointError
+from vitscale.ground.errors import CheckpointError, turned
 from vitscale.ground.safe_text import without_secrets
 from vitscale.ground.storage import is_url, join, names_in, read_bytes
 from vitscale.ground.wording import describe_mistake
@@ -143,10 +143,8 @@ def parse_index(text: bytes, where: str, step: int | None = None) -> CheckpointI
 
     `where` is its path or URL, for messages, `step` the step that it should have, or None for any.
     """
-    try:
+    with turned(f"{where}: cannot be read", CheckpointError, ValueError, RecursionError):
         content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: cannot be read: {error}") from None
     version = content.pop("schema_version", None) if isinstance(content, dict) else None
     if version not in _READABLE:
         raise CheckpointError(
@@ -197,8 +195,7 @@ def data_root(recipe: Recipe, index: CheckpointIndex) -> str | None:
 
 def _checksum(content: dict[str, Any]) -> str:
     """The sha256 of an index's own content: its digests of files prove nothing if the index can change unnoticed."""
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def steps_among(names: Iterable[str]) -> list[int]:

@@ -9,7 +9,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from vitscale.ground.errors import CheckpointError, RecipeError, StorageError, VitscaleError
+from vitscale.ground.errors import CheckpointError, RecipeError, StorageError, VitscaleError, os_errors
 from vitscale.ground.files.durable import make_folder, remove_leftovers, write_text
 from vitscale.ground.files.locks import LockFile, is_locked, noted, try_lock
 from vitscale.ground.storage import is_url, regular
@@ -29,12 +29,10 @@ def recipe_of_run(run_dir: Path) -> Recipe:
     Raises `RecipeError` if there is none.
     """
     saved = run_dir / RECIPE_FILE
-    try:
+    with os_errors(f"{str(run_dir)[:100]} cannot be read", RecipeError):
         if not saved.is_file():
             what = f"it has no {saved.name}" if run_dir.is_dir() else "there is no such directory"
             raise RecipeError(f"{run_dir} is not a run directory: {what}")
-    except OSError as error:
-        raise RecipeError(f"{str(run_dir)[:100]} cannot be read: {error.strerror}") from None
     return read_recipe(saved)
 
 
@@ -95,10 +93,9 @@ class Newest(NamedTuple):
 def read_newest(run_dir: Path) -> Newest | None:
     """The newest checkpoint that the run has noted; None if no save was completed, or the note cannot be read."""
     note = read_object(run_dir / NEWEST_FILE) or {}
-    try:
+    with suppress(ValueError, KeyError, TypeError, OverflowError):
         return Newest(int(note["step"]), str(note["place"]))
-    except (ValueError, KeyError, TypeError, OverflowError):
-        return None
+    return None
 
 
 def write_newest(run_dir: Path, step: int, root: str) -> None:

@@ -58,8 +58,7 @@ class MetricsLines:
 
     def training(self, step: int, values: Mapping[str, float | str]) -> None:
         """Write training metrics after `step` updates."""
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        row = {"step": step, "time": now, **finite(values)}
+        row = {"step": step, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **finite(values)}
         try:
             # Opened for each line, to notice a directory that has disappeared and to use it again if it comes back.
             with open(self._path, "a", encoding="utf-8", opener=regular) as file:
@@ -193,7 +192,7 @@ class MetricsLog:
         }
         if values:
             self.evaluations.append((step, values))
-        elif _is_training(row) and step > self._step:
+        elif (number(row.get("step_time_s")) or 0) > 0 and step > self._step:
             self._add(row)
         else:
             self.damaged += 1
@@ -210,7 +209,3 @@ class MetricsLog:
             self.device_seconds = None
         else:
             self.device_seconds += seconds * world_size
-
-
-def _is_training(row: Row) -> bool:
-    return count(row.get("step")) is not None and (number(row.get("step_time_s")) or 0) > 0

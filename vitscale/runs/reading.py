@@ -1,6 +1,7 @@
 """Reads JSON that another process may be writing: text cut short, or a value of another type, is None, not an error."""
 
 import json
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,9 @@ def parse_object(text: bytes) -> dict[str, Any] | None:
 
 def read_object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None if the file is missing or holds none."""
-    try:
+    with suppress(OSError):
         return parse_object(read_bytes(path))
-    except OSError:
-        return None
+    return None
 
 
 def number(value: Any) -> float | None:
@@ -45,7 +45,6 @@ def text(value: Any) -> str:
 
 def timestamp(value: Any) -> float | None:
     """A time in ISO 8601 as seconds since 1970; None if `value` is no such time."""
-    try:
+    with suppress(ValueError, OverflowError):
         return datetime.fromisoformat(text(value)).timestamp()
-    except (ValueError, OverflowError):
-        return None
+    return None

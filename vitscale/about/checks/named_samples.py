@@ -9,7 +9,7 @@ from pathlib import Path
 from vitscale.about.checks.seen import Content, History, SampleLocation
 from vitscale.data.shards.images import IMAGE_SUFFIXES, ImageOptions, Reject, store_image
 from vitscale.evaluation.prediction import image_files
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, turned
 from vitscale.ground.storage import read_bytes, read_text, regular
 from vitscale.ground.wording import counted, listed
 
@@ -60,8 +60,7 @@ def named_samples(history: History, names: Sequence[str], near: Near | None) -> 
             samples.append(NamedSample(str(entry), "not in the data", None))
     if near is not None:
         copies = near(images, history.manifest.where)
-        places = history.find([uid for _, uid, _ in copies])
-        pairs = zip(copies, places, strict=True)
+        pairs = zip(copies, history.find([uid for _, uid, _ in copies]), strict=True)
         samples += [NamedSample(image, f"a copy by {rule}", place) for (image, _, rule), place in pairs]
     return samples
 
@@ -76,10 +75,8 @@ def _entries(name: str) -> Iterator[int | Path]:
     elif path.is_dir():
         yield from image_files([path])
     elif _is_list(path):
-        try:
+        with turned(f"{name}: cannot be read", DataError, OSError, UnicodeDecodeError):
             yield from _lines(read_text(path), name)
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{name}: cannot be read: {error}") from None
     else:
         yield path
 

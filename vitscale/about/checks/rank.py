@@ -68,8 +68,7 @@ class Prover:
         """The initial value with noise added, so that no part of it is zero."""
         shape = torch.Size(self.learner.engine.shapes[name])
         value = initial_value(self.learner.objective, name, shape, self._recipe.seed)
-        generator = torch.Generator().manual_seed(len(name))
-        return value + _SPREAD * torch.randn(shape, generator=generator)
+        return value + _SPREAD * torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
 
     def run(self, steps: int = STEPS) -> dict[str, Any] | None:
         """Make `steps` updates. Returns what was found on rank 0, and None on the others."""

@@ -14,7 +14,7 @@ from vitscale.data.order import ORDER_VERSION, TrainOrder
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.opening import OpenShard, open_shard
 from vitscale.data.views import draw_views, view_kinds
-from vitscale.ground.errors import CheckpointError, DataError
+from vitscale.ground.errors import CheckpointError, DataError, os_errors
 from vitscale.ground.images import crc32c
 from vitscale.recipe import validate_recipe
 from vitscale.recipe.datasets import find_dataset
@@ -277,10 +277,8 @@ def _newest_index(run_dir: Path) -> CheckpointIndex:
     Raises `CheckpointError` if there is no checkpoint or it cannot be read.
     """
     place = checkpoint_directory(recipe_of_run(run_dir), run_dir)
-    try:
+    with os_errors(f"the checkpoints of {run_dir} cannot be reached", CheckpointError):
         steps = place.steps()
-    except OSError as error:
-        raise CheckpointError(f"the checkpoints of {run_dir} cannot be reached: {error.strerror or error}") from None
     if not steps:
         raise CheckpointError(f"{run_dir} has no checkpoint yet, so what it has seen is not known")
     return place.read_index(steps[-1])

@@ -23,7 +23,7 @@ from vitscale.about.studies.results import (
     plain,
     read_results,
 )
-from vitscale.ground.errors import DataError, RecipeError, VitscaleError
+from vitscale.ground.errors import RecipeError, VitscaleError, os_errors
 from vitscale.ground.files.durable import make_folder, remove_leftovers, write_text
 from vitscale.ground.versions import versions
 from vitscale.runs.names import RECIPE_FILE
@@ -121,7 +121,6 @@ def gather(sources: Sequence[Path], title: str | None = None) -> Report:
     policies: list[Policy] = []
     datasets = Datasets()
     found = list(results(items, policies, datasets))
-    deduplications = _deduplications(items, datasets)
     return Report(
         kind=_KIND,
         version=_VERSION,
@@ -136,7 +135,7 @@ def gather(sources: Sequence[Path], title: str | None = None) -> Report:
         vtab=[] if study is None else study.vtab,
         forecasts=[] if study is None else study.forecasts,
         paper=beside_the_paper(found),
-        deduplication=deduplications,
+        deduplication=_deduplications(items, datasets),
         datasets=[record_of_dataset(dataset) for dataset in datasets.opened.values()],
         compute=Compute(_spent(reported), _spent(before), _spent(runs.values())),
         runs=[*map(_reported, items), *(_reported(Item(run.name, run), _BEGUN_WITH) for run in before)],
@@ -226,14 +225,12 @@ def _spent(runs: Iterable[Run]) -> Spent:
 
 def check_folder(folder: Path) -> None:
     """Raise `RecipeError` for a folder that holds something other than a report: no other results are overwritten."""
-    try:
+    with os_errors(f"--out {str(folder)[:100]}: cannot be used", RecipeError):
         if folder.exists() and not folder.is_dir():
             raise RecipeError(f"--out {folder}: is a file; expected a folder")
         if (folder / RECIPE_FILE).exists():
             raise RecipeError(f"--out {folder}: is a run's directory; choose another folder")
         there = [name for name in (PAGE_FILE, RESULTS_FILE) if (folder / name).exists()]
-    except OSError as error:
-        raise RecipeError(f"--out {str(folder)[:100]}: {error.strerror}") from None
     if there and (read_object(folder / RESULTS_FILE) or {}).get("kind") != _KIND:
         raise RecipeError(f"--out {folder}: contains {there[0]}, which no report wrote; choose another folder")
 
@@ -244,10 +241,8 @@ def write_report(folder: Path, report: Report, page: str) -> None:
     Raises `RecipeError` as `check_folder`, and `DataError`.
     """
     check_folder(folder)
-    try:
+    with os_errors(f"--out {folder}: cannot be written"):
         make_folder(folder)
         remove_leftovers(folder)
         write_text(folder / RESULTS_FILE, json.dumps(report.plain(), indent=1, allow_nan=False) + "\n")
         write_text(folder / PAGE_FILE, page)
-    except OSError as error:
-        raise DataError(f"--out {folder}: cannot be written: {error.strerror}") from None

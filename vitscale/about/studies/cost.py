@@ -60,10 +60,9 @@ def cost_of(
     """
     costs: dict[str, EntryCost] = {}
     for name, entry in expansion.entries.items():
-        found = [
-            _cost(name, _estimate(study, entry, recipe, samples), device, mfu)
-            for recipe in {_but_for_the_seed(option.recipe): option.recipe for option in entry.options}.values()
-        ]
+        recipes = [option.recipe for option in entry.options]
+        but_for_the_seed = {json.dumps(one.dump() | {"seed": None}, sort_keys=True): one for one in recipes}
+        found = [_cost(name, _estimate(study, entry, one, samples), device, mfu) for one in but_for_the_seed.values()]
         costs[name] = max(found, key=lambda one: one.device_hours or -1.0)  # whichever wins
     if all(one.device_hours is None for one in costs.values()):
         first = next(iter(costs.values()))
@@ -94,7 +93,3 @@ def _estimate(study: Study, entry: Entry, recipe: Recipe, samples: int | None) -
         if splits.classes is not None and recipe.model.num_classes is None and recipe.objective.has_classes:
             recipe = override(recipe.dump(), [f"model.num_classes={splits.classes}"], entry.name)
     return estimate(entry.name, recipe, samples)
-
-
-def _but_for_the_seed(recipe: Recipe) -> str:
-    return json.dumps(recipe.dump() | {"seed": None}, sort_keys=True)

@@ -16,7 +16,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
-from vitscale.ground.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError, VitscaleError
+from vitscale.ground.errors import EXIT_DONE, PeerLostError, PreemptedError, RecipeError, VitscaleError, turned
 from vitscale.ground.files.durable import make_folder, write_text
 from vitscale.ground.storage import regular
 from vitscale.ground.wording import counted
@@ -105,10 +105,8 @@ class LocalEngine:
         """Start these launches, each in a free slot. Raises `PeerLostError` if a process cannot be started."""
         for what in works:
             environment = self._free.pop(0)
-            try:
+            with turned(f"{what.directory}: a launch cannot be started", PeerLostError, OSError):
                 self._running[what.directory.name] = self._launch(what, environment), environment
-            except OSError as error:
-                raise PeerLostError(f"{what.directory}: a launch cannot be started: {error}") from None
 
     def ended(self) -> Mapping[str, int]:
         """Name -> exit code; for a launch that was killed, the code for "repeat"."""

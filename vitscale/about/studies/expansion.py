@@ -1,6 +1,5 @@
 """Expands a study into its entries: a pure function, which validates every recipe that may come to run."""
 
-import difflib
 import itertools
 import json
 import re
@@ -14,7 +13,7 @@ from vitscale.about.studies.forecast import LEAST_RUNS
 from vitscale.about.studies.reading import DEV, MOST_RUNS, Part, Selection, Study
 from vitscale.ground.errors import RecipeError, VitscaleError
 from vitscale.ground.storage import is_url
-from vitscale.ground.wording import counted
+from vitscale.ground.wording import counted, did_you_mean
 from vitscale.recipe import Recipe, find_recipe, override, read_content, recipe_sha256, refuse_secrets
 from vitscale.recipe.strict_yaml import parse_yaml
 
@@ -147,9 +146,8 @@ class _Expander:
             return self._finals[source]
         if source in self.expansion.entries:
             return [source]
-        near = difflib.get_close_matches(source, [*self.study.parts, *self.expansion.entries], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise RecipeError(f"parts.{where}: there is no part or entry {source!r}{hint}")
+        hint = did_you_mean(source, [*self.study.parts, *self.expansion.entries])
+        raise RecipeError(f"parts.{where}: there is no part or entry {source!r}{hint and f'; {hint}'}")
 
     def begin(self, part: Part, parent: str, where: str) -> dict[str, Any]:
         """What a run sets that begins with a parent's: `init.from`, the same everywhere, and what the part takes."""

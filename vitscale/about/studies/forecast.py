@@ -104,17 +104,16 @@ def student_quantile(share: float, freedom: int) -> float:
 
 def read_forecasts(folder: Path) -> dict[str, Forecast]:
     """What was expected of entries, by name; nothing where none was. Raises `DataError` for a damaged file."""
+    path = folder / FORECASTS_FILE
     try:
-        found = (
-            _CONTENT.validate_python(read_object(folder / FORECASTS_FILE)) if (folder / FORECASTS_FILE).exists() else {}
-        )
+        found = _CONTENT.validate_python(read_object(path)) if path.exists() else {}
         for one in found.values():
             Law(one.points)
         return found
     except RecipeError as error:
-        raise DataError(f"{folder / FORECASTS_FILE}: damaged: {error}") from None
+        raise DataError(f"{path}: damaged: {error}") from None
     except pydantic.ValidationError as error:
-        raise DataError(f"{folder / FORECASTS_FILE}: damaged: {describe_mistake(error.errors()[0])}") from None
+        raise DataError(f"{path}: damaged: {describe_mistake(error.errors()[0])}") from None
 
 
 def forecasts_text(forecasts: Mapping[str, Forecast]) -> str:

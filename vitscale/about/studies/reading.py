@@ -3,7 +3,6 @@
 Every mistake is a `RecipeError` with key, value and what was expected.
 """
 
-import difflib
 import math
 import re
 from pathlib import Path
@@ -13,8 +12,8 @@ import pydantic
 from pydantic import Field, model_validator
 
 from vitscale.ground.block import Block
-from vitscale.ground.errors import RecipeError
-from vitscale.ground.wording import describe_expected, shortened
+from vitscale.ground.errors import RecipeError, os_errors
+from vitscale.ground.wording import describe_expected, did_you_mean, shortened
 from vitscale.recipe import recipe_title, recipes_dir
 from vitscale.recipe.strict_yaml import read_yaml
 
@@ -167,19 +166,16 @@ def list_studies() -> dict[str, str]:
 def find_study(study: str | Path) -> Path:
     """The file of a study given by path, or by the stem of one that comes with vitscale. Raises `RecipeError`."""
     path = Path(study)
-    try:
+    with os_errors(f"{str(study)[:100]}...: cannot be read", RecipeError):
         if path.is_file():
             return path
-    except OSError as error:
-        raise RecipeError(f"{str(study)[:100]}...: {error.strerror}") from None
     shipped = studies_dir() / f"{path.name.removesuffix('.yaml')}.yaml"
     if path.parent in (Path(), Path("studies"), Path("recipes/studies")) and shipped.is_file():
         return shipped
-    near = difflib.get_close_matches(path.name.removesuffix(".yaml"), list_studies(), n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    hint = did_you_mean(path.name.removesuffix(".yaml"), list_studies())
     raise RecipeError(
-        f"there is no study {str(study)!r}{hint}: expected a file, or one that comes with vitscale; `vitscale study` "
-        f"lists them"
+        f"there is no study {str(study)!r}{hint and f' ({hint})'}: expected a file, or one that comes with vitscale; "
+        f"`vitscale study` lists them"
     )
 
 
@@ -202,8 +198,7 @@ def _describe(details: Any) -> str:
     if kind == "extra_forbidden":
         block = _BLOCKS[tuple("*" if index in (1, 3) else part for index, part in enumerate(parts[:-1]))]
         valid = [field.alias or name for name, field in block.model_fields.items()]
-        near = difflib.get_close_matches(parts[-1], valid, n=1)
-        return f"{key}: unknown key; " + (f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(valid)}")
+        return f"{key}: unknown key; {did_you_mean(parts[-1], valid) or 'valid keys: ' + ', '.join(valid)}"
     if kind == "missing":
         return f"{key}: missing"
     if kind == "value_error":

@@ -17,7 +17,7 @@ from vitscale.about.studies.forecast import FORECASTS_FILE, METRIC, Forecast, Po
 from vitscale.about.studies.outcomes import Progress, StudyState, changed_fields, read_outcome
 from vitscale.about.studies.results import RESULTS_FILE, About, results_text
 from vitscale.flops.estimate import estimate
-from vitscale.ground.errors import EXIT_DONE, DataError, RecipeError, VitscaleError
+from vitscale.ground.errors import EXIT_DONE, DataError, RecipeError, VitscaleError, os_errors
 from vitscale.ground.files.durable import make_folder, write_text
 from vitscale.ground.files.locks import LockFile, try_lock
 from vitscale.ground.storage import regular
@@ -213,10 +213,8 @@ class StudyRun(StudyState):
         self._write(RESULTS_FILE, results_text(self._about, self))
 
     def _write(self, name: str, content: str) -> None:
-        try:
+        with os_errors(f"{self.folder / name}: cannot be written"):
             write_text(self.folder / name, content)
-        except OSError as error:
-            raise DataError(f"{self.folder / name}: cannot be written: {error.strerror}") from None
 
 
 def last_words(log: Path) -> str:
@@ -231,12 +229,10 @@ def last_words(log: Path) -> str:
 @contextmanager
 def _claimed(folder: Path) -> Iterator[None]:
     """Keep the folder for this process. Raises `RecipeError` if another one has it."""
-    try:
+    with os_errors(f"{folder}: cannot be used", RecipeError):
         make_folder(folder)
         lock = LockFile(folder / _LOCK_FILE)
         is_free = try_lock(lock)
-    except OSError as error:
-        raise RecipeError(f"{folder}: {error.strerror}") from None
     with lock:
         if not is_free:
             raise RecipeError(f"{folder}: another process runs a study there; wait for it, or use another --dir")

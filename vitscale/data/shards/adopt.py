@@ -96,7 +96,6 @@ def adopt(
         crc = folder / f"{Path(file).stem}.crc.npy"
         np.save(crc, scanned.crc)
         checksums = StoredChecksums(path=crc.name, sha256=file_digests(crc).sha256)
-        used = {"image_field": image_field, "label_field": label_field}
         entry = ShardEntry(
             path=_relative(file, out),
             samples=shard.samples,
@@ -110,7 +109,7 @@ def adopt(
             num_samples=shard.samples,
             class_names=names,
             shuffle_seed=0,
-            options={"adopted": used},
+            options={"adopted": {"image_field": image_field, "label_field": label_field}},
             shards=(entry,),
         ).save(folder)
     unused = tuple(name for name in fields if name not in (image_field, label_field))

@@ -25,7 +25,7 @@ from typing import BinaryIO, NamedTuple, Self
 
 import numpy as np
 
-from vitscale.ground.errors import DataError
+from vitscale.ground.errors import DataError, os_errors
 from vitscale.ground.files.durable import durable_file
 from vitscale.ground.images import crc32c
 from vitscale.ground.storage import regular
@@ -261,8 +261,7 @@ def _field_table(with_labels: bool) -> np.ndarray:
 
 def _allocations(metadata: np.ndarray, image_sizes: np.ndarray, with_labels: bool) -> np.ndarray:
     """The allocation table that belongs to this metadata: for each sample its image, then its labels."""
-    pieces = 2 if with_labels else 1
-    table = np.zeros((len(metadata), pieces), ALLOCATION)
+    table = np.zeros((len(metadata), 2 if with_labels else 1), ALLOCATION)
     table["sample"] = np.arange(len(metadata), dtype=np.uint64)[:, None]
     table["position"][:, 0], table["size"][:, 0] = metadata["image"]["position"], image_sizes
     if with_labels:
@@ -307,10 +306,8 @@ class ShardFile:
         Raises DataError if it is missing, truncated, unfinished, damaged, or not a shard of ours.
         """
         self.path = Path(path)
-        try:
+        with os_errors(f"{self.path}: cannot be opened"):
             self.fd = regular(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be opened ({error.strerror})") from error
         try:
             self._read_head(expected_bytes)
         except BaseException:

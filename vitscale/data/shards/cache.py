@@ -128,7 +128,8 @@ class ShardCache:
             elif not _is_at(file, path):  # it was removed between opening and locking
                 file.close()
             elif self._digest(file, path, cancelled, entry) == entry.xxh3_128:
-                _mark_used(file)
+                with suppress(OSError):  # the file is another user's
+                    os.utime(file.fileno(), ns=(time.time_ns(), os.fstat(file.fileno()).st_mtime_ns))
                 return PinnedFile(path, file)
             else:  # it is not what its name says
                 with self._alone():
@@ -190,11 +191,6 @@ class ShardCache:
                 f"data.cache.limit_gb allows ({self._limit / _GB:g}); the cache grows beyond it while they are in use"
             )
 
-    def _remove_one(self) -> bool:
-        """Remove the least recently used file that is not in use; False if there is none."""
-        with self._alone():
-            return any(_remove_unused(file.path) for file in self._files())
-
     def _fetch(
         self, url: str, entry: ShardEntry, part: FileIO, path: Path, cancelled: Callable[[], bool]
     ) -> PinnedFile:
@@ -235,9 +231,12 @@ class ShardCache:
             try:
                 written = os.pwrite(part.fileno(), rest, position)
             except OSError as error:
-                # The disk is smaller than the limit: files that are not in use make room.
-                if error.errno not in _NO_SPACE or not self._remove_one():
+                if error.errno not in _NO_SPACE:
                     raise
+                # The disk is smaller than the limit: the least recently used file that is not in use makes room.
+                with self._alone():
+                    if not any(_remove_unused(file.path) for file in self._files()):
+                        raise
                 continue
             rest, position = rest[written:], position + written
 
@@ -270,10 +269,9 @@ class ShardCache:
 
 
 def _is_at(file: FileIO, path: Path) -> bool:
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def _remove_unused(path: Path) -> bool:
@@ -288,8 +286,3 @@ def _remove_unused(path: Path) -> bool:
     except PermissionError:
         return False
     return True
-
-
-def _mark_used(file: FileIO) -> None:
-    with suppress(OSError):  # the file is another user's
-        os.utime(file.fileno(), ns=(time.time_ns(), os.fstat(file.fileno()).st_mtime_ns))

@@ -281,8 +281,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         return _from_16_bits(image)
     if image.mode in _ALPHA_MODES or "transparency" in image.info:
         rgba = image.convert("RGBA")
-        white = Image.new("RGBA", rgba.size, "white")
-        return Image.alpha_composite(white, rgba).convert("RGB")
+        return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
     return image.convert("RGB")
 
 

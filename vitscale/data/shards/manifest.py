@@ -29,7 +29,7 @@ from pydantic import (
     model_validator,
 )
 
-from vitscale.ground.errors import DataError, os_errors
+from vitscale.ground.errors import DataError, os_errors, turned
 from vitscale.ground.files.arrays import parse_array
 from vitscale.ground.files.digests import file_digests
 from vitscale.ground.files.durable import write_text
@@ -131,8 +131,7 @@ class ShardEntry(Strict):
     @classmethod
     def of_file(cls, path: Path, *, samples: int, first_uid: int) -> "ShardEntry":
         """The entry of a shard beside its manifest, with digests computed from the file. Raises OSError."""
-        digests = file_digests(path)
-        return cls(path=path.name, samples=samples, first_uid=first_uid, **digests._asdict())
+        return cls(path=path.name, samples=samples, first_uid=first_uid, **file_digests(path)._asdict())
 
     @property
     def num_selected(self) -> int:
@@ -309,10 +308,8 @@ class Manifest(Strict):
         found = hashlib.sha256(content).hexdigest()
         if found != listed.sha256:
             raise DataError(f"{file}: damaged: sha256 {found}; the manifest says {listed.sha256}")
-        try:
+        with turned(f"{file}: not a .npy file", DataError, ValueError):
             numbers = parse_array(content)
-        except ValueError as error:
-            raise DataError(f"{file}: not a .npy file ({error})") from error
         if numbers.dtype != np.uint32 or numbers.shape != (count,):
             raise DataError(f"{file}: expected {expected}")
         return numbers

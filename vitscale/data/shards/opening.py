@@ -167,8 +167,8 @@ def table_beside(manifest: Manifest, index: int, columns: list[str]) -> Any:
     return table
 
 
-def sample_names(manifest: Manifest) -> Iterator[tuple[int, str]]:
-    """(uid, the image's name in the source) of every sample of a dataset.
+def named_slots(manifest: Manifest) -> Iterator[tuple[OpenShard, int, str]]:
+    """(open shard, slot, the image's name in the source) of every sample of a dataset.
 
     Raises `DataError` if a shard has no provenance table, and otherwise as `open_shard` does.
     """
@@ -176,7 +176,12 @@ def sample_names(manifest: Manifest) -> Iterator[tuple[int, str]]:
         with open_shard(manifest, index) as shard:
             if shard.keys is None:
                 raise DataError(f"{shard.file.path}: no table of provenance beside it, so images have no names")
-            yield from ((int(shard.file.uid[slot]), shard.keys[slot]) for slot in shard.slots.tolist())
+            yield from ((shard, slot, shard.keys[slot]) for slot in shard.slots.tolist())
+
+
+def sample_names(manifest: Manifest) -> Iterator[tuple[int, str]]:
+    """(uid, the image's name in the source) of every sample of a dataset. Raises as `named_slots`."""
+    return ((int(shard.file.uid[slot]), name) for shard, slot, name in named_slots(manifest))
 
 
 def names_by_uid(manifest: Manifest) -> dict[int, str]:

@@ -51,8 +51,7 @@ def scan(shard: ShardFile, decode: bool = False, progress: Callable[[int], None]
             held, total = held + size, total + size
             whole = int(np.searchsorted(ends, total, side="right"))
             slots = order[done:whole]
-            starts = shard.offset[slots] - start
-            for slot, at in zip(slots.tolist(), starts.tolist(), strict=True):
+            for slot, at in zip(slots.tolist(), (shard.offset[slots] - start).tolist(), strict=True):
                 image = buffer[at : at + int(shard.size[slot])]
                 height, width = int(shard.height[slot]), int(shard.width[slot])
                 crc[slot] = crc32c(image)

@@ -80,12 +80,18 @@ def digest_once(
     with closing(book):
         known = _look_up(book, state)
         if known is None:
-            _lock(book, cancelled)
+            # Wait until this process alone may read; without file locks, several processes read at once.
+            with suppress(OSError):
+                while not try_lock(book):
+                    pause(_POLL_SECONDS, cancelled)
             known = _look_up(book, state)
         if known is None:
             known = found or _digest(file, cancelled)
             if state == _state(file, path, in_cache):  # otherwise it changed meanwhile
-                _note(book, f"{state} {known}\n", markers)
+                try:
+                    book.write(f"{state} {known}\n".encode())  # appended, even if other processes write too
+                except OSError as error:
+                    _warn(markers, error)
         return known
 
 
@@ -96,13 +102,6 @@ def _state(file: FileIO, path: Path, in_cache: bool) -> str:
     changed = 0 if in_cache and stat.st_uid in (0, os.geteuid()) else stat.st_ctime_ns
     place = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, changed)
     return xxhash.xxh3_128_hexdigest(f"{place} ".encode() + os.fsencode(path.resolve()))
-
-
-def _lock(book: FileIO, cancelled: Callable[[], bool]) -> None:
-    """Wait until this process alone may read; without file locks, several processes read at once."""
-    with suppress(OSError):
-        while not try_lock(book):
-            pause(_POLL_SECONDS, cancelled)
 
 
 def _digest(file: FileIO, cancelled: Callable[[], bool]) -> str:
@@ -132,13 +131,6 @@ def _look_up(book: FileIO, state: str) -> str | None:
             if len(line) == 65 and line.startswith(f"{state} ".encode()):
                 return line[33:].decode("ascii", "replace")
     return None
-
-
-def _note(book: FileIO, line: str, markers: Path) -> None:
-    try:
-        book.write(line.encode())  # appended, even if other processes write too
-    except OSError as error:
-        _warn(markers, error)
 
 
 def _warn(markers: Path, error: OSError) -> None:

@@ -7,6 +7,7 @@ table, which holds uids, sizes and labels a second time.
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -253,10 +254,9 @@ def _check_labels(shard: ShardFile, num_classes: int, table: pa.Table | None, fi
 
 def _labels_of(shard: ShardFile, slot: int) -> list[int] | None:
     """The labels of a slot; None if they are damaged."""
-    try:
+    with suppress(DataError):
         return labels_of(shard, slot)
-    except DataError:
-        return None
+    return None
 
 
 def _check_rejects(manifest: Manifest, verdict: Verdict) -> None:

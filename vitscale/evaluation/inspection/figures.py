@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch import Tensor
 
-from vitscale.evaluation.inspection.attention import distances
+from vitscale.evaluation.inspection.attention import Reach, distances
 from vitscale.evaluation.inspection.looking import Findings
 from vitscale.evaluation.inspection.mosaics import TILE, colour_tile, heat_tile, lit_tile, mosaic, picture_tile
-from vitscale.evaluation.inspection.representation import alignment
+from vitscale.evaluation.inspection.representation import Components, alignment
 from vitscale.ground.page import FAINT, SERIES, Facts, Part, Plot, Section, Text, page_text
 
 if TYPE_CHECKING:
@@ -48,8 +48,18 @@ class InspectionFigure(Plot):
 
 def inspection_figures(findings: dict[str, Findings]) -> list[InspectionFigure]:
     """All figures that the findings allow. Their keys are the models' names in the figures."""
-    makers = (_filters, _positions, _distance, _entropy, _rollout, _maps, _alignment, _norms, _norm_maps, _colours)
-    return [figure for make in makers if (figure := make(findings)) is not None]
+    makers: Sequence[tuple[str, Callable[[dict[str, Any], dict[str, Findings]], InspectionFigure | None]]] = (
+        *(("components", _filters), ("similarities", _positions), ("reach", _distance), ("reach", _entropy)),
+        *(("rollout", _rollout), ("maps", _maps), ("grams", _alignment), ("norms", _norms), ("norms", _norm_maps)),
+        ("colours", _colours),
+    )
+    figures = []
+    for attribute, make in makers:
+        values = {name: getattr(each, attribute) for name, each in findings.items()}
+        found = {name: value for name, value in values.items() if isinstance(value, Tensor) or value}
+        if found and (figure := make(found, findings)) is not None:
+            figures.append(figure)
+    return figures
 
 
 def write_page(
@@ -75,10 +85,7 @@ def write_page(
     (folder / INSPECTION_PAGE).write_text(page, encoding="utf-8")
 
 
-def _filters(findings: dict[str, Findings]) -> InspectionFigure | None:
-    if not (found := {name: each.components for name, each in findings.items() if each.components is not None}):
-        return None
-
+def _filters(found: dict[str, Components], findings: dict[str, Findings]) -> InspectionFigure:
     def put(figure: Figure) -> None:
         for (name, components), axes in zip(found.items(), _panels(figure, len(found)), strict=True):
             tiles = []
@@ -88,8 +95,7 @@ def _filters(findings: dict[str, Findings]) -> InspectionFigure | None:
                 tiles.append(picture_tile(stretched.round().astype(np.uint8), 64))
             _show(axes, mosaic([tiles[start : start + 7] for start in range(0, len(tiles), 7)]), name, findings)
 
-    sizes = {components.filters.shape[1:] for components in found.values()}
-    h, w, c = max(sizes)
+    h, w, c = max({components.filters.shape[1:] for components in found.values()})
     columns = ["model", "component", "share_of_variance", *_grid_names("value", h, w, c)]
     rows: list[list[Value]] = [
         [name, index, _short(share), *map(_short, component.flatten().tolist())]
@@ -105,12 +111,8 @@ def _filters(findings: dict[str, Findings]) -> InspectionFigure | None:
     )
 
 
-def _positions(findings: dict[str, Findings]) -> InspectionFigure | None:
-    found = {
-        (name, where): values.numpy() for name, each in findings.items() for where, values in each.similarities.items()
-    }
-    if not found:
-        return None
+def _positions(similarities: dict[str, dict[str, Tensor]], findings: dict[str, Findings]) -> InspectionFigure:
+    found = {(name, where): values.numpy() for name, each in similarities.items() for where, values in each.items()}
     across = min(len(found), 3)
     down = math.ceil(len(found) / across)
     grids = {name: each.grid for name, each in findings.items()}
@@ -147,79 +149,74 @@ def _step(n: int) -> int:
     return math.ceil(n / _TILES_OF_A_SIDE)
 
 
-def _distance(findings: dict[str, Findings]) -> InspectionFigure | None:
-    if not (found := {name: each for name, each in findings.items() if each.reach}):
-        return None
-    rows: list[list[Value]] = []
-    for name, each in found.items():
-        for layer, reach in each.reach.items():
-            for head in range(reach.distance.shape[1]):
-                of_head = reach.distance[:, head].double()
-                spread = of_head.std(correction=0).item()
-                numbers = (of_head.mean().item(), spread, reach.on_patches[:, head].double().mean().item())
-                rows.append([name, layer, head + 1, *map(_short, numbers)])
+def _distance(found: dict[str, dict[str, Reach]], findings: dict[str, Findings]) -> InspectionFigure:
+    def numbers(reach: Reach, head: int) -> Sequence[float]:
+        of_head = reach.distance[:, head].double()
+        on_patches = reach.on_patches[:, head].double().mean().item()
+        return of_head.mean().item(), of_head.std(correction=0).item(), on_patches
 
     def even_distance(each: Findings) -> float:
         assert each.grid is not None, "a model with attention has a grid"
         return distances(each.grid, each.stride, "grid").mean().item()
 
-    put = _dots_of_heads(found, findings, "distance", "mean attention distance (pixels)", even_distance)
-    (some, *_) = found.values()
+    some = findings[next(iter(found))]
     images = f"over {some.images} pictures of {some.image_size} pixels" if len(found) == 1 else "over all pictures"
     caption = (
         f"Each dot is a head: how far away what it attends to lies, weighted by attention, {images}; the class token "
         "and registers do not count (Figure 7, right; appendix D.6). Dashed: attention that is the same everywhere."
     )
-    columns = ["model", "layer", "head", "distance_px", "deviation_px", "attention_on_patches"]
-    return InspectionFigure("attention_distance", "Attention distance", caption, put, _width(found), 300, columns, rows)
+    columns, label = ["distance_px", "deviation_px", "attention_on_patches"], "mean attention distance (pixels)"
+    return _of_heads("distance", caption, found, findings, columns, numbers, label, even_distance)
 
 
-def _entropy(findings: dict[str, Findings]) -> InspectionFigure | None:
-    if not (found := {name: each for name, each in findings.items() if each.reach}):
-        return None
-    rows: list[list[Value]] = [
-        [name, layer, head, _short(value)]
-        for name, each in found.items()
-        for layer, reach in each.reach.items()
-        for head, value in enumerate(reach.entropy.double().mean(dim=0).tolist(), 1)
-    ]
+def _entropy(found: dict[str, dict[str, Reach]], findings: dict[str, Findings]) -> InspectionFigure:
+    def numbers(reach: Reach, head: int) -> Sequence[float]:
+        return (reach.entropy.double().mean(dim=0)[head].item(),)
 
-    put = _dots_of_heads(found, findings, "entropy", "entropy of attention (nats)")
     caption = (
         "Each dot is a head: 0 where it attends to one token alone, the logarithm of the number of tokens where it "
         "attends to all alike."
     )
-    columns = ["model", "layer", "head", "entropy_nats"]
-    return InspectionFigure("attention_entropy", "Attention entropy", caption, put, _width(found), 300, columns, rows)
+    return _of_heads("entropy", caption, found, findings, ["entropy_nats"], numbers, "entropy of attention (nats)")
 
 
-def _dots_of_heads(
-    found: dict[str, Findings],
-    findings: dict[str, Findings],
+def _of_heads(
     quantity: Literal["distance", "entropy"],
+    caption: str,
+    found: dict[str, dict[str, Reach]],
+    findings: dict[str, Findings],
+    columns: Sequence[str],
+    numbers: Callable[[Reach, int], Sequence[float]],
     label: str,
     even: Callable[[Findings], float] | None = None,
-) -> Callable[[Figure], None]:
-    """Draws a dot for each head, in a column for each layer, a line through the layers' means, and one at `even`."""
+) -> InspectionFigure:
+    """A dot for each head, in a column for each layer, a line through the layers' means, and one at `even`."""
 
     def put(figure: Figure) -> None:
         panels = _panels(figure, len(found), shared=True)
-        for (name, each), axes in zip(found.items(), panels, strict=True):
-            means = [getattr(reach, quantity).double().mean(dim=0).tolist() for reach in each.reach.values()]
+        for (name, layers), axes in zip(found.items(), panels, strict=True):
+            means = [getattr(reach, quantity).double().mean(dim=0).tolist() for reach in layers.values()]
             at = [index for index, heads in enumerate(means, 1) for _ in heads]
             axes.plot(at, [head for heads in means for head in heads], "o", color=SERIES[0], alpha=0.6, markersize=4)
             of_layers = [sum(heads) / len(heads) for heads in means]
             axes.plot(range(1, len(means) + 1), of_layers, color=SERIES[1], label="mean")
-            _layers_below(axes, list(each.reach))
+            _layers_below(axes, list(layers))
             if even is not None:
-                axes.axhline(even(each), color=FAINT, linestyle="--", linewidth=1, label="even attention")
+                axes.axhline(even(findings[name]), color=FAINT, linestyle="--", linewidth=1, label="even attention")
             axes.set_ylim(0, max(axes.get_ylim()[1], *axes.dataLim.intervaly * 1.06))  # some room above the highest
             _titled(axes, name, findings)
         panels[0].set_ylabel(label)
         if even is not None:
             panels[-1].legend(loc="lower right")
 
-    return put
+    rows: list[list[Value]] = [
+        [name, layer, head + 1, *map(_short, numbers(reach, head))]
+        for name, layers in found.items()
+        for layer, reach in layers.items()
+        for head in range(reach.distance.shape[1])
+    ]
+    title, columns = f"Attention {quantity}", ["model", "layer", "head", *columns]
+    return InspectionFigure(f"attention_{quantity}", title, caption, put, _width(found), 300, columns, rows)
 
 
 def _layers_below(axes: Axes, names: Sequence[str]) -> None:
@@ -230,9 +227,7 @@ def _layers_below(axes: Axes, names: Sequence[str]) -> None:
     axes.set_xlabel("layer")
 
 
-def _rollout(findings: dict[str, Findings]) -> InspectionFigure | None:
-    if not (found := {name: each.rollout for name, each in findings.items() if each.rollout is not None}):
-        return None
+def _rollout(found: dict[str, Tensor], findings: dict[str, Findings]) -> InspectionFigure:
     caption = (
         "What the representation is made of, by attention alone: attention averaged over heads, half of each layer's "
         "input beside it, multiplied through all layers (Abnar and Zuidema, 2020; Figure 6, appendix D.7). The "
@@ -247,19 +242,17 @@ def _rollout(findings: dict[str, Findings]) -> InspectionFigure | None:
     return InspectionFigure("attention_rollout", "Attention rollout", caption, *drawn, *numbers)
 
 
-def _maps(findings: dict[str, Findings]) -> InspectionFigure | None:
-    if not (found := {name: each for name, each in findings.items() if each.maps}):
-        return None
+def _maps(found: dict[str, dict[str, Tensor]], findings: dict[str, Findings]) -> InspectionFigure:
     most_pictures = 4
 
     def put(figure: Figure) -> None:
-        for (name, each), axes in zip(found.items(), _panels(figure, 1, len(found)), strict=True):
-            layers = list(each.maps)
+        for (name, of_layers), axes in zip(found.items(), _panels(figure, 1, len(found)), strict=True):
+            layers = list(of_layers)
             if len(layers) > _LAYERS_SHOWN:  # some, evenly spaced, including the last one
                 layers = [layers[round((at + 1) * len(layers) / _LAYERS_SHOWN) - 1] for at in range(_LAYERS_SHOWN)]
             lines = []
-            for index, picture in enumerate(each.pictures[:most_pictures].numpy()):
-                maps = [_square(each.maps[layer][index]) for layer in layers]
+            for index, picture in enumerate(findings[name].pictures[:most_pictures].numpy()):
+                maps = [_square(of_layers[layer][index]) for layer in layers]
                 heat = [heat_tile(values, 0, values.max(), TILE // 2) for values in maps]
                 lines.append([picture_tile(picture, TILE // 2), *heat])
             _show(axes, mosaic(lines), name, findings)
@@ -273,26 +266,24 @@ def _maps(findings: dict[str, Findings]) -> InspectionFigure | None:
 
     rows: list[list[Value]] = [
         [name, picture + 1, layer, *map(_short, values[picture].tolist())]
-        for name, each in found.items()
-        for layer, values in each.maps.items()
+        for name, of_layers in found.items()
+        for layer, values in of_layers.items()
         for picture in range(len(values))
     ]
-    most = max(math.isqrt(values.shape[1]) for each in found.values() for values in each.maps.values())
+    most = max(math.isqrt(values.shape[1]) for of_layers in found.values() for values in of_layers.values())
     caption = (
         "What the class token attends to in each layer, as a mean over heads; in models without one, what the patches "
         "attend to. Yellow is the largest of each map."
     )
-    height = sum(70 * min(len(each.pictures), most_pictures) + 60 for each in found.values())
+    height = sum(70 * min(len(findings[name].pictures), most_pictures) + 60 for name in found)
     columns = ["model", "picture", "layer", *_grid_names("attention", most, most)]
     return InspectionFigure("attention_maps", "Attention by layer", caption, put, 900, height, columns, rows)
 
 
-def _alignment(findings: dict[str, Findings]) -> InspectionFigure | None:
-    if not (found := {name: each for name, each in findings.items() if each.grams}):
-        return None
+def _alignment(found: dict[str, dict[str, list[Tensor]]], findings: dict[str, Findings]) -> InspectionFigure:
     names = list(found)
     pairs = [(name, name) for name in names] + [(names[0], name) for name in names[1:]]
-    grams = {name: list(each.grams.values()) for name, each in found.items()}
+    grams = {name: list(each.values()) for name, each in found.items()}
     values = {(a, b): alignment(grams[a], grams[b]).numpy() for a, b in pairs}
     across = min(len(pairs), 3)
     down = math.ceil(len(pairs) / across)
@@ -302,7 +293,7 @@ def _alignment(findings: dict[str, Findings]) -> InspectionFigure | None:
         for (a, b), axes in zip(pairs, panels, strict=False):
             axes.imshow(values[a, b], cmap="viridis", vmin=0, vmax=1, origin="lower")
             for axis, name in ((axes.yaxis, a), (axes.xaxis, b)):
-                layers = list(found[name].grams)
+                layers = list(found[name])
                 step = math.ceil(len(layers) / 13)
                 axis.set_ticks(range(0, len(layers), step), layers[::step])
                 axis.set_label_text("layer" if len(found) == 1 else f"layer of {name}")
@@ -315,8 +306,8 @@ def _alignment(findings: dict[str, Findings]) -> InspectionFigure | None:
     rows: list[list[Value]] = [
         [a, layer, b, other, _short(value)]
         for (a, b), table in values.items()
-        for layer, line in zip(found[a].grams, table.tolist(), strict=True)
-        for other, value in zip(found[b].grams, line, strict=True)
+        for layer, line in zip(found[a], table.tolist(), strict=True)
+        for other, value in zip(found[b], line, strict=True)
     ]
     caption = (
         "Linear centred kernel alignment of the tokens of every two layers: 1 where they represent the pictures alike, "
@@ -327,9 +318,8 @@ def _alignment(findings: dict[str, Findings]) -> InspectionFigure | None:
     return InspectionFigure("layer_alignment", "Alignment of layers", caption, put, width, height, columns, rows)
 
 
-def _norms(findings: dict[str, Findings]) -> InspectionFigure | None:
-    if not (found := {name: _statistics(each) for name, each in findings.items() if each.norms}):
-        return None
+def _norms(norms: dict[str, dict[str, Tensor]], findings: dict[str, Findings]) -> InspectionFigure:
+    found = {name: _statistics(findings[name]) for name in norms}
     columns = ["model", "layer", "median", "percentile_99", "largest", "share_of_outliers", "first_token"]
 
     def put(figure: Figure) -> None:
@@ -377,9 +367,9 @@ def _statistics(found: Findings) -> dict[str, tuple[float, ...]]:
     return table
 
 
-def _norm_maps(findings: dict[str, Findings]) -> InspectionFigure | None:
-    seen = {name: each for name, each in findings.items() if each.norms and len(each.pictures)}
-    if not (found := {name: list(each.norms.values())[-1][: len(each.pictures)] for name, each in seen.items()}):
+def _norm_maps(norms: dict[str, dict[str, Tensor]], findings: dict[str, Findings]) -> InspectionFigure | None:
+    pictures = {name: len(findings[name].pictures) for name in norms if len(findings[name].pictures)}
+    if not (found := {name: list(norms[name].values())[-1][:count] for name, count in pictures.items()}):
         return None
 
     def heat(name: str) -> list[np.ndarray]:
@@ -392,9 +382,7 @@ def _norm_maps(findings: dict[str, Findings]) -> InspectionFigure | None:
     return InspectionFigure("token_norm_maps", "Norms in the pictures", caption, *drawn, *numbers)
 
 
-def _colours(findings: dict[str, Findings]) -> InspectionFigure | None:
-    if not (found := {name: each.colours for name, each in findings.items() if each.colours is not None}):
-        return None
+def _colours(found: dict[str, Tensor], findings: dict[str, Findings]) -> InspectionFigure:
     rows: list[list[Value]] = []
     for name, pictures in found.items():
         for picture, values in enumerate(pictures, 1):

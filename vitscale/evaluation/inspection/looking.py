@@ -138,8 +138,7 @@ def look(
         if "alignment" in parts and len(output) >= SMALLEST_BATCH:
             found.grams.setdefault(name, []).append(gram(output))
         if "norms" in parts:
-            is_map = output.dim() == 4
-            axis = anatomy.channels if is_map else -1
+            axis = anatomy.channels if output.dim() == 4 else -1
             norms.setdefault(name, []).append(output.float().norm(dim=axis).flatten(1).cpu())
 
     shown: list[Tensor] = []
@@ -156,8 +155,7 @@ def look(
             outputs = predict(part)
             meter.end()
             if first < pictures:
-                rows = min(len(part), pictures - first)
-                shown.append(outputs.tokens[:rows].float().cpu())
+                shown.append(outputs.tokens[: min(len(part), pictures - first)].float().cpu())
             seen(first + len(part))
     if "attention" in parts:
         for name, batches in meter.reach.items():

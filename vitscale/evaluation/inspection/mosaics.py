@@ -28,9 +28,8 @@ def mosaic(tiles: Sequence[Sequence[np.ndarray]], gap: int = _GAP) -> np.ndarray
 
 def picture_tile(picture: np.ndarray, side: int = TILE) -> np.ndarray:
     """A picture, uint8 (S, S, 3), resized to `side` pixels; the pixels of enlarged ones stay sharp."""
-    image = Image.fromarray(picture)
     how = Image.Resampling.LANCZOS if picture.shape[0] > side else Image.Resampling.NEAREST
-    return np.asarray(image.resize((side, side), how))
+    return np.asarray(Image.fromarray(picture).resize((side, side), how))
 
 
 def colour_tile(values: np.ndarray, side: int = TILE) -> np.ndarray:

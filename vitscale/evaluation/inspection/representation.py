@@ -44,8 +44,7 @@ def principal_components(rows: Tensor, count: int) -> tuple[Tensor, Tensor, Tens
 def filter_components(filters: Tensor) -> Components:
     """The first 28 principal components of filters (F, h, w, C), or as many as there are."""
     flat = filters.detach().float().cpu().flatten(1)
-    count = min(SHOWN_COMPONENTS, len(flat) - 1, flat.shape[1])
-    components, shares, _ = principal_components(flat, count)
+    components, shares, _ = principal_components(flat, min(SHOWN_COMPONENTS, len(flat) - 1, flat.shape[1]))
     return Components(components.view(-1, *filters.shape[1:]), shares)
 
 

@@ -150,5 +150,4 @@ table_8 = cache(partial(_read, 8, PositionEmbedding))
 @cache
 def table_9() -> dict[tuple[str, str], dict[str, float]]:
     """VTAB-1k: (model, pre-training) -> accuracy in percent by task, in the table's order, and their `mean`."""
-    rows = _content(9)
-    return {(row.pop("model"), row.pop("pretraining")): row for row in rows}
+    return {(row.pop("model"), row.pop("pretraining")): row for row in _content(9)}

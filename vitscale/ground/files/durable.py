@@ -17,7 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import RecipeError, os_errors
 from vitscale.ground.files.locks import LockFile, lock, try_lock
 from vitscale.ground.safe_text import without_secrets
 from vitscale.ground.storage import is_url, without_file_scheme
@@ -95,7 +95,7 @@ def new_folder(out: str | Path, what: str = "OUT") -> Iterator[Path]:
         raise RecipeError(f"{what} {out}: is written to this machine's disk; expected a folder, not a URL")
     target = Path(os.path.realpath(out))
     made = ExitStack()
-    try:
+    with os_errors(f"{what} {out}: cannot be written", RecipeError):
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise RecipeError(f"{what} {out}: already exists. Choose a new or empty folder")
         if target.is_mount():
@@ -103,13 +103,8 @@ def new_folder(out: str | Path, what: str = "OUT") -> Iterator[Path]:
                 f"{what} {out}: is a mount point, which cannot be replaced as a whole. Choose a folder in it"
             )
         folder = made.enter_context(durable_folder(target, alone=True))
-    except OSError as error:
-        raise RecipeError(f"{what} {out}: cannot be written ({error.strerror})") from error
-    try:
-        with made:
-            yield folder
-    except OSError as error:
-        raise DataError(f"{what} {out}: cannot be written ({error.strerror or error})") from error
+    with os_errors(f"{what} {out}: cannot be written"), made:
+        yield folder
 
 
 def make_folder(folder: Path) -> None:

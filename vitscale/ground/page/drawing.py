@@ -91,8 +91,7 @@ def draw(
 
     Raises `RecipeError` as `check_drawing` does.
     """
-    svg = _rendered(put, width, height, "svg", {}).decode()
-    return Drawing(_inline(svg, name), alt, width, caption)
+    return Drawing(_inline(_rendered(put, width, height, "svg", {}).decode(), name), alt, width, caption)
 
 
 def standalone(put: "Callable[[Figure], None]", form: Literal["png", "svg"], *, width: int, height: int) -> bytes:

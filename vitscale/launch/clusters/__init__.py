@@ -9,14 +9,13 @@ import importlib
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from types import ModuleType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from vitscale.ground.errors import RecipeError
-from vitscale.ground.wording import counted, describe_mistake
+from vitscale.ground.errors import RecipeError, turned
+from vitscale.ground.wording import counted, describe_mistake, did_you_mean
 from vitscale.launch.pretraining import Pretraining, option_words
 from vitscale.recipe import Recipe
 
@@ -45,9 +44,9 @@ def read_options(job: Job, kind: type[_Options]) -> _Options:
     """The job's options as a cluster's own model, whose fields are their names. Raises `RecipeError`."""
     unknown = [name for name in job.options if name not in kind.model_fields]
     if unknown:
-        near = get_close_matches(unknown[0], kind.model_fields, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise RecipeError(f"--cluster-option {unknown[0]}: {hint}this cluster has {', '.join(kind.model_fields)}")
+        hint = did_you_mean(unknown[0], kind.model_fields)
+        known = f"{hint and f'{hint} '}this cluster has {', '.join(kind.model_fields)}"
+        raise RecipeError(f"--cluster-option {unknown[0]}: {known}")
     try:
         return kind.model_validate(job.options)
     except ValidationError as error:
@@ -69,12 +68,7 @@ def read_pairs(option: str, pairs: Sequence[str]) -> dict[str, str]:
 
 
 def launch_command(
-    job: Job,
-    program: Sequence[str] = ("vitscale",),
-    *,
-    nodes: int = 1,
-    node_rank: str = "0",
-    master: str = "",
+    job: Job, program: Sequence[str] = ("vitscale",), *, nodes: int = 1, node_rank: str = "0", master: str = ""
 ) -> list[str]:
     """The `vitscale launch` to run on a node; without a master, srun tells each node its number.
 
@@ -88,10 +82,8 @@ def launch_command(
 
 def shell_words(name: str, text: str) -> list[str]:
     """The words of a cluster's option, split as a shell does. Raises `RecipeError`."""
-    try:
+    with turned(f"--cluster-option {name}={text}", RecipeError, ValueError):
         return shlex.split(text)
-    except ValueError as error:
-        raise RecipeError(f"--cluster-option {name}={text}: {error}") from None
 
 
 def checked_recipe(job: Job, cluster: str) -> Recipe:

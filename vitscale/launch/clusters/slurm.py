@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from vitscale.ground.errors import RecipeError
+from vitscale.ground.errors import RecipeError, os_errors
 from vitscale.ground.files.durable import make_folder
 from vitscale.launch.clusters import Job, checked_recipe, launch_command, one_line, read_options, shell_words
 from vitscale.launch.nodes import Layout
@@ -101,11 +101,8 @@ def render(job: Job) -> str:
     else:
         [rank] = PretrainingRanks(what).commands(Layout(1, 0, 1, "", 0), 0)
         command = [*python, "-m", "vitscale.pretrain", *rank.command[2:]]
-    options = {
-        "job-name": run_dir.absolute().name,
-        "nodes": job.nodes or 1,
-        "ntasks-per-node": ranks if own.tasks == "rank" else 1,
-    }
+    per_node = ranks if own.tasks == "rank" else 1
+    options = {"job-name": run_dir.absolute().name, "nodes": job.nodes or 1, "ntasks-per-node": per_node}
     options |= _common(run_dir, "%j") | _time_limit(job, of_sbatch) | of_sbatch
     return _script(options, f"run_dir={shlex.quote(str(run_dir))}\n", own.srun, shlex.join(command), job.max_restarts)
 
@@ -157,10 +154,8 @@ def _script(options: Mapping[str, object], begin: str, srun: str, command: str, 
 def submit(job: Job) -> int:
     """Submit the script. Returns the exit code of `vitscale launch`. Raises `RecipeError` if Slurm does not take it."""
     script, run_dir = render(job), job.what.directory
-    try:
+    with os_errors(f"{run_dir}: cannot be made", RecipeError):
         make_folder(run_dir)
-    except OSError as error:
-        raise RecipeError(f"{run_dir}: {error.strerror}") from None
     number = hand_in(script)
     say(f"job {number}, whose output is {run_dir}/slurm-{number}.out; scancel {number} saves and ends it")
     return 0

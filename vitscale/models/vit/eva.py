@@ -4,7 +4,7 @@ timm rotates neighbouring elements of queries and keys together, ours are half a
 are in another order. Models with inner norms have separate layers where the others have stacked ones.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, cat
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from vitscale.recipe.families import ViTShape
 
 POSITION = "1d_rope"
+Dimensions = tuple[int, int, int, int]
+"""Patch size, width, depth and heads."""
 _BASE, _GRID, _RATIO = 10_000.0, [16, 16], 4 * 2 / 3  # timm's
-# Name without the image size -> norms inside, patch size, width, depth, heads.
-_MODELS = {
+# Name without the image size -> norms inside, and dimensions.
+_MODELS: dict[str, tuple[str, Dimensions]] = {
     "eva02_tiny_patch14": ("none", (14, 192, 12, 3)),
     "eva02_small_patch14": ("none", (14, 384, 12, 6)),
     "eva02_base_patch14": ("mlp", (14, 768, 12, 12)),
@@ -118,16 +120,9 @@ def _halves(value: Tensor, heads: int) -> Tensor:
 def timm(model: "ViT") -> TimmModel:
     """timm's model for one without `other_parts`: the most similar name, and what differs as arguments."""
     shape = model.shape
-    dimensions = (shape.patch_size, shape.width, shape.depth, shape.num_heads)
-    alike = {
-        name: sum(a == b for a, b in zip(dimensions, named, strict=True))
-        for name, (sub_norm, named) in _MODELS.items()
-        if sub_norm == shape.sub_norm
-    }
-    name = max(alike, key=alike.__getitem__)
-    arguments: dict[str, Any] = {"img_size": model.image_size, "global_pool": _POOLS[model.pool]}
-    pairs = zip(_ARGUMENTS, dimensions, _MODELS[name][1], strict=True)
-    arguments |= {key: ours for key, ours, named in pairs if ours != named}
+    models = {name: named for name, (sub_norm, named) in _MODELS.items() if sub_norm == shape.sub_norm}
+    name, dimensions = nearest(shape, models)
+    arguments = {"img_size": model.image_size, "global_pool": _POOLS[model.pool], **dimensions}
     if int(shape.width * _RATIO) != shape.mlp_dim:
         arguments["mlp_ratio"] = mlp_ratio(shape.width, shape.mlp_dim)
     if model.position_base != _BASE:
@@ -139,6 +134,14 @@ def timm(model: "ViT") -> TimmModel:
         {"first_conv": "patch_embed.proj", "classifier": "head"},
         fixed_size=True,
     )
+
+
+def nearest(shape: "ViTShape", models: Mapping[str, Dimensions]) -> tuple[str, dict[str, Any]]:
+    """The name of the most similar of timm's models, and the dimensions that differ, as timm's arguments."""
+    own = (shape.patch_size, shape.width, shape.depth, shape.num_heads)
+    name = max(models, key=lambda name: sum(a == b for a, b in zip(own, models[name], strict=True)))
+    pairs = zip(_ARGUMENTS, own, models[name], strict=True)
+    return name, {key: ours for key, ours, named in pairs if ours != named}
 
 
 def is_one(name: str) -> bool:

@@ -219,7 +219,7 @@ class ViT(Model):
             x_BND if edit is None else edit(x_BND) for x_BND, edit in zip(self._embed(images), edits, strict=True)
         ]
         tokens = self._encode(embedded, kept, keep)
-        pooled_BD, counts = self._represent(tokens), [len(each) for each in tokens]
+        pooled_BD, counts = self.represent(tokens), [len(each) for each in tokens]
         logits: Tensor | None
         heads: Tensor | None = None
         if self.head is not None and self.head_dist is not None:
@@ -387,12 +387,10 @@ class ViT(Model):
         """Tokens before those of the patches."""
         return (self.cls is not None) + (self.dist is not None) + self.shape.registers
 
-    def represent(self, tokens_BTD: Tensor) -> Tensor:
-        """The representation (B, D) from what `encode` returns: before the tanh of the pre-training head."""
-        return self._represent([tokens_BTD])
-
-    def _represent(self, tokens: Sequence[Tensor]) -> Tensor:
-        """As `represent`, of several batches one after the other."""
+    def represent(self, tokens: Sequence[Tensor]) -> Tensor:
+        """The representation (B, D) from what `encode` returns, of several batches one after the other: before the tanh
+        of the pre-training head.
+        """
         if self.map is not None:
             x_BD = self.map(side_by_side(tokens), sizes_of(tokens))
         else:

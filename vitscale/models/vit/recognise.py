@@ -111,12 +111,6 @@ def _heads(name: str, width: int) -> int:
     return 16 if name == "vit_base_patch16_gap_224" else _HEADS[size]
 
 
-def _usual_pool(name: str) -> str:
-    if eva.is_one(name):
-        return eva.usual_pool(name)
-    return "avg" if "_gap_" in name else "map" if re.search(r"_(siglip|map)_", name) else "token"
-
-
 def _pool(source: Source, shapes: Shapes, name: str, arguments: dict[str, Any]) -> str:
     pool, theirs = ("cls", "token") if "cls_token" in shapes else ("mean", "avg")
     if "attn_pool.latent" in shapes:
@@ -124,8 +118,10 @@ def _pool(source: Source, shapes: Shapes, name: str, arguments: dict[str, Any]) 
     if "fc_norm.weight" in shapes:
         pool, theirs = "normed_mean", "avg"
     asked = arguments.get("global_pool", source.config.get("global_pool"))
-    if asked is None and name:
-        asked = _usual_pool(name)
+    if asked is None and eva.is_one(name):
+        asked = eva.usual_pool(name)
+    elif asked is None and name:
+        asked = "avg" if "_gap_" in name else "map" if re.search(r"_(siglip|map)_", name) else "token"
     if asked not in (None, "", theirs):
         raise contradicted(source, "global_pool", asked, f"{theirs}, as the tensors have it")
     return pool

@@ -45,10 +45,9 @@ _POOLS: dict[str, dict[str, Any]] = {
 }
 _ROUNDED = 2.0**-8  # in bf16, of sines and cosines
 _TIMM_GELU = {"gelu": "gelu_tanh", "exact_gelu": "gelu", "quick_gelu": "quick_gelu"}
-_TIMM_GATED = ("vit_giant_patch14_reg4_dinov2", (14, 1536, 40, 24))
-# timm's name -> blocks of the stem, and the arguments that the name stands for. Any others can be given besides.
-_TIMM_ARGUMENTS = ("patch_size", "embed_dim", "depth", "num_heads")
-_TIMM_MODELS: dict[str, tuple[tuple[int, ...] | None, tuple[int, int, int, int]]] = {
+_TIMM_GATED = {"vit_giant_patch14_reg4_dinov2": (14, 1536, 40, 24)}
+# timm's name -> blocks of the stem, and the dimensions that the name stands for. Others can be given as arguments.
+_TIMM_MODELS: dict[str, tuple[tuple[int, ...] | None, eva.Dimensions]] = {
     "vit_tiny_patch16_224": (None, (16, 192, 12, 3)),
     "vit_small_patch32_224": (None, (32, 384, 12, 6)),
     "vit_small_patch16_224": (None, (16, 384, 12, 6)),
@@ -65,12 +64,11 @@ _TIMM_MODELS: dict[str, tuple[tuple[int, ...] | None, tuple[int, int, int, int]]
     "vit_large_r50_s32_224": ((3, 4, 6, 3), (1, 1024, 24, 16)),
 }
 # These are used under their exact names: with a distillation token timm has another class.
-_TIMM_DISTILLED: dict[str, tuple[tuple[int, ...] | None, tuple[int, int, int, int]]] = {
+_TIMM_DISTILLED: dict[str, tuple[tuple[int, ...] | None, eva.Dimensions]] = {
     "deit_tiny_distilled_patch16_224": (None, (16, 192, 12, 3)),
     "deit_small_distilled_patch16_224": (None, (16, 384, 12, 6)),
     "deit_base_distilled_patch16_224": (None, (16, 768, 12, 12)),
 }
-_TIMM_NAMED = _TIMM_MODELS | _TIMM_DISTILLED
 _HF_DIMENSIONS = {
     "hidden_size": "width",
     "num_hidden_layers": "depth",
@@ -166,24 +164,14 @@ class ViTWeights(ForeignWeights):
             return eva.timm(self._model)
         if self.refusal("timm") is not None or (stem is not None and stem != ResNetShape(stem.blocks, variant="v1")):
             return None
-        dimensions = (shape.patch_size, shape.width, shape.depth, shape.num_heads)
-        alike = {
-            name: sum(a == b for a, b in zip(dimensions, named, strict=True))
-            for name, (named_blocks, named) in (_TIMM_DISTILLED if shape.distilled else _TIMM_MODELS).items()
-            if named_blocks == blocks
-        }
+        models = _TIMM_DISTILLED if shape.distilled else _TIMM_MODELS
+        alike = {name: named for name, (named_blocks, named) in models.items() if named_blocks == blocks}
+        if shape.mlp == "swiglu":  # no argument in a file chooses it: only this name does
+            alike = _TIMM_GATED if stem is None else {}
         if not alike:
             return None
-        nearest = max(alike, key=alike.__getitem__)
-        named = _TIMM_NAMED[nearest][1]
-        if shape.mlp == "swiglu":  # no argument in a file chooses it: only this name does
-            if stem is not None:
-                return None
-            nearest, named = _TIMM_GATED
-        own = zip(_TIMM_ARGUMENTS, dimensions, named, strict=True)
-        arguments: dict[str, Any] = {"img_size": self._model.image_size} | {
-            key: ours for key, ours, named in own if ours != named
-        }
+        nearest, dimensions = eva.nearest(shape, alike)
+        arguments: dict[str, Any] = {"img_size": self._model.image_size, **dimensions}
         if shape.fc1_dim != 4 * shape.width or shape.mlp == "swiglu":
             arguments["mlp_ratio"] = mlp_ratio(shape.width, shape.fc1_dim)
         pool = _POOLS[self._model.pool]
@@ -331,8 +319,7 @@ def with_fixed_positions(bias: Rule, positions: str, first: int, grid: int, widt
     """
 
     def values() -> Tensor:
-        rows = sincos_positions(grid, width, torch.empty(0), table)
-        return cat([torch.zeros(1, first, width), rows], 1)
+        return cat([torch.zeros(1, first, width), sincos_positions(grid, width, torch.empty(0), table)], 1)
 
     def join(read: tuple[Tensor, ...]) -> Tensor:
         if not torch.allclose(read[1], values(), rtol=0, atol=_ROUNDED):
@@ -375,20 +362,19 @@ def _transformers(model: "ViT") -> Iterator[Rule]:
     yield same("cls", f"{name}.embeddings.cls_token")
     if name == "deit":
         yield same("dist" if shape.distilled else "registers", "deit.embeddings.distillation_token")
-    positions = same("pos_embedding", f"{name}.embeddings.position_embeddings")
+    positions = f"{name}.embeddings.position_embeddings"
+    rule = same("pos_embedding", positions)
     if shape.registers:  # which have no position
-        positions = replace(
-            positions,
+        rule = replace(
+            rule,
             split=lambda value: (cat([value[:, :1], torch.zeros_like(value[:, :1]), value[:, 1:]], 1),),
             join=lambda values: cat([values[0][:, :1], values[0][:, 2:]], 1),
             renames=False,
         )
     if model.pos_embedding is not None:
-        yield positions
+        yield rule
     patches = f"{name}.embeddings.patch_embeddings.projection"
-    yield from patches_and_fixed_positions(
-        model, patches, f"{name}.embeddings.position_embeddings", 1 + shape.registers
-    )
+    yield from patches_and_fixed_positions(model, patches, positions, 1 + shape.registers)
     for i in range(shape.depth):
         yield from _transformers_block(f"blocks.{i}", f"{name}.encoder.layer.{i}")
     yield from renamed("norm", f"{name}.layernorm")

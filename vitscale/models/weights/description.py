@@ -10,7 +10,7 @@ import pydantic
 import torch
 from pydantic import Field
 
-from vitscale.ground.errors import CheckpointError, RecipeError
+from vitscale.ground.errors import CheckpointError, RecipeError, turned
 from vitscale.ground.extensions import implementation
 from vitscale.ground.wording import describe_mistake, shortened
 from vitscale.models.build import build_of_block
@@ -95,17 +95,8 @@ class Description:
 
     def to_json(self) -> str:
         """The description in JSON, for a file's metadata."""
-        content = {
-            "version": _VERSION,
-            "model": {key: value for key, value in self.model.items() if value is not None},
-            "image_size": self.image_size,
-            "num_classes": self.num_classes,
-            "class_names": self.class_names,
-            "step": self.step,
-            "eval_crop": None if self.eval_crop is None else self.eval_crop.model_dump(),
-            "normalise": None if self.normalise is None else self.normalise.model_dump(),
-            "loss": self.loss,
-        }
+        model = {key: value for key, value in self.model.items() if value is not None}
+        content = {"version": _VERSION, **_STORED.dump_python(replace(self, model=model), warnings=False)}
         return json.dumps(content, ensure_ascii=False)
 
 
@@ -203,10 +194,8 @@ def recognised(source: Source) -> Description | None:
         found = implementation(family.implementation, Model).recognise(source)
         if found is None:
             continue
-        try:
+        with turned(f"{source.path} ({source.form})", CheckpointError, RecipeError):
             return _completed(source, _named(found[0]), found[1])
-        except RecipeError as error:
-            raise CheckpointError(f"{source.path} ({source.form}): {error}") from None
     return None
 
 

@@ -61,6 +61,7 @@ _RENAMES = (  # the modules of transformers 5 -> the names in its files and vers
     (r"\.mlp\.fc1\.", ".intermediate.dense."),
     (r"\.mlp\.fc2\.", ".output.dense."),
 )
+_PREFIX_OF_DINO = r"^(dinov2(_with_registers)?\.|model\.(?=layer\.))"  # of modules in some version; files have none
 _OF_SWIN = re.compile(r"(^|\.)encoder\.layers\.\d+\.blocks\.")
 _RENAMES_OF_SWIN = (
     (r"^(?=embeddings\.|encoder\.|layernorm\.)", "swin."),
@@ -83,7 +84,7 @@ def renamed(path: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
         found = rename(path, entries, lambda name: _replaced(name, _RENAMES_OF_SWIN))
         return without_indices(found)
     if any(".layer_scale1." in key for key in entries):
-        found = rename(path, entries, _dino_name)
+        found = rename(path, entries, lambda name: re.sub(_PREFIX_OF_DINO, "", name))
         return {key: entry for key, entry in found.items() if 0 not in entry.shape}  # as many registers may be there
     model = "deit" if any(key.endswith("embeddings.distillation_token") for key in entries) else "vit"
     named = rename(path, entries, lambda name: file_name(name, model))
@@ -93,11 +94,6 @@ def renamed(path: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
         own = positions
         named[f"deit.{_DISTILLATION}"] = token.changed(token.shape, lambda value: value + own.read()[:, 1:2])
     return named
-
-
-def _dino_name(name: str) -> str:
-    """The name in DINO's files for a module's name in some version; without a head there is no prefix."""
-    return re.sub(r"^(dinov2(_with_registers)?\.|model\.(?=layer\.))", "", name)
 
 
 def file_name(name: str, model: str = "vit") -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitscale.ground.errors import CheckpointError
+from vitscale.ground.errors import CheckpointError, turned
 from vitscale.ground.files.arrays import read_array, read_header
 from vitscale.ground.files.unpacked import refuse_growth
 from vitscale.models.weights.source import Entry, Source, rename, some
@@ -102,24 +102,18 @@ def _unstacked(path: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
 
 def _members(path: Path) -> dict[str, Entry]:
     found = {}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
-            refuse_growth(str(path), path.stat().st_size, sum(info.file_size for info in members))
-            for info in members:
-                if not info.filename.endswith(".npy"):
-                    raise CheckpointError(f"{path}: a zip, but no .npz: it holds {info.filename}")
-                key = info.filename.removesuffix(".npy")
-                if key in found or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                    raise ValueError(f"{key} is there twice, or compressed as numpy does not")
-                try:
-                    with archive.open(info) as member:
-                        shape = read_header(member, info.file_size)[0]
-                except ValueError as error:
-                    raise ValueError(f"{key}: {error}") from None
-                found[key] = Entry(key, shape, partial(_read, path, key))
-    except _DAMAGED as error:
-        raise CheckpointError(f"{path}: not an .npz, or damaged: {error}") from None
+    with turned(f"{path}: not an .npz, or damaged", CheckpointError, *_DAMAGED), zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        refuse_growth(str(path), path.stat().st_size, sum(info.file_size for info in members))
+        for info in members:
+            if not info.filename.endswith(".npy"):
+                raise CheckpointError(f"{path}: a zip, but no .npz: it holds {info.filename}")
+            key = info.filename.removesuffix(".npy")
+            if key in found or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise ValueError(f"{key} is there twice, or compressed as numpy does not")
+            with turned(key, ValueError, ValueError), archive.open(info) as member:
+                shape = read_header(member, info.file_size)[0]
+            found[key] = Entry(key, shape, partial(_read, path, key))
     return found
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from vitscale.ground.errors import CheckpointError
+from vitscale.ground.errors import CheckpointError, os_errors
 from vitscale.models.weights import huggingface, timm_hub
 from vitscale.models.weights.description import METADATA_KEY
 from vitscale.models.weights.npz import read_npz
@@ -29,30 +29,23 @@ def open_weights(path: Path) -> Source:
 
     Raises `CheckpointError` for what is damaged, pickled or of no known format, saying what was seen.
     """
-    try:
-        return _without_mask(_without_decoder(_open(path)))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    with os_errors(f"{path}: cannot be read", CheckpointError):
+        return _set_aside(_open(path))
 
 
-def _without_decoder(source: Source) -> Source:
-    """The source with the decoder of an MAE, if it has one, beside the model."""
+def _set_aside(source: Source) -> Source:
+    """The source with an MAE's decoder, or the mask of DINOv2's authors, who share timm's names, beside the model."""
     known, prefixes = _DECODERS.get(source.form, ("", ()))
-    if known not in source.entries:
+    if known in source.entries:
+        beside = {key: entry for key, entry in source.entries.items() if key.startswith(prefixes)}
+        note = "its decoder is part of an objective here: only a run with objective.kind: mae begins with it"
+    elif source.form == "timm" and MASK in source.entries:
+        beside = {MASK: source.entries[MASK]}
+        note = f"{MASK} is not read: a mask is part of an objective here"
+    else:
         return source
-    beside = {key: entry for key, entry in source.entries.items() if key.startswith(prefixes)}
     entries = {key: entry for key, entry in source.entries.items() if key not in beside}
-    note = "its decoder is part of an objective here: only a run with objective.kind: mae begins with it"
     return replace(source, entries=entries, beside=beside, notes=(*source.notes, note))
-
-
-def _without_mask(source: Source) -> Source:
-    """The source with the mask of DINOv2's authors, who share timm's names, beside the model."""
-    if source.form != "timm" or (mask := source.entries.get(MASK)) is None:
-        return source
-    entries = {key: entry for key, entry in source.entries.items() if key != MASK}
-    note = f"{MASK} is not read: a mask is part of an objective here"
-    return replace(source, entries=entries, beside={MASK: mask}, notes=(*source.notes, note))
 
 
 def _open(path: Path) -> Source:

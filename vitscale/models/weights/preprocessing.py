@@ -1,5 +1,7 @@
 """The preprocessing of our models' images as other libraries have it: resized, the centre cut out, normalised."""
 
+from contextlib import suppress
+
 import pydantic
 
 from vitscale.ground.wording import shortened
@@ -54,7 +56,6 @@ def otherwise(crop: EvalCrop | None, filter_name: object) -> tuple[str, ...]:
 
 def normalise_of(mean: object, std: object) -> Normalise | None:
     """A normalisation from a file's numbers; None if these are not such numbers."""
-    try:
+    with suppress(pydantic.ValidationError):
         return Normalise.model_validate({"mean": mean, "std": std})
-    except pydantic.ValidationError:
-        return None
+    return None

@@ -93,8 +93,7 @@ def parameters_beside(objective: nn.Module, rules: Sequence[Rule], source: Sourc
 
     `rules` has one for each parameter that the objective adds. Raises `CheckpointError` as `parameters`.
     """
-    expected = their_shapes(objective, rules)
-    if problems := _differences(expected, source.beside):
+    if problems := _differences(their_shapes(objective, rules), source.beside):
         listed = "\n".join(f"  {text}" for _, text in problems)
         raise CheckpointError(f"{source.path} ({source.form}) is of another objective:\n{listed}")
     return {rule.ours: _reader(source, source.beside, rule, None, lambda note: None) for rule in rules}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, cat, full_like
 
 Tensors = tuple[Tensor, ...]
+Layout = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def with_constant(rule: Rule, theirs: str, value: float) -> Rule:
 
 def flax_dense(ours: str, theirs: str) -> list[Rule]:
     """weight (O, I) <-> kernel (I, O)."""
-    return [_one(f"{ours}.weight", f"{theirs}/kernel", _transpose, _transpose), same(f"{ours}.bias", f"{theirs}/bias")]
+    return _layer(ours, theirs, "/kernel", lambda value: value.T, lambda value: value.T)
 
 
 def flax_conv(ours: str, theirs: str) -> Rule:
@@ -74,13 +75,13 @@ def flax_norm(ours: str, theirs: str, scale: str = "scale", bias: str = "bias") 
 def flax_patches(ours: str, theirs: str, patch_size: int) -> list[Rule]:
     """weight (D, P*P*C) in height-width-channel order <-> kernel (P, P, C, D)."""
     P = patch_size
-    kernel = _one(
-        f"{ours}.weight",
-        f"{theirs}/kernel",
+    return _layer(
+        ours,
+        theirs,
+        "/kernel",
         lambda value: value.T.reshape(P, P, -1, len(value)),
         lambda value: value.reshape(-1, value.shape[-1]).T,
     )
-    return [kernel, same(f"{ours}.bias", f"{theirs}/bias")]
 
 
 def flax_attention(ours: str, theirs: str, num_heads: int) -> list[Rule]:
@@ -108,25 +109,25 @@ def flax_heads(ours: str, theirs: Sequence[str], num_heads: int) -> list[Rule]:
 
 def flax_out(ours: str, theirs: str, num_heads: int) -> list[Rule]:
     """weight (D, D) and bias <-> kernel (H, d, D) and bias, of the layer after the attention heads."""
-    kernel = _one(
-        f"{ours}.weight",
-        f"{theirs}/kernel",
+    return _layer(
+        ours,
+        theirs,
+        "/kernel",
         lambda value: value.T.reshape(num_heads, -1, len(value)),
         lambda value: value.flatten(0, 1).T,
     )
-    return [kernel, same(f"{ours}.bias", f"{theirs}/bias")]
 
 
 def torch_patches(ours: str, theirs: str, patch_size: int) -> list[Rule]:
     """weight (D, P*P*C) in height-width-channel order <-> weight (D, C, P, P)."""
     P = patch_size
-    weight = _one(
-        f"{ours}.weight",
-        f"{theirs}.weight",
+    return _layer(
+        ours,
+        theirs,
+        ".weight",
         lambda value: value.view(len(value), P, P, -1).permute(0, 3, 1, 2),
         lambda value: value.permute(0, 2, 3, 1).flatten(1),
     )
-    return [weight, same(f"{ours}.bias", f"{theirs}.bias")]
 
 
 def stacked(ours: str, theirs: Sequence[str], kinds: Sequence[str] = ("weight", "bias")) -> list[Rule]:
@@ -139,23 +140,19 @@ def stacked(ours: str, theirs: Sequence[str], kinds: Sequence[str] = ("weight", 
 
 def as_conv(ours: str, theirs: str) -> list[Rule]:
     """weight (O, I) <-> weight (O, I, 1, 1)."""
-    weight = _one(
-        f"{ours}.weight", f"{theirs}.weight", lambda value: value[:, :, None, None], lambda value: value.flatten(1)
-    )
-    return [weight, same(f"{ours}.bias", f"{theirs}.bias")]
+    return _layer(ours, theirs, ".weight", lambda value: value[:, :, None, None], lambda value: value.flatten(1))
 
 
 def as_flax_conv(ours: str, theirs: str) -> list[Rule]:
     """weight (O, I) <-> kernel (1, 1, I, O)."""
-    kernel = _one(
-        f"{ours}.weight", f"{theirs}/kernel", lambda value: value.T[None, None], lambda value: value.flatten(0, 2).T
-    )
-    return [kernel, same(f"{ours}.bias", f"{theirs}/bias")]
+    return _layer(ours, theirs, "/kernel", lambda value: value.T[None, None], lambda value: value.flatten(0, 2).T)
 
 
-def _one(ours: str, theirs: str, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Rule:
+def _layer(ours: str, theirs: str, weight: str, there: Layout, back: Layout) -> list[Rule]:
+    """A layer whose weight, `/kernel` or `.weight` there, is laid out otherwise, and whose bias is the same."""
+    bias = f"{theirs}{weight[0]}bias"
+    return [_one(f"{ours}.weight", f"{theirs}{weight}", there, back), same(f"{ours}.bias", bias)]
+
+
+def _one(ours: str, theirs: str, there: Layout, back: Layout) -> Rule:
     return Rule(ours, (theirs,), lambda value: (there(value),), lambda values: back(values[0]))
-
-
-def _transpose(value: Tensor) -> Tensor:
-    return value.T

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vitscale.ground.errors import CheckpointError
+from vitscale.ground.errors import CheckpointError, turned
 from vitscale.ground.safe_text import printable
 from vitscale.ground.storage import read_bytes
 from vitscale.ground.weight_formats import Format
@@ -92,12 +92,10 @@ def without_indices(entries: dict[str, Entry]) -> dict[str, Entry]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of at most 64 MiB. Raises `CheckpointError`."""
-    try:
+    with turned(f"{path}: cannot be read", CheckpointError, OSError, ValueError, RecursionError):
         if path.stat().st_size > _MOST_JSON:
             raise ValueError(f"longer than {_MOST_JSON >> 20} MiB")
         content = json.loads(read_bytes(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
     return content

@@ -83,7 +83,14 @@ def write_weights(
     try:
         _prepare(out, form, 4 * count)
         if configurations:
-            _write_folder(out, configurations, shapes, tensors, None if readme is None else readme())
+            content = "" if readme is None else readme()
+            with durable_folder(out) as folder:  # over nothing, or an empty folder: the system refuses anything else
+                if content:
+                    write_text(folder / "README.md", content)
+                for name, block in configurations.items():
+                    write_text(folder / name, json.dumps(block, indent=2, ensure_ascii=False) + "\n")
+                with (folder / WEIGHTS).open("wb") as file:
+                    write_safetensors(file, shapes, tensors, {"format": "pt"})
         else:
             with durable_file(out, overwrite=False) as file:
                 if form == "npz":
@@ -170,19 +177,3 @@ def _prepare(out: Path, form: Format, size: int) -> None:
 
 def _taken(out: Path) -> RecipeError:
     return RecipeError(f"--out {out}: is there already; nothing is overwritten")
-
-
-def _write_folder(
-    out: Path,
-    configurations: dict[str, dict[str, Any]],
-    shapes: dict[str, tuple[int, ...]],
-    tensors: Iterator[tuple[str, Tensor]],
-    readme: str | None,
-) -> None:
-    with durable_folder(out) as folder:  # over nothing, or an empty folder: anything else is refused by the system
-        if readme is not None:
-            write_text(folder / "README.md", readme)
-        for name, block in configurations.items():
-            write_text(folder / name, json.dumps(block, indent=2, ensure_ascii=False) + "\n")
-        with (folder / WEIGHTS).open("wb") as file:
-            write_safetensors(file, shapes, tensors, {"format": "pt"})

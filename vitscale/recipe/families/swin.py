@@ -183,9 +183,7 @@ class Swin(Model):
             heads, head_dim = own.heads_of(stage), own.width // own.num_heads
             is_out = _FROM_HEADS.match(parameter) is not None
             return (shape[0], heads, head_dim) if is_out else (3, heads, head_dim, *shape[1:])
-        if parameter == "embedding.weight":
-            return (shape[0], own.patch_size, own.patch_size, 3)
-        return shape
+        return (shape[0], own.patch_size, own.patch_size, 3) if parameter == "embedding.weight" else shape
 
     @property
     def has_attention_bias(self) -> bool:

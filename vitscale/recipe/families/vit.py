@@ -359,9 +359,7 @@ def axes_by_head(of_model: ViTShape, parameter: str, shape: tuple[int, ...]) -> 
     """The shape of a parameter of Transformer blocks with an axis for the heads of attention."""
     if _TO_HEADS.search(parameter):
         return (shape[0] // of_model.width, of_model.num_heads, of_model.head_dim, *shape[1:])
-    if _FROM_HEADS.search(parameter):
-        return (shape[0], of_model.num_heads, of_model.head_dim)
-    return shape
+    return (shape[0], of_model.num_heads, of_model.head_dim) if _FROM_HEADS.search(parameter) else shape
 
 
 def has_class_token(pool: Pool) -> bool:

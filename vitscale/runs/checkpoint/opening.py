@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vitscale.ground.errors import CheckpointError, RecipeError
+from vitscale.ground.errors import CheckpointError, RecipeError, os_errors
 from vitscale.models import Model, initial_value
 from vitscale.models.weights import (
     HEAD,
@@ -213,10 +213,8 @@ def _fresh(description: Description, seed: int) -> OpenWeights:
 
 def is_weights(source: Path) -> bool:
     """Whether this is a file or folder of weights rather than a run's directory. Raises `RecipeError`."""
-    try:
+    with os_errors(f"{str(source)[:100]}: cannot be read", RecipeError):
         return source.is_file() or ((source / "config.json").is_file() and not (source / RECIPE_FILE).is_file())
-    except OSError as error:
-        raise RecipeError(f"{str(source)[:100]}: {error.strerror}") from None
 
 
 def checkpoint_step(path: Path) -> int | None:

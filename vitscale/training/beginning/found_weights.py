@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vitscale.ground.errors import CheckpointError, RecipeError
+from vitscale.ground.errors import CheckpointError, RecipeError, os_errors
 from vitscale.ground.files.digests import file_digests
 from vitscale.ground.ranks import from_rank_zero, gather, on_rank_zero
 from vitscale.models.weights.huggingface import distinct
@@ -93,10 +93,8 @@ def read_found_index(named: Named, store: CheckpointStore, step: int | None) -> 
     Raises `CheckpointError` if there is none.
     """
     problem = None
-    try:
+    with os_errors(f"{named.key}.from: {store.root}: cannot be read", CheckpointError):
         steps = store.steps()
-    except OSError as error:
-        raise CheckpointError(f"{named.key}.from: {store.root}: {error.strerror}") from None
     if step is not None and step not in steps:
         raise CheckpointError(
             f"{named.key}.step {step}: {store.root} has no checkpoint of that step; it has those of "
@@ -120,11 +118,9 @@ def _not_read_yet(kind: str, name: str, start: int, length: int) -> Tensor:
 
 def digests(path: Path) -> dict[str, str]:
     """Name -> sha256 of a file of weights, or of every file that is read of a folder in another library's format."""
-    try:
+    with os_errors(f"{path}: cannot be read", CheckpointError):
         files = [path] if path.is_file() else [file for file in path.iterdir() if file.suffix in _READ_WITH_WEIGHTS]
         return {file.name: file_digests(file).sha256 for file in sorted(files)}
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def check_model(named: Named, weights: OpenWeights, model: Model, whose: str, normalise: Normalise, field: str) -> None:

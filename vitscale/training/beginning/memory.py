@@ -288,5 +288,4 @@ def _of_all_blocks(recipe: Recipe, num_classes: int, micro_batch: int) -> StepTe
     models = [recipe.model.with_blocks(count) for count in (few, few + 2)]
     smaller = [recipe.model_copy(update={"model": model}) for model in models]
     less, more = (step_tensors(one, num_classes, micro_batch, "cuda") for one in smaller)
-    saved = less.saved + (more.saved - less.saved) * (blocks - few) // 2
-    return StepTensors(saved, more.transient)
+    return StepTensors(less.saved + (more.saved - less.saved) * (blocks - few) // 2, more.transient)

@@ -4,14 +4,13 @@ The configuration is derived from the recipe; a `deepspeed:` block may add to it
 defaults that would change results are overridden here, each with its reason.
 """
 
-import difflib
 from typing import Any
 
 import pydantic
 import torch
 
 from vitscale.ground.errors import RecipeError
-from vitscale.ground.wording import describe_mistake
+from vitscale.ground.wording import describe_mistake, did_you_mean
 from vitscale.recipe import Recipe
 
 MOST_UNDER_WAY = 8
@@ -160,8 +159,7 @@ def _add(config: dict[str, Any], extra: dict[str, Any], prefix: str = "") -> dic
     for key, value in extra.items():
         path = f"{prefix}{key}"
         if not prefix and key not in _TOP_LEVEL_KEYS:
-            near = difflib.get_close_matches(key, _TOP_LEVEL_KEYS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"allowed keys: {', '.join(_TOP_LEVEL_KEYS)}"
+            hint = did_you_mean(key, _TOP_LEVEL_KEYS) or f"allowed keys: {', '.join(_TOP_LEVEL_KEYS)}"
             reason = f"{_OURS[key]} instead" if key in _OURS else hint
             raise RecipeError(f"deepspeed.{path}: not a key that vitscale passes on to DeepSpeed; {reason}")
         current = merged.get(key)

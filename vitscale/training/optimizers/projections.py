@@ -60,6 +60,4 @@ def project(values: Tensor, start: int, key: int, lengths: Tensor) -> Tensor:
 
 def sample(length: int, count: int, key: int) -> Tensor:
     """Places to sample in a piece of `length` elements, int64 (at most `count`,): all if it is short, else random."""
-    if length <= count:
-        return torch.arange(length)
-    return mixed(0, count, key, torch.device("cpu")) % length
+    return torch.arange(length) if length <= count else mixed(0, count, key, torch.device("cpu")) % length

@@ -190,8 +190,7 @@ def update_means(group: Group, gradient: Tensor, mean: Tensor, square: Tensor) -
     """Adam's update of 1-D tensors: moves the two means, and overwrites the gradient with the direction."""
     (beta1, beta2), updates = group["betas"], group["updates"]
     root = math.sqrt(1 - beta2**updates)
-    pieces = (tensor.split(_AT_ONCE) for tensor in (gradient, mean, square))
-    for g, m, v in zip(*pieces, strict=True):
+    for g, m, v in zip(*(tensor.split(_AT_ONCE) for tensor in (gradient, mean, square)), strict=True):
         m.lerp_(g, 1 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         torch.div(m, (v.sqrt() / root).add_(group["eps"]).mul_(1 - beta1**updates), out=g)

@@ -141,9 +141,8 @@ class Audit:
     def watch(self, losses: Tensor) -> None:
         """Watch a micro-batch's losses (b,); called before its backward pass."""
 
-        def note_seed(
-            gradient: Tensor,
-        ) -> None:  # the losses' factor in the backward pass; 0 if a sample does not count
+        def note_seed(gradient: Tensor) -> None:
+            # The losses' factor in the backward pass; 0 if a sample does not count.
             self._seed = float(gradient.detach().float().max())
 
         losses.register_hook(note_seed)

@@ -23,7 +23,7 @@ import torch
 import vitscale
 from vitscale.evaluation.linear import AttentiveHeads
 from vitscale.evaluation.splits import check_splits
-from vitscale.ground.errors import MachineError, RecipeError, StorageError
+from vitscale.ground.errors import MachineError, RecipeError, StorageError, os_errors
 from vitscale.ground.files.durable import make_folder
 from vitscale.ground.machine import available_memory, has_bf16_instructions
 from vitscale.ground.ranks import gather, on_rank_zero, write_on_rank_zero
@@ -300,11 +300,9 @@ def _check_room(recipe: Recipe, directory: LocalDirectory, checkpoint_bytes: int
 
     Raises `RecipeError` if not even the first fits, `StorageError` if the next one does not.
     """
-    try:
+    with os_errors(f"{directory.root} cannot be read", RecipeError):
         directory.tidy()  # a save that was killed may have left as much as a checkpoint
         free, present = shutil.disk_usage(directory.root).free, len(directory.steps())
-    except OSError as error:
-        raise RecipeError(f"{error.filename or directory.root} cannot be read: {error.strerror or error}") from None
     keep = recipe.checkpoint.keep
     size, left = _decimal(checkpoint_bytes), f"{_decimal(free)} free"
     if free < 1.5 * checkpoint_bytes:
