@@ -21,7 +21,6 @@ from vitscale.models.initialise import (
     lecun_normal,
     normal,
     xavier_uniform,
-    xavier_uniform_stacked,
 )
 from vitscale.models.layers import (
     CHANNELS,
@@ -471,7 +470,7 @@ class ViT(Model):
         if self.shape.layer_scale is not None and kind.startswith("layer_scale"):
             return constant(self.shape.layer_scale)
         if kind == "probe":
-            return lambda tensor, generator: xavier_uniform(tensor.view(1, -1), generator)
+            return lambda tensor, generator: xavier_uniform()(tensor.view(1, -1), generator)
         if layer.endswith(("norm", "norm1", "norm2")):
             return constant(1.0 if kind == "weight" else 0.0)
         if layer.endswith(("mlp.fc1", "mlp.fc2")) and kind == "bias":
@@ -481,9 +480,9 @@ class ViT(Model):
         if layer in ("embedding", "pre_logits"):
             return lecun_normal
         if layer.endswith("qkv"):
-            return xavier_uniform_stacked(3)
+            return xavier_uniform(3)
         if layer == "map.key_value" or (layer.endswith("mlp.fc1") and self.shape.mlp == "swiglu"):
-            return xavier_uniform_stacked(2)
+            return xavier_uniform(2)
         if layer.endswith(("attention.out", "mlp.fc1", "mlp.fc2", "map.query", "map.out")):
-            return xavier_uniform
+            return xavier_uniform()
         raise KeyError(f"no initial value is defined for the parameter {name!r}")

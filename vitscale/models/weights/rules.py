@@ -53,7 +53,7 @@ def with_constant(rule: Rule, theirs: str, value: float) -> Rule:
 
 def flax_dense(ours: str, theirs: str) -> list[Rule]:
     """weight (O, I) <-> kernel (I, O)."""
-    return [_one(f"{ours}.weight", f"{theirs}/kernel", _transpose, _transpose), same(f"{ours}.bias", f"{theirs}/bias")]
+    return [_one(f"{ours}.weight", f"{theirs}/kernel", Tensor.t, Tensor.t), same(f"{ours}.bias", f"{theirs}/bias")]
 
 
 def flax_conv(ours: str, theirs: str) -> Rule:
@@ -155,7 +155,3 @@ def as_flax_conv(ours: str, theirs: str) -> list[Rule]:
 
 def _one(ours: str, theirs: str, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Rule:
     return Rule(ours, (theirs,), lambda value: (there(value),), lambda values: back(values[0]))
-
-
-def _transpose(value: Tensor) -> Tensor:
-    return value.T
