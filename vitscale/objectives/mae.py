@@ -62,8 +62,7 @@ class Decoder(nn.Module):
         patches = torch.cat([x_BTE[:, first:], masks], dim=1) + positions_NE[torch.cat([kept_BK, removed_BR], dim=1)]
         x_BTE = torch.cat([x_BTE[:, :first], patches], dim=1)
         for index, block in enumerate(self.blocks):
-            recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
-            x_BTE = run_block(block, x_BTE, recompute=recompute)
+            x_BTE = run_block(self, index, block, x_BTE)
         return self.prediction(self.norm(x_BTE[:, -removed:]))
 
 

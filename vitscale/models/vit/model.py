@@ -273,7 +273,6 @@ class ViT(Model):
             shared = side_by_side(wide) if sizes else of_grids[0]
         masks = None if paths is None else masks_of(paths, sizes)
         for index, block in enumerate(self.blocks):
-            recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
             inputs: list[Any] = [x_BTD, shared]
             if self.shape.attention == "full":
                 inputs += [
@@ -281,7 +280,7 @@ class ViT(Model):
                     None if masks is None else masks[2 * index : 2 * index + 2],
                     sizes,
                 ]
-            x_BTD = run_block(block, *inputs, recompute=recompute)
+            x_BTD = run_block(self, index, block, *inputs)
             keep(f"block_{index}", x_BTD)
         if self.pool == "normed_mean":  # among the tokens, as DeepSpeed expects one call of a module
             grids = [
@@ -370,8 +369,7 @@ class ViT(Model):
 
     def feature_maps(self, images: Tensor, layers: Sequence[int] | None = None) -> list[Tensor]:
         """As `Model.feature_maps`: the tokens of the patches after the blocks, by row and column."""
-        layers = [len(self.blocks)] if layers is None else layers
-        check_layers(layers, len(self.blocks))
+        layers = check_layers([len(self.blocks)] if layers is None else layers, len(self.blocks))
         kept: dict[str, Tensor] = {}
         self.encode(self.embed(images), kept.__setitem__)
         grid = self.shape.grid(self.image_size)
