@@ -216,7 +216,9 @@ def recognise(source: Source) -> tuple[dict[str, Any], int | None] | None:
         seen = {name: (value, [value, value]) for name, value in _dimensions(shape).items()}
         check_arguments(source, {"img_size"}, _TAKEN | seen)
     else:
-        _check_config(source, shape)
+        for setting, expected in (_OF_TRANSFORMERS | _dimensions(shape)).items():
+            if (value := source.config[setting]) != expected:
+                raise contradicted(source, setting, value, repr(expected))
     return {key: list(value) if key == "blocks" else value for key, value in vars(shape).items()}, image_size
 
 
@@ -224,9 +226,3 @@ def _sides(size: Any) -> list[int]:
     """The side of square images that a config.json states, once or twice; empty for anything else."""
     sides = size if isinstance(size, list) else [size]
     return sides if len(set(map(repr, sides))) == 1 and type(sides[0]) is int and 0 < sides[0] <= MOST_PIXELS else []
-
-
-def _check_config(source: Source, shape: SwinShape) -> None:
-    for key, expected in (_OF_TRANSFORMERS | _dimensions(shape)).items():
-        if (value := source.config[key]) != expected:
-            raise contradicted(source, key, value, repr(expected))

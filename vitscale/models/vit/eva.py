@@ -146,11 +146,6 @@ def is_one(name: str) -> bool:
     return name.rpartition("_")[0] in _MODELS
 
 
-def usual_pool(name: str) -> str:
-    """timm's pooling for one of these by default."""
-    return "token" if "_clip_" in name else "avg"
-
-
 def position(source: Source, arguments: dict[str, Any]) -> dict[str, Any]:
     """Our block of positions for timm's arguments. Raises `CheckpointError` for rotations not computed here."""
     check_arguments(source, _SEEN, _TAKEN)

@@ -113,7 +113,7 @@ def _heads(name: str, width: int) -> int:
 
 def _usual_pool(name: str) -> str:
     if eva.is_one(name):
-        return eva.usual_pool(name)
+        return "token" if "_clip_" in name else "avg"
     return "avg" if "_gap_" in name else "map" if re.search(r"_(siglip|map)_", name) else "token"
 
 

@@ -47,7 +47,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # model_type -> what transformers take
         **{"use_absolute_embeddings": False, "layer_norm_eps": 1e-5},
     },
 }
-_LANDMARKS = ("embeddings.patch_embeddings.projection.weight", "embeddings.patch_embeddings.weight")
+# A state dict with a key that ends so is transformers'.
+LANDMARKS = ("embeddings.patch_embeddings.projection.weight", "embeddings.patch_embeddings.weight")
 _MASK, _DISTILLATION = "embeddings.mask_token", "embeddings.distillation_token"
 _FILTERS = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers, which files of transformers name them by
 _UNDONE = ("do_flip_channel_order", "do_grayscale")
@@ -61,6 +62,7 @@ _RENAMES = (  # the modules of transformers 5 -> the names in its files and vers
     (r"\.mlp\.fc1\.", ".intermediate.dense."),
     (r"\.mlp\.fc2\.", ".output.dense."),
 )
+_RENAMES_OF_DINO = ((r"^(dinov2(_with_registers)?\.|model\.(?=layer\.))", ""),)  # files without a head have no prefix
 _OF_SWIN = re.compile(r"(^|\.)encoder\.layers\.\d+\.blocks\.")
 _RENAMES_OF_SWIN = (
     (r"^(?=embeddings\.|encoder\.|layernorm\.)", "swin."),
@@ -72,18 +74,13 @@ _RENAMES_OF_SWIN = (
 )
 
 
-def is_key(key: str) -> bool:
-    """Whether a state dict with this key is transformers'."""
-    return key.endswith(_LANDMARKS)
-
-
 def renamed(path: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
     """The entries by the names in files of transformers. Raises `CheckpointError`."""
     if any(map(_OF_SWIN.search, entries)):
         found = rename(path, entries, lambda name: _replaced(name, _RENAMES_OF_SWIN))
         return without_indices(found)
     if any(".layer_scale1." in key for key in entries):
-        found = rename(path, entries, _dino_name)
+        found = rename(path, entries, lambda name: _replaced(name, _RENAMES_OF_DINO))
         return {key: entry for key, entry in found.items() if 0 not in entry.shape}  # as many registers may be there
     model = "deit" if any(key.endswith("embeddings.distillation_token") for key in entries) else "vit"
     named = rename(path, entries, lambda name: file_name(name, model))
@@ -93,11 +90,6 @@ def renamed(path: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
         own = positions
         named[f"deit.{_DISTILLATION}"] = token.changed(token.shape, lambda value: value + own.read()[:, 1:2])
     return named
-
-
-def _dino_name(name: str) -> str:
-    """The name in DINO's files for a module's name in some version; without a head there is no prefix."""
-    return re.sub(r"^(dinov2(_with_registers)?\.|model\.(?=layer\.))", "", name)
 
 
 def file_name(name: str, model: str = "vit") -> str:

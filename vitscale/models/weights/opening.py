@@ -81,7 +81,7 @@ def _open(path: Path) -> Source:
         return Source(path, "timm", timm_hub.renamed(path, entries), metadata)
     if METADATA_KEY in metadata or _OURS & entries.keys():
         return Source(path, "safetensors", entries, metadata)
-    if any(map(huggingface.is_key, entries)):
+    if any(key.endswith(huggingface.LANDMARKS) for key in entries):
         return Source(path, "hf", huggingface.renamed(path, entries))
     raise CheckpointError(
         f"{path}: the names are neither ours nor timm's nor those of transformers' Vision Transformer; "
