@@ -4,7 +4,7 @@ timm rotates neighbouring elements of queries and keys together, ours are half a
 are in another order. Models with inner norms have separate layers where the others have stacked ones.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, cat
@@ -29,7 +29,6 @@ _MODELS = {
     "eva02_base_patch16_clip": ("all", (16, 768, 12, 12)),
     "eva02_large_patch14_clip": ("all", (14, 1024, 24, 16)),
 }
-_ARGUMENTS = ("patch_size", "embed_dim", "depth", "num_heads")
 # Arguments of timm's that show in the tensors or are read here; and others, with the values that we compute.
 _SEEN = {
     *("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "global_pool", "norm_layer", "rope_temperature"),
@@ -115,19 +114,20 @@ def _halves(value: Tensor, heads: int) -> Tensor:
     return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
+def nearest(shape: "ViTShape", models: Mapping[str, tuple[int, int, int, int]]) -> tuple[str, dict[str, Any]]:
+    """Of timm's models, patch size, width, depth and heads by name, the most similar; the arguments that differ."""
+    ours = (shape.patch_size, shape.width, shape.depth, shape.num_heads)
+    name = max(models, key=lambda each: sum(a == b for a, b in zip(ours, models[each], strict=True)))
+    pairs = zip(("patch_size", "embed_dim", "depth", "num_heads"), ours, models[name], strict=True)
+    return name, {key: own for key, own, named in pairs if own != named}
+
+
 def timm(model: "ViT") -> TimmModel:
     """timm's model for one without `other_parts`: the most similar name, and what differs as arguments."""
     shape = model.shape
-    dimensions = (shape.patch_size, shape.width, shape.depth, shape.num_heads)
-    alike = {
-        name: sum(a == b for a, b in zip(dimensions, named, strict=True))
-        for name, (sub_norm, named) in _MODELS.items()
-        if sub_norm == shape.sub_norm
-    }
-    name = max(alike, key=alike.__getitem__)
-    arguments: dict[str, Any] = {"img_size": model.image_size, "global_pool": _POOLS[model.pool]}
-    pairs = zip(_ARGUMENTS, dimensions, _MODELS[name][1], strict=True)
-    arguments |= {key: ours for key, ours, named in pairs if ours != named}
+    alike = {name: named for name, (sub_norm, named) in _MODELS.items() if sub_norm == shape.sub_norm}
+    name, differing = nearest(shape, alike)
+    arguments = {"img_size": model.image_size, "global_pool": _POOLS[model.pool], **differing}
     if int(shape.width * _RATIO) != shape.mlp_dim:
         arguments["mlp_ratio"] = mlp_ratio(shape.width, shape.mlp_dim)
     if model.position_base != _BASE:

@@ -45,9 +45,8 @@ _POOLS: dict[str, dict[str, Any]] = {
 }
 _ROUNDED = 2.0**-8  # in bf16, of sines and cosines
 _TIMM_GELU = {"gelu": "gelu_tanh", "exact_gelu": "gelu", "quick_gelu": "quick_gelu"}
-_TIMM_GATED = ("vit_giant_patch14_reg4_dinov2", (14, 1536, 40, 24))
+_TIMM_GATED = {"vit_giant_patch14_reg4_dinov2": (14, 1536, 40, 24)}
 # timm's name -> blocks of the stem, and the arguments that the name stands for. Any others can be given besides.
-_TIMM_ARGUMENTS = ("patch_size", "embed_dim", "depth", "num_heads")
 _TIMM_MODELS: dict[str, tuple[tuple[int, ...] | None, tuple[int, int, int, int]]] = {
     "vit_tiny_patch16_224": (None, (16, 192, 12, 3)),
     "vit_small_patch32_224": (None, (32, 384, 12, 6)),
@@ -70,7 +69,6 @@ _TIMM_DISTILLED: dict[str, tuple[tuple[int, ...] | None, tuple[int, int, int, in
     "deit_small_distilled_patch16_224": (None, (16, 384, 12, 6)),
     "deit_base_distilled_patch16_224": (None, (16, 768, 12, 12)),
 }
-_TIMM_NAMED = _TIMM_MODELS | _TIMM_DISTILLED
 _HF_DIMENSIONS = {
     "hidden_size": "width",
     "num_hidden_layers": "depth",
@@ -166,29 +164,19 @@ class ViTWeights(ForeignWeights):
             return eva.timm(self._model)
         if self.refusal("timm") is not None or (stem is not None and stem != ResNetShape(stem.blocks, variant="v1")):
             return None
-        dimensions = (shape.patch_size, shape.width, shape.depth, shape.num_heads)
-        alike = {
-            name: sum(a == b for a, b in zip(dimensions, named, strict=True))
-            for name, (named_blocks, named) in (_TIMM_DISTILLED if shape.distilled else _TIMM_MODELS).items()
-            if named_blocks == blocks
-        }
+        models = _TIMM_DISTILLED if shape.distilled else _TIMM_MODELS
+        alike = {name: named for name, (of_name, named) in models.items() if of_name == blocks}
+        if shape.mlp == "swiglu":  # no argument in a file chooses it: only this name does
+            alike = {} if stem is not None else _TIMM_GATED
         if not alike:
             return None
-        nearest = max(alike, key=alike.__getitem__)
-        named = _TIMM_NAMED[nearest][1]
-        if shape.mlp == "swiglu":  # no argument in a file chooses it: only this name does
-            if stem is not None:
-                return None
-            nearest, named = _TIMM_GATED
-        own = zip(_TIMM_ARGUMENTS, dimensions, named, strict=True)
-        arguments: dict[str, Any] = {"img_size": self._model.image_size} | {
-            key: ours for key, ours, named in own if ours != named
-        }
+        name, differing = eva.nearest(shape, alike)
+        arguments = {"img_size": self._model.image_size, **differing}
         if shape.fc1_dim != 4 * shape.width or shape.mlp == "swiglu":
             arguments["mlp_ratio"] = mlp_ratio(shape.width, shape.fc1_dim)
         pool = _POOLS[self._model.pool]
         return TimmModel(
-            nearest,
+            name,
             arguments | self._timm_parts() | pool,
             {"num_features": shape.width, "global_pool": pool.get("global_pool", "token")},
             {
