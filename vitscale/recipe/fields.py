@@ -258,7 +258,9 @@ def _blocks(
             kind = "list of blocks" if inner else _kind(field)
             fields.append(Field(path, kind, default, field.get("description", "")))
         for one in inner:
-            variant_below = _variant(one) if len(inner) > 1 else ""
+            # What tells it from others possible at its place: the value of its discriminating key, else its name.
+            kinds = (each["const"] for each in one["properties"].values() if "const" in each)
+            variant_below = next(kinds, one["title"]) if len(inner) > 1 else ""
             path_below = f"{path}.N" if "items" in field else path
             defaults: dict[str, Any] | None = field.get("default", {})
             if variant_below and defaults and defaults.get("kind", variant_below) != variant_below:
@@ -267,11 +269,6 @@ def _blocks(
     meaning, names = block.get("description", ""), tuple(block["properties"])
     yield Block(key, variant, given is not None, meaning, tuple(fields), names)
     yield from below
-
-
-def _variant(block: dict[str, Any]) -> str:
-    """What tells a block from others possible at its place: the value of its discriminating key, else its name."""
-    return next((field["const"] for field in block["properties"].values() if "const" in field), block["title"])
 
 
 def _inner_blocks(schema: dict[str, Any], field: dict[str, Any]) -> list[dict[str, Any]]:
@@ -359,7 +356,9 @@ def _details(field: Field) -> str:
     """All that is known about one field, one line per fact."""
     noted = notes(field.key)
     unit = "steps, epochs or examples" if _DURATION in field.kind else noted.unit
-    named_by = [each for each in _single_fields() if re.search(rf"\b{re.escape(field.key)}\b(?!\.)", each.meaning)]
+    # A teacher's fields repeat the model's.
+    single = [each for block in blocks() for each in block.fields if not each.key.startswith(_OF_TEACHER)]
+    named_by = [each for each in single if re.search(rf"\b{re.escape(field.key)}\b(?!\.)", each.meaning)]
     rows = {
         "type": field.kind,
         "unit": None if unit == NO_UNIT else unit,
@@ -376,8 +375,3 @@ def _details(field: Field) -> str:
     return "\n".join(
         [field.key, *(textwrap.fill(line, _COLUMNS, subsequent_indent=indent, **_WHOLE_WORDS) for line in lines)]
     )
-
-
-def _single_fields() -> list[Field]:
-    """All fields except a teacher's, which repeat the model's."""
-    return [field for block in blocks() for field in block.fields if not field.key.startswith(_OF_TEACHER)]

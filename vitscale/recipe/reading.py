@@ -286,7 +286,7 @@ def _line(details: Any, inside: str) -> str:
     parts = [part for part in details["loc"] if part not in kinds]
     kind, value, facts = details["type"], details["input"], details.get("ctx", {})
     if kind != "extra_forbidden":
-        while parts and not _is_key(inside + ".".join(map(str, parts))):
+        while parts and without_indices(inside + ".".join(map(str, parts))).removesuffix(".N") not in keys():
             parts.pop()  # the type, of several, that pydantic tried
     key = ".".join(map(str, parts))
     if kind == "extra_forbidden":
@@ -318,10 +318,6 @@ def _line(details: Any, inside: str) -> str:
         meant = isinstance(value, str | int) and key in _ALONE and f"; did you mean {{{_ALONE[key]}: {value}}}?"
         return f"{key}: {value!r}: expected a block of keys{valid and f': {valid}'}{meant or ''}"
     return f"{key}: {value!r}: {describe_expected(details)}"
-
-
-def _is_key(path: str) -> bool:
-    return without_indices(path).removesuffix(".N") in keys()
 
 
 def _did_you_mean(near: Sequence[str]) -> str:
