@@ -88,7 +88,7 @@ def grid_table(estimates: Sequence[Estimate]) -> ResultTable:
         rows.append(
             {
                 "recipe": one.name,
-                "model": one.model_name,
+                "model": one.recipe.model.describe(),
                 "epochs": one.epochs,
                 "tokens": one.tokens,
                 "params": None if work is None else work.params,
@@ -163,7 +163,8 @@ def purchase_table(
             notes.append(f"Nothing fits in {budget:g} exaFLOPs; the smallest is {smallest.name} with {least:.3g}.")
     bought = [(one, _purchase_row(one, budget)) for one in estimates]
     if budget is not None:
-        bought.sort(key=lambda pair: _worth(pair[1]), reverse=True)
+        worth = ("imagenet", "imagenet_5shot", "exaflops")
+        bought.sort(key=lambda pair: [pair[1][key] or 0.0 for key in worth], reverse=True)
     if hardware is not None and mfu is not None:
         columns += COST
         for one, row in bought:
@@ -178,12 +179,9 @@ def purchase_table(
     return ResultTable(columns, [row for _, row in bought], legend, [*notes, *_notes(estimates)])
 
 
-def _worth(row: Row) -> tuple[float, float, float]:
-    return row["imagenet"] or 0.0, row["imagenet_5shot"] or 0.0, row["exaflops"]
-
-
 def _purchase_row(one: Estimate, budget: float | None) -> Row:
-    row: Row = {"recipe": one.name, "model": one.model_name, "epochs": one.epochs, "exaflops": one.exaflops}
+    row: Row = {"recipe": one.name, "model": one.recipe.model.describe()}
+    row |= {"epochs": one.epochs, "exaflops": one.exaflops}
     if budget is None or one.exaflops is None:
         return row
     found, position = transfer_row(one.recipe, one.images), position_row(one.recipe, one.images)

@@ -149,10 +149,6 @@ def render(results: ResultTable, form: Form) -> None:
             print(note, file=sys.stderr)
 
 
-def _print_json(results: ResultTable) -> None:
-    print(json.dumps(results.bare_rows(), indent=1, allow_nan=False))
-
-
 def _print_csv(results: ResultTable) -> None:
     writer = csv.DictWriter(sys.stdout, [column.key for column in results.columns], lineterminator="\n")
     writer.writeheader()
@@ -221,7 +217,7 @@ def _table(results: ResultTable, columns: Sequence[Column]) -> Table:
 
 _PRINTERS: dict[Form, Callable[[ResultTable], None]] = {
     "table": _print_table,
-    "json": _print_json,
+    "json": lambda results: print(json.dumps(results.bare_rows(), indent=1, allow_nan=False)),
     "csv": _print_csv,
     "markdown": _print_markdown,
 }

@@ -83,10 +83,12 @@ def vtab_table(runs: Mapping[str, Mapping[str, float]]) -> ResultTable:
     columns += [Column(title, title, number(2)) for title in runs]
     rows: list[Row] = []
     for group in GROUPS:
-        for name in _names(group):
+        names = _names(group)
+        for name in names:
             rows.append({"group": group, "task": name} | {title: runs[title].get(name) for title in runs})
-        means = {title: _mean_if_all_are_there(runs[title], _names(group)) for title in runs}
-        rows.append({"group": group, "task": "mean"} | means)
+        whole = {title: found for title, found in runs.items() if all(name in found for name in names)}
+        means = {title: mean(found[name] for name in names) for title, found in whole.items()}
+        rows.append({"group": group, "task": "mean"} | dict.fromkeys(runs) | means)
     complete = {title: vtab_means(results) for title, results in runs.items() if all(name in results for name in TASKS)}
     for what in (OVER_TASKS, OVER_GROUPS):
         rows.append({"group": "all", "task": what} | {title: complete.get(title, {}).get(what) for title in runs})
@@ -96,7 +98,3 @@ def vtab_table(runs: Mapping[str, Mapping[str, float]]) -> ResultTable:
 
 def _names(group: Group) -> list[str]:
     return [task.name for task in TASKS.values() if task.group == group]
-
-
-def _mean_if_all_are_there(results: Mapping[str, float], names: list[str]) -> float | None:
-    return mean(results[name] for name in names) if all(name in results for name in names) else None

@@ -193,7 +193,7 @@ class MetricsLog:
         }
         if values:
             self.evaluations.append((step, values))
-        elif _is_training(row) and step > self._step:
+        elif (number(row.get("step_time_s")) or 0) > 0 and step > self._step:
             self._add(row)
         else:
             self.damaged += 1
@@ -210,7 +210,3 @@ class MetricsLog:
             self.device_seconds = None
         else:
             self.device_seconds += seconds * world_size
-
-
-def _is_training(row: Row) -> bool:
-    return count(row.get("step")) is not None and (number(row.get("step_time_s")) or 0) > 0

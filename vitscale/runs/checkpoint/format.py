@@ -99,13 +99,10 @@ def write_rank_file(path: Path, fragments: list[Fragment]) -> FileEntry:
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     with durable_file(path) as file:
         hashed = _Hashed(file)
-        write_safetensors(hashed, shapes, ((key, _fp32(tensor)) for key, tensor in tensors.items()), {})
+        values = ((key, tensor.to("cpu", torch.float32)) for key, tensor in tensors.items())
+        write_safetensors(hashed, shapes, values, {})
         size = file.tell()
     return FileEntry(path.name, size, hashed.sha256.hexdigest())
-
-
-def _fp32(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu", torch.float32)
 
 
 def read_layout(path: Path) -> Layout:
