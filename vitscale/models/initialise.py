@@ -11,6 +11,13 @@ Initialiser = Callable[[Tensor, torch.Generator], None]
 """Fills a whole fp32 CPU tensor of a parameter's shape in place."""
 
 
+class Unfilled:
+    """Makes a layer of torch's leave its values unset, which are drawn here, or read from a file."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class Initialisable(Protocol):
     """A model that can say how each of its parameters begins."""
 
@@ -36,29 +43,17 @@ def initialise(model: torch.nn.Module, seed: int) -> None:
 
 def constant(value: float) -> Initialiser:
     """Every element is `value`."""
-
-    def fill(tensor: Tensor, generator: torch.Generator) -> None:
-        tensor.fill_(value)
-
-    return fill
+    return lambda tensor, generator: tensor.fill_(value)
 
 
 def normal(std: float) -> Initialiser:
     """Normal with mean 0."""
-
-    def fill(tensor: Tensor, generator: torch.Generator) -> None:
-        tensor.normal_(0.0, std, generator=generator)
-
-    return fill
+    return lambda tensor, generator: tensor.normal_(0.0, std, generator=generator)
 
 
 def uniform(bound: float) -> Initialiser:
     """Uniform between `-bound` and `bound`."""
-
-    def fill(tensor: Tensor, generator: torch.Generator) -> None:
-        tensor.uniform_(-bound, bound, generator=generator)
-
-    return fill
+    return lambda tensor, generator: tensor.uniform_(-bound, bound, generator=generator)
 
 
 def lecun_normal(tensor: Tensor, generator: torch.Generator) -> None:

@@ -14,16 +14,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vitscale.ground.errors import RecipeError
+from vitscale.models.initialise import Unfilled
 
 LAYER_NORM_EPS = 1e-6
 CHANNELS = 3
 
 
-class Linear(nn.Linear):
-    """`nn.Linear` that leaves its values unset (see the module's docstring)."""
-
-    def reset_parameters(self) -> None:
-        pass
+class Linear(Unfilled, nn.Linear):
+    """`nn.Linear`, values unset."""
 
 
 class OutputLayer(Linear):
@@ -36,24 +34,15 @@ class OutputLayer(Linear):
         return F.linear(x_BD, self.weight).float() + self.bias.float()
 
 
-class LayerNorm(nn.LayerNorm):
+class LayerNorm(Unfilled, nn.LayerNorm):
     """Layer norm over the last dimension, values unset."""
 
     def __init__(self, width: int, eps: float = LAYER_NORM_EPS) -> None:
         super().__init__(width, eps=eps)
 
-    def reset_parameters(self) -> None:
-        pass
 
-
-class RMSNorm(nn.RMSNorm):
+class RMSNorm(Unfilled, nn.RMSNorm):
     """Division by the root of the mean square over the last dimension, and a factor of each channel; values unset."""
-
-    def __init__(self, width: int, eps: float = LAYER_NORM_EPS) -> None:
-        super().__init__(width, eps=eps)
-
-    def reset_parameters(self) -> None:
-        pass
 
 
 def relative_table(tokens: int, width: int) -> nn.Parameter:

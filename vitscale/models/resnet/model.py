@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitscale.models.anatomy import Anatomy
-from vitscale.models.initialise import Initialiser, constant, lecun_normal, normal
+from vitscale.models.initialise import Initialiser, Unfilled, constant, lecun_normal, normal
 from vitscale.models.layers import CHANNELS, OutputLayer, check_layers, check_size, drop_path, no_record, run_block
 from vitscale.models.model import Model, Outputs
 from vitscale.models.resnet.axial import AxialAttention2d
@@ -27,17 +27,14 @@ GROUP_NORM_EPS = {"v1": 1e-6, "v2": 1e-5}
 Variant = Literal["v1", "v2"]
 
 
-class GroupNorm(nn.GroupNorm):
+class GroupNorm(Unfilled, nn.GroupNorm):
     """Group norm of 32 groups, values unset."""
 
     def __init__(self, channels: int, variant: Variant) -> None:
         super().__init__(GROUPS, channels, eps=GROUP_NORM_EPS[variant])
 
-    def reset_parameters(self) -> None:
-        pass
 
-
-class StdConv(nn.Conv2d):
+class StdConv(Unfilled, nn.Conv2d):
     """Convolution without bias whose weights are standardised for each output channel (Qiao et al., 2019).
 
     The statistics are computed in fp32. v2 pads k // 2 on every side; v1 is 'SAME', which with a stride of 2 over an
@@ -47,9 +44,6 @@ class StdConv(nn.Conv2d):
     def __init__(self, inputs: int, outputs: int, kernel_size: int, stride: int, variant: Variant) -> None:
         super().__init__(inputs, outputs, kernel_size, stride, padding=kernel_size // 2, bias=False)
         self.variant = variant
-
-    def reset_parameters(self) -> None:
-        pass
 
     def forward(self, x_BChw: Tensor) -> Tensor:
         h, w = x_BChw.shape[-2:]
