@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vitscale.evaluation.classification import check_count
 from vitscale.evaluation.contract import MakeLoader, Predict
-from vitscale.ground.errors import DataError
+from vitscale.ground.errors import DataError, os_errors
 from vitscale.ground.files.arrays import map_array
 from vitscale.ground.files.digests import file_digests
 from vitscale.ground.files.durable import new_folder
@@ -129,10 +129,8 @@ def read_features(folder: Path) -> tuple[Features, dict[str, Any]]:
     """
     meta = _read_meta(folder)
     for name, sha256 in meta["sha256"].items():
-        try:
+        with os_errors(f"{folder / name}: cannot be read"):
             found = file_digests(folder / name).sha256
-        except OSError as error:
-            raise DataError(f"{folder / name}: cannot be read: {error.strerror or error}") from None
         if found != sha256:
             raise DataError(f"{folder / name}: damaged: sha256 {found}; {META} says {sha256}")
     names = sorted(name for name in meta["sha256"] if name.startswith("features-"))

@@ -17,7 +17,7 @@ from PIL import Image, UnidentifiedImageError
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.images import MAX_PIXELS
 from vitscale.data.shards.opening import open_shard
-from vitscale.ground.errors import DataError
+from vitscale.ground.errors import DataError, os_errors
 from vitscale.ground.files.unpacked import most_pixels
 from vitscale.ground.storage import regular
 
@@ -109,11 +109,8 @@ def read_mask(path: Path) -> np.ndarray:
 
     Raises `DataError` for colours, which number no classes, and for files that are damaged, large or no PNG.
     """
-    try:
-        with open(path, "rb", opener=regular) as file:
-            data = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+    with os_errors(f"{path}: cannot be read"), open(path, "rb", opener=regular) as file:
+        data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES or data[:8] != b"\x89PNG\r\n\x1a\n" or data[12:16] != b"IHDR" or len(data) < 33:
         raise DataError(f"{path}: is no PNG, or has more than {_MOST_BYTES:,} bytes")
     bits, kind = data[24], data[25]

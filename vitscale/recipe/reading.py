@@ -16,7 +16,7 @@ import pydantic
 from pydantic import TypeAdapter, create_model
 
 from vitscale.ground.block import Block, Contradictions
-from vitscale.ground.errors import RecipeError
+from vitscale.ground.errors import RecipeError, os_errors
 from vitscale.ground.safe_text import without_secrets
 from vitscale.ground.wording import describe_expected, shortened
 from vitscale.recipe.comparing import changes
@@ -63,11 +63,9 @@ def recipes_dir() -> Path:
 def find_recipe(recipe: str | Path) -> Path:
     """The file of a recipe given by its path, or by its name if it comes with vitscale."""
     path = Path(recipe)
-    try:
+    with os_errors(f"{str(recipe)[:100]}: cannot be read", RecipeError):
         if path.is_file():
             return path
-    except OSError as error:
-        raise RecipeError(f"{str(recipe)[:100]}...: {error.strerror}") from None
     name = path.as_posix().removeprefix("recipes/").removesuffix(".yaml")
     shipped = recipes_dir() / f"{name}.yaml"
     if shipped.parent in (recipes_dir(), recipes_dir() / "finetune") and shipped.is_file():

@@ -9,7 +9,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from vitscale.ground.errors import CheckpointError, RecipeError, StorageError, VitscaleError
+from vitscale.ground.errors import CheckpointError, RecipeError, StorageError, VitscaleError, os_errors
 from vitscale.ground.files.durable import make_folder, remove_leftovers, write_text
 from vitscale.ground.files.locks import LockFile, is_locked, noted, try_lock
 from vitscale.ground.storage import is_url, regular
@@ -29,12 +29,10 @@ def recipe_of_run(run_dir: Path) -> Recipe:
     Raises `RecipeError` if there is none.
     """
     saved = run_dir / RECIPE_FILE
-    try:
+    with os_errors(f"{str(run_dir)[:100]}: cannot be read", RecipeError):
         if not saved.is_file():
             what = f"it has no {saved.name}" if run_dir.is_dir() else "there is no such directory"
             raise RecipeError(f"{run_dir} is not a run directory: {what}")
-    except OSError as error:
-        raise RecipeError(f"{str(run_dir)[:100]} cannot be read: {error.strerror}") from None
     return read_recipe(saved)
 
 
@@ -54,13 +52,9 @@ def check_run_dir(recipe: Recipe, run_dir: Path, *, may_resume: bool) -> str | N
     check_recipe(read_recipe(saved), recipe, str(run_dir))
     done, newest = read_done(run_dir), read_newest(run_dir)
     if done is None and newest is not None and not is_url(root):
-        try:
+        what = f"{root}, where step {newest.step:,} was saved, cannot be reached. Is its file system mounted?"
+        with os_errors(what, StorageError):
             Path(root).parent.stat()
-        except OSError as error:
-            raise StorageError(
-                f"{root}, where step {newest.step:,} was saved, cannot be reached ({error.strerror}). "
-                f"Is its file system mounted?"
-            ) from None
     return None if done is None else json.dumps(done, indent=1)
 
 

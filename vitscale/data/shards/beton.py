@@ -25,7 +25,7 @@ from typing import BinaryIO, NamedTuple, Self
 
 import numpy as np
 
-from vitscale.ground.errors import DataError
+from vitscale.ground.errors import DataError, os_errors
 from vitscale.ground.files.durable import durable_file
 from vitscale.ground.images import crc32c
 from vitscale.ground.storage import regular
@@ -307,10 +307,8 @@ class ShardFile:
         Raises DataError if it is missing, truncated, unfinished, damaged, or not a shard of ours.
         """
         self.path = Path(path)
-        try:
+        with os_errors(f"{self.path}: cannot be opened"):
             self.fd = regular(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be opened ({error.strerror})") from error
         try:
             self._read_head(expected_bytes)
         except BaseException:

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vitscale.ground.errors import CheckpointError
+from vitscale.ground.errors import CheckpointError, os_errors
 from vitscale.ground.files.digests import file_digests
 from vitscale.ground.files.durable import durable_file
 from vitscale.models.weights.torch_files import write_safetensors
@@ -123,11 +123,9 @@ def read_layout(path: Path) -> Layout:
 
 def verify_file(path: Path, entry: FileEntry) -> None:
     """Raise `CheckpointError` unless a file is byte for byte the one that the index describes."""
-    try:
+    with os_errors(f"{path}: cannot be read", CheckpointError):
         size = path.stat().st_size
         if size != entry.bytes:
             raise CheckpointError(f"{path}: {size} bytes, expected {entry.bytes}")
         if file_digests(path).sha256 != entry.sha256:
             raise CheckpointError(f"{path}: its content is damaged (sha256 differs from the index)")
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from None

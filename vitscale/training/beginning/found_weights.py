@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vitscale.ground.errors import CheckpointError, RecipeError
+from vitscale.ground.errors import CheckpointError, RecipeError, os_errors
 from vitscale.ground.files.digests import file_digests
 from vitscale.ground.ranks import from_rank_zero, gather, on_rank_zero
 from vitscale.models.weights.huggingface import distinct
@@ -64,7 +64,8 @@ def find_checkpoint(named: Named, world: World | None = None) -> tuple[Checkpoin
     together: dict[str, Any] = {}
     if world is not None:
         together = {"rank": world.rank, "gather": gather, "share": from_rank_zero}
-    try:
+    expected = "expected a run's directory, one of its checkpoints' folders, or weights in a format of docs/weights.md"
+    with os_errors(f"{named.key}.from: {str(path)[:200]}: {expected}", RecipeError):
         path.stat()
         if (path / RECIPE_FILE).is_file():
             directory = checkpoint_directory(read_recipe(path / RECIPE_FILE), path)
@@ -73,11 +74,6 @@ def find_checkpoint(named: Named, world: World | None = None) -> tuple[Checkpoin
             if named.step not in (None, step):
                 raise RecipeError(f"{named.key}.step {named.step}: {path} is the checkpoint of step {step}")
             return CheckpointStore(path.absolute().parent, **together), step
-    except OSError as error:
-        raise RecipeError(
-            f"{named.key}.from: {str(path)[:200]}: {error.strerror}; expected a run's directory, the folder of one of "
-            f"its checkpoints, or weights in a format of docs/weights.md"
-        ) from None
     if named.step is not None:
         raise RecipeError(f"{named.key}.step {named.step}: {path} is not a run, so it has no steps")
     return None, None
@@ -93,10 +89,8 @@ def read_found_index(named: Named, store: CheckpointStore, step: int | None) -> 
     Raises `CheckpointError` if there is none.
     """
     problem = None
-    try:
+    with os_errors(f"{named.key}.from: {store.root}: cannot be read", CheckpointError):
         steps = store.steps()
-    except OSError as error:
-        raise CheckpointError(f"{named.key}.from: {store.root}: {error.strerror}") from None
     if step is not None and step not in steps:
         raise CheckpointError(
             f"{named.key}.step {step}: {store.root} has no checkpoint of that step; it has those of "
