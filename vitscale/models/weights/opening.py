@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from vitscale.ground.errors import CheckpointError
+from vitscale.ground.errors import CheckpointError, os_errors
 from vitscale.ground.wording import listed
 from vitscale.models.weights import huggingface, timm_hub
 from vitscale.models.weights.description import METADATA_KEY
@@ -30,10 +30,8 @@ def open_weights(path: Path) -> Source:
 
     Raises `CheckpointError` for what is damaged, pickled or of no known format, saying what was seen.
     """
-    try:
+    with os_errors(f"{path}: cannot be read", CheckpointError):
         return _without_mask(_without_decoder(_open(path)))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def _without_decoder(source: Source) -> Source:

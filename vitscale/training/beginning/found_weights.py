@@ -114,11 +114,9 @@ def _not_read_yet(kind: str, name: str, start: int, length: int) -> Tensor:
 
 def digests(path: Path) -> dict[str, str]:
     """Name -> sha256 of a file of weights, or of every file that is read of a folder in another library's format."""
-    try:
+    with os_errors(f"{path}: cannot be read", CheckpointError):
         files = [path] if path.is_file() else [file for file in path.iterdir() if file.suffix in _READ_WITH_WEIGHTS]
         return {file.name: file_digests(file).sha256 for file in sorted(files)}
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def check_model(named: Named, weights: OpenWeights, model: Model, whose: str, normalise: Normalise, field: str) -> None:
