@@ -7,7 +7,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-Initialiser = Callable[[Tensor, torch.Generator], None]
+Initialiser = Callable[[Tensor, torch.Generator], object]
 """Fills a whole fp32 CPU tensor of a parameter's shape in place."""
 
 
