@@ -6,9 +6,8 @@ import math
 import pytest
 import torch
 
-from vitscale.ground.splitmix import mixed
 from vitscale.recipe import SGD, Adafactor, AdamW, Lamb, Muon
-from vitscale.training.optimizers.projections import key_of, project, sample
+from vitscale.training.optimizers.projections import key_of, mixed, project, sample
 from vitscale.training.optimizers.rule import Update, rule_of
 from vitscale.training.optimizers.whole_tensors import Piece
 

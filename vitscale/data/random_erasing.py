@@ -9,10 +9,12 @@ from torch import Tensor
 from vitscale import recipe
 from vitscale.data.draws import between, between_ratios, combine, normal_quantiles, uniform
 from vitscale.data.image_operations import ImageOperation
-from vitscale.ground.splitmix import mixed
 
 _DONE, _AREA, _ASPECT, _TOP, _LEFT, _NOISE = range(6)  # purposes of draws
 _ATTEMPTS = 10
+_GOLDEN, _FIRST, _SECOND = (
+    int(np.uint64(each).astype(np.int64)) for each in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 class RandomErasing(ImageOperation):
@@ -67,5 +69,13 @@ class RandomErasing(ImageOperation):
     def _noise(self, key: int, height: int, width: int, device: torch.device) -> Tensor:
         assert self._quantiles is not None, "of mode pixel"
         self._quantiles = self._quantiles.to(device)
-        words = mixed(1, height * width * 3 + 1, key, device)
-        return self._quantiles[words >> 48 & 0xFFFF].view(height, width, 3)
+        counters = torch.arange(height * width * 3, device=device)
+        return self._quantiles[_mixed(counters * _GOLDEN + key) >> 48 & 0xFFFF].view(height, width, 3)
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """`draws.mix` on int64 of the same bits. Products wrap around; shifts copy the sign bit, so it is masked out."""
+    z = values + _GOLDEN
+    z = (z ^ (z >> 30 & 2**34 - 1)) * _FIRST
+    z = (z ^ (z >> 27 & 2**37 - 1)) * _SECOND
+    return z ^ (z >> 31 & 2**33 - 1)

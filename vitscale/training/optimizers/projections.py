@@ -10,15 +10,23 @@ import torch
 import xxhash
 from torch import Tensor
 
-from vitscale.ground.splitmix import mixed
-
 _AT_ONCE, _AT_ONCE_IN_CACHE = 1 << 22, 1 << 16  # elements at a time, with a few copies of 8 bytes each; on CPUs
 _BITS = 64
+# Odd factors of the mixer SplitMix64 (Steele et al. 2014), as signed numbers.
+_GOLDEN, _MIX_1, _MIX_2 = (number - 2**64 for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def key_of(*parts: object) -> int:
     """A key of 64 bits, as a signed number."""
     return int(xxhash.xxh64_intdigest(":".join(map(str, parts)).encode())) - 2**63
+
+
+def mixed(start: int, stop: int, key: int, device: torch.device) -> Tensor:
+    """Pseudo-random int64 (stop - start,) for the places [start, stop), the same on every device."""
+    x = torch.arange(start, stop, dtype=torch.int64, device=device).mul_(_GOLDEN).add_(key)
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        x.bitwise_xor_((x >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)  # torch's shift keeps the sign
+    return x.bitwise_xor_((x >> 31).bitwise_and_((1 << 33) - 1))
 
 
 def signs(start: int, stop: int, key: int, device: torch.device) -> Tensor:
