@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vitscale.ground.errors import CheckpointError, RecipeError, os_errors
+from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models import Model, initial_value
 from vitscale.models.weights import (
     HEAD,
@@ -147,11 +147,13 @@ def of_file(path: Path) -> OpenWeights:
 def kind_of(source: str) -> Kind:
     """What a source is, by what lies there. Raises `RecipeError` if nothing does and no model has this name."""
     path = Path(source)
-    with os_errors(f"{source[:100]}: cannot be read", RecipeError):
+    try:
         if (path / RECIPE_FILE).exists() or checkpoint_step(path) is not None:
             return "a run"
         if path.exists():
             return "a file of weights"
+    except OSError as error:
+        raise RecipeError(f"{str(error.filename)[:100]}: {error.strerror}") from None
     try:
         architecture(source)
     except ValueError:
