@@ -18,7 +18,7 @@ from faulty_calls import run_with_fault
 from messages import assert_messages
 from safetensors import safe_open
 from safetensors.torch import save_file
-from toy_checkpoint import KINDS, damage, fragments, holds, index, save, shapes, values
+from toy_checkpoint import KINDS, damage, fragments, holds, index, save, shapes, unverified, values
 
 from vitscale.ground.errors import CheckpointError
 from vitscale.runs.checkpoint import CheckpointReader, CheckpointStore, Fragment, LocalDirectory, bytes_needed
@@ -98,14 +98,14 @@ def test_fragments_must_cover_every_parameter_once(store):
     store.save(index(1), pieces)
     folder = Path(store.root) / step_folder(1)
     with pytest.raises(CheckpointError, match=r"master/b .* 0 to 5.* 3"):
-        CheckpointReader.of_folder(folder)
+        unverified(folder)
 
 
 def test_a_piece_that_no_file_can_hold_is_refused(store):
     folder = save(store, 1)
     save_file({f"master/b@{10**30}": torch.zeros(5)}, folder / "rank-00000.safetensors")
     with pytest.raises(CheckpointError, match=f"master/b@{10**30}"):
-        CheckpointReader.of_folder(folder)
+        unverified(folder)
 
 
 def test_pieces_may_be_empty_and_lie_in_any_order_over_the_files(tmp_path):
@@ -123,7 +123,7 @@ def test_pieces_may_be_empty_and_lie_in_any_order_over_the_files(tmp_path):
         files = [write_rank_file(folder / rank_file(rank), own) for rank, own in enumerate(of_ranks)]
         of_all = replace(index(1), shapes={"a.weight": [7, 13]}, kinds=["master"], files=files)
         (folder / "index.json").write_text(index_text(of_all))
-        reader = CheckpointReader.of_folder(folder)
+        reader = unverified(folder)
         for start, stop in combinations(range(92), 2):
             assert torch.equal(reader.read("master", "a.weight", start, stop - start), whole[start:stop])
         with pytest.raises(CheckpointError):
@@ -194,7 +194,7 @@ def test_what_is_no_index_is_said_to_be_none(store):
     ):
         (folder / "index.json").write_text(content)
         with pytest.raises(CheckpointError) as caught:
-            CheckpointReader.of_folder(folder)
+            unverified(folder)
         said[cause] = str(caught.value)
         assert named in said[cause]
     del said["half an object"], said["a thousand brackets"]  # the words of Python's json

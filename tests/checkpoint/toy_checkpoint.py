@@ -6,6 +6,9 @@ from pathlib import Path
 import torch
 
 from vitscale.runs.checkpoint import CheckpointIndex, CheckpointReader, CheckpointStore, Fragment
+from vitscale.runs.checkpoint.directory import LocalFiles
+from vitscale.runs.checkpoint.format import read_layout
+from vitscale.runs.checkpoint_index import read_index
 from vitscale.runs.names import step_folder
 
 KINDS = ["master", "exp_avg"]
@@ -20,6 +23,12 @@ def values(step: int, scale: int = 1) -> dict[tuple[str, str], torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     sizes = {name: int(torch.tensor(shape).prod()) for name, shape in shapes(scale).items()}
     return {(kind, name): torch.randn(size, generator=generator) for kind in KINDS for name, size in sizes.items()}
+
+
+def unverified(folder: Path) -> CheckpointReader:
+    """A reader of the checkpoint in a folder, whose files are not verified. Raises `CheckpointError`."""
+    index, files = read_index(folder), LocalFiles(folder)
+    return CheckpointReader(files, index, {entry.path: read_layout(files.path(entry)) for entry in index.files})
 
 
 def fragments(

@@ -13,6 +13,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -34,7 +35,7 @@ _POLL_SECONDS = 0.1
 _CLOSE_SECONDS = 10.0  # how long closing waits for a read to return; the planner waits longer, to close the files
 
 
-class Loader:
+class Loader(AbstractContextManager["Loader"]):
     """Iterates once over the batches of steps [start_step, stop_step). A context manager.
 
     Args:
@@ -110,9 +111,6 @@ class Loader:
         """Stop the threads and close the files. Batches that were handed out stay valid."""
         self._ended = True
         self._finalizer()
-
-    def __enter__(self) -> "Loader":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -16,7 +16,7 @@ from vitscale.data.augmentation import EvalTransform, views_of
 from vitscale.data.shards import MANIFEST_NAME
 from vitscale.data.shards.images import IMAGE_SUFFIXES, ImageOptions, Reject, pixels_of, store_image
 from vitscale.evaluation.finished import FinishedModel
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, os_errors
 from vitscale.ground.ranks import gather
 from vitscale.ground.storage import regular
 from vitscale.ground.wording import finite
@@ -62,10 +62,8 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
         if not path.is_dir():
             files.append(path)
             continue
-        try:
+        with os_errors(f"{path}: cannot be read"):
             below = [file for file in sorted(path.rglob("*")) if file.name.lower().endswith(IMAGE_SUFFIXES)]
-        except OSError as error:
-            raise DataError(f"{error.filename}: {error.strerror}") from None
         visible = [file for file in below if not any(part.startswith(".") for part in file.relative_to(path).parts)]
         if not visible and (path / MANIFEST_NAME).is_file():
             raise DataError(

@@ -1,8 +1,9 @@
 """Measures a representation by simple classifiers on it: few-shot ridge, neighbours, a probe, heads."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -202,7 +203,7 @@ def _common_features(train: _Folder, test: _Folder) -> str | None:
 
 def _measured(tasks: Sequence[Task], how: Measuring, layout: Layout | None, device: torch.device) -> dict[str, Any]:
     l2s = list(PAPER_L2S) if isinstance(how.strength, str) else [how.strength]
-    solve = _solver(how.method, l2s, layout, device)
+    solve = partial(_solve, how.method, l2s, layout, device)
     # For each task and number of shots: accuracies (draws, columns), and what each column is.
     tables = [[task.draws(count, range(how.seeds), solve) for count in how.counts] for task in tasks]
     results = {}
@@ -227,32 +228,25 @@ def _measured(tasks: Sequence[Task], how: Measuring, layout: Layout | None, devi
     return {"method": how.method, "tasks": results}
 
 
-def _solver(
-    method: Method, l2s: Sequence[float], layout: Layout | None, device: torch.device
-) -> Callable[[Splits, Tensor], Solved]:
-    """Classifies by a method, given the samples and the uids of those for training."""
-
-    def ridge(few: Splits, uids: Tensor) -> Solved:
-        return fewshot_accuracy(few, l2s), [{"l2": l2} for l2 in l2s]
-
-    def knn(few: Splits, uids: Tensor) -> Solved:
-        accuracies = neighbour_accuracies(few)
-        if not accuracies:
-            raise DataError(f"{len(uids)} training samples are fewer than the fewest neighbours, 10")
-        return list(accuracies.values()), [{"k": k} for k in accuracies]
-
-    def logistic(few: Splits, uids: Tensor) -> Solved:
-        strength, accuracy = logistic_probe(few, development(few.train_y, uids))
-        return [accuracy], [{"C": strength}]
-
-    def heads(few: Splits, uids: Tensor) -> Solved:
-        assert layout is not None, "heads know what they read"
-        head, accuracy = best_of_bank(few, development(few.train_y, uids), layout, device=device)
-        return [accuracy], [{"lr": head.rate, "blocks": head.blocks, "patches": head.patches}]
-
-    def attentive(few: Splits, uids: Tensor) -> Solved:
-        rate, accuracy = best_attentive(few, development(few.train_y, uids), device=device)
-        return [accuracy], [{"lr": rate}]
-
-    solvers = {"ridge": ridge, "knn": knn, "logistic": logistic, "heads": heads, "attentive": attentive}
-    return solvers[method]
+def _solve(
+    method: Method, l2s: Sequence[float], layout: Layout | None, device: torch.device, few: Splits, uids: Tensor
+) -> Solved:
+    """Classifies by a method; `uids` are those of the samples for training."""
+    match method:
+        case "ridge":
+            return fewshot_accuracy(few, l2s), [{"l2": l2} for l2 in l2s]
+        case "knn":
+            accuracies = neighbour_accuracies(few)
+            if not accuracies:
+                raise DataError(f"{len(uids)} training samples are fewer than the fewest neighbours, 10")
+            return list(accuracies.values()), [{"k": k} for k in accuracies]
+        case "logistic":
+            strength, accuracy = logistic_probe(few, development(few.train_y, uids))
+            return [accuracy], [{"C": strength}]
+        case "heads":
+            assert layout is not None, "heads know what they read"
+            head, accuracy = best_of_bank(few, development(few.train_y, uids), layout, device=device)
+            return [accuracy], [{"lr": head.rate, "blocks": head.blocks, "patches": head.patches}]
+        case "attentive":
+            rate, accuracy = best_attentive(few, development(few.train_y, uids), device=device)
+            return [accuracy], [{"lr": rate}]

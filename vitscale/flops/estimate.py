@@ -94,11 +94,6 @@ class Estimate:
             return None
         return self.exaflops / self.published.exaflops - 1
 
-    @property
-    def model_name(self) -> str:
-        """The model's name with what is changed in it, or its dimensions."""
-        return self.recipe.model.describe()
-
 
 def estimate(name: str, recipe: Recipe, samples: int | None = None) -> Estimate:
     """Work out a recipe; `samples` overrides the size of its training set."""

@@ -88,7 +88,7 @@ def grid_table(estimates: Sequence[Estimate]) -> ResultTable:
         rows.append(
             {
                 "recipe": one.name,
-                "model": one.model_name,
+                "model": one.recipe.model.describe(),
                 "epochs": one.epochs,
                 "tokens": one.tokens,
                 "params": None if work is None else work.params,
@@ -177,7 +177,8 @@ def purchase_table(
 
 
 def _purchase_row(one: Estimate, budget: float | None) -> Row:
-    row: Row = {"recipe": one.name, "model": one.model_name, "epochs": one.epochs, "exaflops": one.exaflops}
+    row: Row = {"recipe": one.name, "model": one.recipe.model.describe()}
+    row |= {"epochs": one.epochs, "exaflops": one.exaflops}
     if budget is None or one.exaflops is None:
         return row
     found, position = transfer_row(one.recipe, one.images), position_row(one.recipe, one.images)

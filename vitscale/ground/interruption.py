@@ -25,7 +25,7 @@ _SAME_REQUEST_SECONDS = 2.0
 _OF_DEEPSPEEDS_LAUNCHER = "CROSS_RANK"  # a variable that only this launcher sets
 
 
-class Interruption:
+class Interruption(contextlib.AbstractContextManager["Interruption"]):
     """Listens for requests to end, from its construction until `close`. Use from the main thread. A context manager.
 
     Before `save_first` is called the process has nothing to lose, and a request ends it at once.
@@ -57,9 +57,6 @@ class Interruption:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         os.close(self._writing)  # ends the listening thread
-
-    def __enter__(self) -> "Interruption":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

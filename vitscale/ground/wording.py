@@ -37,7 +37,7 @@ def ranges(numbers: list[int]) -> str:
     return shown + (" ..." if len(spans) > _SHOWN_SPANS else "")
 
 
-def listed(words: Sequence[object], most: int) -> str:
+def listed(words: Sequence[object], most: int = 8) -> str:
     """`a, b, c and 7 more`: the first `most` words, and how many more there are."""
     more = f" and {len(words) - most:,} more" if len(words) > most else ""
     return ", ".join(map(str, words[:most])) + more

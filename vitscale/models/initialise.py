@@ -11,6 +11,13 @@ Initialiser = Callable[[Tensor, torch.Generator], object]
 """Fills a whole fp32 CPU tensor of a parameter's shape in place; what it returns does not matter."""
 
 
+class Unfilled:
+    """Makes a layer of torch's leave its values unset, which are drawn here, or read from a file."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 class Initialisable(Protocol):
     """A model that can say how each of its parameters begins."""
 
@@ -56,18 +63,15 @@ def lecun_normal(tensor: Tensor, generator: torch.Generator) -> None:
     nn.init.trunc_normal_(tensor, std=std, a=-2 * std, b=2 * std, generator=generator)
 
 
-def xavier_uniform(tensor: Tensor, generator: torch.Generator) -> None:
-    """Variance 2 / (fan_in + fan_out) from a uniform distribution."""
-    nn.init.xavier_uniform_(tensor, generator=generator)
+def xavier_uniform(stacked: int = 1) -> Initialiser:
+    """Variance 2 / (fan_in + fan_out) from a uniform distribution.
 
-
-def xavier_uniform_stacked(count: int) -> Initialiser:
-    """Matrices such as query, key and value each with their own fan: over the stacked matrix of three the bound would
-    be sqrt(2) too small.
+    `stacked` matrices, such as query, key and value, each have their own fan: over that of three the bound would be
+    sqrt(2) too small.
     """
 
     def fill(tensor: Tensor, generator: torch.Generator) -> None:
-        for matrix in tensor.chunk(count):
+        for matrix in tensor.chunk(stacked):
             nn.init.xavier_uniform_(matrix, generator=generator)
 
     return fill

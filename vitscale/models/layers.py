@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vitscale.ground.errors import RecipeError
+from vitscale.models.initialise import Unfilled
 
 LAYER_NORM_EPS = 1e-6
 CHANNELS = 3
@@ -89,19 +90,23 @@ def cut_patches(x_BHWC: Tensor, patch_size: int) -> Tensor:
     return x_BHWC.reshape(B, h, P, w, P, C).permute(0, 1, 3, 2, 4, 5).reshape(B, h * w, P * P * C)
 
 
-def check_layers(layers: Sequence[int], count: int) -> None:
-    """Raise `RecipeError` unless `layers` are whole numbers from 1 to `count`."""
+def check_layers(layers: Sequence[int] | None, count: int) -> Sequence[int]:
+    """The layers asked for, by default all. Raises `RecipeError` unless they are whole numbers from 1 to `count`."""
+    if layers is None:
+        return range(1, count + 1)
     if isinstance(layers, str) or not isinstance(layers, Sequence):
         raise RecipeError(f"layers={layers!r}: expected a list of numbers from 1 to {count}")
     is_one = [isinstance(each, Integral) and not isinstance(each, bool) and 1 <= each <= count for each in layers]
     if not all(is_one):
         wrong = [each for each, is_right in zip(layers, is_one, strict=True) if not is_right]
         raise RecipeError(f"layers {wrong}: this model has the layers 1 to {count}")
+    return layers
 
 
-def run_block(block: Callable[..., Tensor], *inputs: Any, recompute: bool) -> Tensor:
-    """Run one block of a model; with `recompute` its activations are recomputed in the backward pass."""
-    if recompute and torch.is_grad_enabled():
+def run_block(model: Any, index: int, block: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Run a block of a model; of every `checkpoint_every`-th the backward pass recomputes the activations."""
+    every = model.checkpoint_every if model.training and torch.is_grad_enabled() else 0
+    if every > 0 and index % every == 0:
         result = checkpoint(block, *inputs, use_reentrant=False)
         assert isinstance(result, Tensor)
         return result

@@ -185,7 +185,9 @@ class Classification(Objective):
         settings = recipe.objective
         assert isinstance(settings, recipes.Classification), settings.kind
         mixer = None if settings.mixing is None else Mixer(settings.mixing, recipe.seed, recipe.data.image_size)
-        head_bias = initial_head_bias(recipe)
+        head_bias = recipe.model.head_bias
+        if head_bias is None:  # with the authors' -10 every class starts improbable; softmax cannot tell
+            head_bias = -10.0 if recipe.model.head == "pretrain" and settings.loss == "sigmoid" else 0.0
         return cls(backbone, CrossEntropy.of(recipe), num_classes, head_bias, mixer, settings.kept(recipe.context))
 
     def check(self, batch: "Batch") -> None:
@@ -221,13 +223,3 @@ class Classification(Objective):
 
     def initialiser(self, name: str) -> Initialiser:
         return constant(self.head_bias) if name in ("head.bias", "head_dist.bias") else super().initialiser(name)
-
-
-def initial_head_bias(recipe: Recipe) -> float:
-    """-10 for the sigmoid loss with the pre-training head, unless the recipe says otherwise; softmax cannot tell.
-
-    With -10, the authors' value, every class starts improbable.
-    """
-    if recipe.model.head_bias is not None:
-        return recipe.model.head_bias
-    return -10.0 if recipe.model.head == "pretrain" and CrossEntropy.of(recipe).loss == "sigmoid" else 0.0

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from vitscale import recipe as recipes
 from vitscale.ground.errors import DataError
-from vitscale.models import Model
 from vitscale.objectives.joint_embedding import JointEmbedding
 
 if TYPE_CHECKING:
@@ -48,12 +47,10 @@ class Contrastive(JointEmbedding):
 
     shown: ClassVar[tuple[str, ...]] = ("repelled_cosine",)
 
-    def __init__(self, backbone: Model, settings: recipes.Contrastive, width: int) -> None:
-        super().__init__(backbone, settings, width)
-        self.temperature, self.by_labels = settings.temperature, settings.loss == "sup_con"
+    settings: recipes.Contrastive
 
     def check(self, batch: "Batch") -> None:
-        if self.by_labels and (missing := int((batch.labels < 0).sum())):
+        if self.settings.loss == "sup_con" and (missing := int((batch.labels < 0).sum())):
             raise DataError(
                 f"{missing} of {len(batch.labels)} samples of a batch have no label, and objective.loss: sup_con "
                 f"compares by labels; use nt_xent, or data with labels"
@@ -62,8 +59,8 @@ class Contrastive(JointEmbedding):
     def compare(self, projected_GVD: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         """As `JointEmbedding.compare`: means over the views of an image; the mean cosine with what repels, too."""
         images, views = projected_GVD.shape[:2]
-        if not self.by_labels:
+        if self.settings.loss == "nt_xent":
             labels = torch.arange(images, device=labels.device)
         rows = projected_GVD.flatten(0, 1)
-        compared = contrastive_losses(rows, labels.repeat_interleave(views), self.temperature)
+        compared = contrastive_losses(rows, labels.repeat_interleave(views), self.settings.temperature)
         return tuple(each.view(images, views).mean(dim=1) for each in compared)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from vitscale import recipe as recipes
-from vitscale.models import Model, Outputs
+from vitscale.models import Outputs
 from vitscale.objectives.classification import Classification
 from vitscale.objectives.objective import Losses, Plan
 from vitscale.recipe import Normalise, Recipe
@@ -23,10 +23,7 @@ from vitscale.recipe import Normalise, Recipe
 class Distillation(Classification):
     """The class token's head learns from labels, the distillation token's the classes that the teacher names."""
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)  # type: ignore[arg-type]
-        self._teacher: list[Model] = []  # a list, so that it is no submodule
-        self._change: tuple[list[float], list[float]] | None = None
+    _change: tuple[list[float], list[float]] | None = None
 
     @classmethod
     def of(cls, recipe: Recipe, num_classes: int) -> Self:
@@ -36,20 +33,16 @@ class Distillation(Classification):
         objective._change = change_of_pixels(recipe.data.normalise, settings.teacher.normalise)
         return objective
 
-    def learn_from(self, teacher: nn.Module) -> None:
-        assert isinstance(teacher, Model)
-        self._teacher = [teacher]
-
     def prepare(self, views: Sequence[Tensor], plan: Plan) -> Tensor:
         """As `Objective.prepare`: the classes int64 (B,) that the teacher predicts for the same images, mixed too."""
-        assert self._teacher, "the teacher is given before the first step"
+        assert self._taught_by, "the teacher is given before the first step"
         images = views[0][:, 0]
         if self.mixer is not None:
             images = self.mixer.mix_images(images, *plan[1:3])
         if self._change is not None:
             factor, shift = (torch.tensor(each, device=images.device) for each in self._change)
             images = (images.float() * factor + shift).to(images.dtype)
-        outputs: Outputs = self._teacher[0](images)
+        outputs: Outputs = self._taught_by[0](images)
         assert outputs.logits is not None
         return outputs.logits.argmax(dim=1)
 

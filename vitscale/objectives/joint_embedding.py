@@ -54,7 +54,7 @@ class JointEmbedding(Objective):
 
     def __init__(self, backbone: Model, settings: Settings, width: int) -> None:
         super().__init__(backbone)
-        self.group = settings.group
+        self.settings, self.group = settings, settings.group
         layers = (Linear(width, settings.hidden), LayerNorm(settings.hidden), nn.ReLU())
         self.projection = nn.Sequential(*layers, Linear(settings.hidden, settings.outputs))
 

@@ -3,6 +3,7 @@
 Shape legend: G images of a group, V views of an image, D width, S directions, T knots.
 """
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
@@ -51,15 +52,11 @@ class LeJEPA(JointEmbedding):
         objective = super().of(recipe, num_classes)
         settings = recipe.objective
         assert isinstance(settings, recipes.LeJEPA)
-        objective._weight, objective._directions = settings.weight, settings.directions
-        objective._seed, objective._width = recipe.seed, settings.outputs
-        objective._center = settings.center_views(recipe.context)
+        objective._seed, objective._center = recipe.seed, settings.center_views(recipe.context)
         return objective
 
-    _weight: float
-    _directions: int
+    settings: recipes.LeJEPA
     _seed: int
-    _width: int
     _center: Sequence[int]
     _batch: int
     _drawn: Tensor | None
@@ -75,8 +72,9 @@ class LeJEPA(JointEmbedding):
         """Random directions of the batch, fp32 (D, S), the same on every rank and device."""
         if self._drawn is not None:
             return self._drawn
-        keys = hashes(self._width * self._directions, self._seed, Purpose.DIRECTION, self._batch)
-        drawn = normal(keys, Purpose.DIRECTION).reshape(self._width, self._directions)
+        shape = self.settings.outputs, self.settings.directions
+        keys = hashes(math.prod(shape), self._seed, Purpose.DIRECTION, self._batch)
+        drawn = normal(keys, Purpose.DIRECTION).reshape(shape)
         columns = (drawn / np.sqrt((drawn**2).sum(axis=0))).astype(np.float32)
         self._drawn = torch.from_numpy(columns).to(device)
         return self._drawn
@@ -88,4 +86,5 @@ class LeJEPA(JointEmbedding):
         invariance = (projected_GVD - center).square().mean(dim=(1, 2))
         of_views = torch.stack([sigreg(view, directions) for view in projected_GVD.unbind(dim=1)])
         gaussian = of_views.mean().expand_as(invariance)
-        return (1 - self._weight) * invariance + self._weight * gaussian, invariance, gaussian
+        weight = self.settings.weight
+        return (1 - weight) * invariance + weight * gaussian, invariance, gaussian

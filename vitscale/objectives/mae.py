@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vitscale.data.draws import Purpose, orders
 from vitscale.ground.weight_formats import Format
 from vitscale.models import Initialiser, Model, build_model, constant, normal
-from vitscale.models.initialise import xavier_uniform, xavier_uniform_stacked
+from vitscale.models.initialise import xavier_uniform
 from vitscale.models.layers import CHANNELS, Linear, OutputLayer, run_block
 from vitscale.models.vit.encoder import EncoderBlock, norm_of
 from vitscale.models.vit.positions import sincos_positions
@@ -62,8 +62,7 @@ class Decoder(nn.Module):
         patches = torch.cat([x_BTE[:, first:], masks], dim=1) + positions_NE[torch.cat([kept_BK, removed_BR], dim=1)]
         x_BTE = torch.cat([x_BTE[:, :first], patches], dim=1)
         for index, block in enumerate(self.blocks):
-            recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
-            x_BTE = run_block(block, x_BTE, recompute=recompute)
+            x_BTE = run_block(self, index, block, x_BTE)
         return self.prediction(self.norm(x_BTE[:, -removed:]))
 
 
@@ -134,7 +133,7 @@ class MaskedAutoencoder(Objective):
             return constant(0.0)
         if layer.endswith(("norm", "norm1", "norm2")):
             return constant(1.0)
-        return xavier_uniform_stacked(3) if layer.endswith("qkv") else xavier_uniform
+        return xavier_uniform(3 if layer.endswith("qkv") else 1)
 
 
 def tells_levels_apart(normalise: Normalise) -> bool:

@@ -11,7 +11,7 @@ from typing import Self
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from vitscale.data.draws import Purpose, between_ratios, orders, uniform
@@ -47,10 +47,6 @@ class MaskedPatchPrediction(Objective):
         assert isinstance(settings, MaskedPatches)
         return cls(backbone, settings, settings.counts(recipe.context))
 
-    def learn_from(self, teacher: nn.Module) -> None:
-        """As `Objective.learn_from`: a tokenizer, images (B, S, S, 3) in [-1, 1] -> numbers int64 (B, N)."""
-        self._tokenizer = [teacher]
-
     def plan(self, keys: np.ndarray, step: int) -> Plan:
         """A random order of each image's patches, (B, N) int64: masked, replaced, kept, and then those left intact."""
         grid = self.backbone.shape.grid(self.backbone.image_size)
@@ -67,8 +63,8 @@ class MaskedPatchPrediction(Objective):
         tokens_BTD = self.backbone(images, edit=lambda x_BND: self._corrupt(x_BND, order_BN)).tokens
         predicted = self.prediction(rows(self.backbone.patch_tokens(tokens_BTD), corrupted_BC))
         if self.settings.targets is not None:
-            assert self._tokenizer, "the tokenizer is given before the first step"
-            return _named(predicted, self._tokenizer[0](images).gather(1, corrupted_BC)[..., None], "token_accuracy")
+            assert self._taught_by, "the tokenizer is given before the first step"
+            return _named(predicted, self._taught_by[0](images).gather(1, corrupted_BC)[..., None], "token_accuracy")
         pixels = whole_pixels(rows(self.backbone.patchify(images), corrupted_BC))
         if self.settings.target == "pixels":
             return Losses((predicted - (pixels / 127.5 - 1)).square().mean(dim=(1, 2)))

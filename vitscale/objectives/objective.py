@@ -80,6 +80,7 @@ class Objective(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.scalars = {}
+        self._taught_by: list[nn.Module] = []  # a list, so that it is no submodule
 
     @classmethod
     def num_outputs(cls, recipe: Recipe, manifest: "Manifest") -> int:
@@ -215,7 +216,7 @@ class Objective(nn.Module):
 
     def learn_from(self, teacher: nn.Module) -> None:
         """Take the teacher or tokenizer that training has made, with its values; it does not become a submodule."""
-        raise NotImplementedError
+        self._taught_by = [teacher]
 
     def units(self) -> Sequence[nn.Module]:
         """The backbone's units, and those like them that the objective adds: what is compiled, each by itself."""

@@ -135,6 +135,7 @@ class IJEPA(WithDecoder):
     implementation: ClassVar[str] = "vitscale.objectives.ijepa:IJEPA"
     own: ClassVar[tuple[str, ...]] = ("mask", "predictor.")
     part: ClassVar[str] = "predictor"
+    prepares: ClassVar[Literal["average"]] = "average"
 
     kind: Literal["ijepa"] = Field(description="chooses this objective")
     blocks: int = Field(4, ge=1, le=64, description="number of blocks that are predicted of each image")
@@ -157,10 +158,6 @@ class IJEPA(WithDecoder):
                 f"objective.context {self.context:g} of {grid**2} patches: expected at least one; use a larger share "
                 f"or a larger data.image_size"
             )
-
-    @property
-    def prepares(self) -> Literal["average"]:
-        return "average"
 
     def kept(self, context: Context) -> int:
         return round(self.context * self.patches(context).grid ** 2)

@@ -65,6 +65,7 @@ class Dino(OfViews):
     implementation: ClassVar[str] = "vitscale.objectives.dino:Dino"
     needs_whole_patches: ClassVar[bool] = True
     own: ClassVar[tuple[str, ...]] = ("mask", "dino.", "ibot.")
+    prepares: ClassVar[Literal["average"]] = "average"
     _later_keys: ClassVar[tuple[str, ...]] = ("gram",)
 
     kind: Literal["dino"] = Field(description="chooses this objective")
@@ -119,10 +120,6 @@ class Dino(OfViews):
     @property
     def together(self) -> int:
         return self.group
-
-    @property
-    def prepares(self) -> Literal["average"]:
-        return "average"
 
     @property
     def besides(self) -> tuple[str, ...]:

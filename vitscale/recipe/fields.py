@@ -258,7 +258,9 @@ def _blocks(
             kind = "list of blocks" if inner else _kind(field)
             fields.append(Field(path, kind, default, field.get("description", "")))
         for one in inner:
-            variant_below = _variant(one) if len(inner) > 1 else ""
+            # What tells it from others possible at its place: the value of its discriminating key, else its name.
+            kinds = (each["const"] for each in one["properties"].values() if "const" in each)
+            variant_below = next(kinds, one["title"]) if len(inner) > 1 else ""
             path_below = f"{path}.N" if "items" in field else path
             defaults: dict[str, Any] | None = field.get("default", {})
             if variant_below and defaults and defaults.get("kind", variant_below) != variant_below:
@@ -267,11 +269,6 @@ def _blocks(
     meaning, names = block.get("description", ""), tuple(block["properties"])
     yield Block(key, variant, given is not None, meaning, tuple(fields), names)
     yield from below
-
-
-def _variant(block: dict[str, Any]) -> str:
-    """What tells a block from others possible at its place: the value of its discriminating key, else its name."""
-    return next((field["const"] for field in block["properties"].values() if "const" in field), block["title"])
 
 
 def _inner_blocks(schema: dict[str, Any], field: dict[str, Any]) -> list[dict[str, Any]]:

@@ -63,10 +63,6 @@ class JointEmbedding(OfViews):
             )
         return None
 
-    def group_size(self, context: Context) -> int:
-        """The number of images that are compared with one another."""
-        return context.batch.global_size if self.group == "global" else self.group
-
     def model_operations(self, context: Context, num_classes: int | None) -> Sequence[Operation]:
         return self._and_prepared(operations_on_views(context, num_classes))
 
@@ -114,7 +110,8 @@ class Contrastive(JointEmbedding):
 
     def comparison(self, context: Context) -> Operation:
         """As `JointEmbedding.comparison`: the cosines of all views of a group."""
-        return product("similarities", num_views(context) ** 2 * self.group_size(context) * self.outputs)
+        group = context.batch.global_size if self.group == "global" else self.group
+        return product("similarities", num_views(context) ** 2 * group * self.outputs)
 
 
 class LeJEPA(JointEmbedding):

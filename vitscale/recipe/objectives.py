@@ -276,15 +276,12 @@ class Distillation(Classification):
     """
 
     implementation: ClassVar[str] = "vitscale.objectives.distillation:Distillation"
+    prepares: ClassVar[Literal["weights"]] = "weights"
 
     kind: Literal["distillation"] = Field(description="chooses this objective")  # type: ignore[assignment]
     loss: Literal["softmax"] = "softmax"
     """loss of the class token's head; the other head's is also softmax"""
     teacher: Teacher
-
-    @property
-    def prepares(self) -> Literal["weights", "average"] | None:
-        return "weights"
 
     @property
     def learns_from(self) -> Teacher:

@@ -206,6 +206,7 @@ class Adafactor(Optimizer):
 
     implementation: ClassVar[str] = "vitscale.training.optimizers.adafactor:AdafactorRule"
     needs_whole_tensors: ClassVar[bool] = True
+    kept_in_bf16: ClassVar[frozenset[str]] = frozenset({"exp_avg"})
 
     name: Literal["adafactor"] = Field(description="chooses this optimizer")
     momentum: float = Field(0.9, gt=0, lt=1, description="share of the running mean of updates kept at each update")
@@ -222,10 +223,6 @@ class Adafactor(Optimizer):
         # A run's recipe has every default written out: without this key, it is of a run that factored whole matrices.
         is_earlier = isinstance(content, dict) and content.keys() == cls.model_fields.keys() - {"by_head"}
         return content | {"by_head": False} if is_earlier else content
-
-    @property
-    def kept_in_bf16(self) -> frozenset[str]:
-        return frozenset({"exp_avg"})
 
     @property
     def sees_heads(self) -> bool:

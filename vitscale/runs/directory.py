@@ -52,13 +52,9 @@ def check_run_dir(recipe: Recipe, run_dir: Path, *, may_resume: bool) -> str | N
     check_recipe(read_recipe(saved), recipe, str(run_dir))
     done, newest = read_done(run_dir), read_newest(run_dir)
     if done is None and newest is not None and not is_url(root):
-        try:
+        what = f"{root}, where step {newest.step:,} was saved, cannot be reached. Is its file system mounted?"
+        with os_errors(what, StorageError):
             Path(root).parent.stat()
-        except OSError as error:
-            raise StorageError(
-                f"{root}, where step {newest.step:,} was saved, cannot be reached ({error.strerror}). "
-                f"Is its file system mounted?"
-            ) from None
     return None if done is None else json.dumps(done, indent=1)
 
 

@@ -17,10 +17,10 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import xxhash
 
@@ -39,7 +39,7 @@ _GB = 10**9
 _log = logging.getLogger(__name__)
 
 
-class PinnedFile:
+class PinnedFile(AbstractContextManager["PinnedFile"]):
     """A file of the cache at `path` that stays there until it is released or this process ends. A context manager."""
 
     def __init__(self, path: Path, file: FileIO) -> None:
@@ -52,9 +52,6 @@ class PinnedFile:
         if file is not None:
             unlock(file)  # closing alone would leave it locked in a process that was forked meanwhile
             file.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()

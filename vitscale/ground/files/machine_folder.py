@@ -9,11 +9,10 @@ import os
 import shutil
 import tempfile
 import weakref
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from errno import EPERM
 from pathlib import Path
 from stat import S_ISDIR, S_ISVTX
-from typing import Self
 
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.files.locks import LockFile, lock, locked, try_lock, unlock
@@ -55,7 +54,7 @@ def choose_code_folder(variable: str) -> None:
         os.environ[variable] = tempfile.mkdtemp(prefix="vitscale-")
 
 
-class MachineFolder:
+class MachineFolder(AbstractContextManager["MachineFolder"]):
     """A folder of this machine, removed with the last `MachineFolder` of its name in any process. A context manager.
 
     Args:
@@ -83,9 +82,6 @@ class MachineFolder:
     def release(self) -> None:
         """Stop using the folder. Harmless when repeated; also happens when this object is garbage-collected."""
         self._release()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()

@@ -207,9 +207,8 @@ class Features(nn.Module):
         x_BChw, index = self.root(images_BHWC.permute(0, 3, 1, 2)), 0
         for number, stage in enumerate(self.stages, 1):
             for unit in stage.children():
-                recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
                 path = None if paths is None else paths[index][:, None, None, None]
-                x_BChw, index = run_block(unit, x_BChw, path, recompute=recompute), index + 1
+                x_BChw, index = run_block(self, index, unit, x_BChw, path), index + 1
             keep(f"stage_{number}", x_BChw)
         return x_BChw
 
@@ -255,8 +254,7 @@ class ResNet(Model):
         return Outputs(x_BChw.flatten(2).transpose(1, 2), pooled_BC, logits)
 
     def feature_maps(self, images: Tensor, layers: Sequence[int] | None = None) -> list[Tensor]:
-        layers = range(1, len(self.shape.blocks) + 1) if layers is None else layers
-        check_layers(layers, len(self.shape.blocks))
+        layers = check_layers(layers, len(self.shape.blocks))
         maps: dict[str, Tensor] = {}
         self.features(images, maps.__setitem__)
         return [maps[f"stage_{layer}"] for layer in layers]

@@ -127,8 +127,7 @@ class Swin(Model):
 
     def feature_maps(self, images: Tensor, layers: Sequence[int] | None = None) -> list[Tensor]:
         """As `Model.feature_maps`: of the stages, before the patch merging after them."""
-        layers = range(1, len(self.shape.blocks) + 1) if layers is None else layers
-        check_layers(layers, len(self.shape.blocks))
+        layers = check_layers(layers, len(self.shape.blocks))
         maps: dict[str, Tensor] = {}
         self._last_map(images, maps.__setitem__)
         return [maps[f"stage_{layer}"].permute(0, 3, 1, 2) for layer in layers]
@@ -143,9 +142,8 @@ class Swin(Model):
         x_BhwC = self.embedding_norm(self.embedding(patches_BND)).view(len(images_BHWC), side, side, self.shape.width)
         kept = self.kept_paths([images_BHWC])
         for index, (block, (stage, place)) in enumerate(zip(self.blocks, self.shape.stages(), strict=True)):
-            recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
             paths = None if kept is None else kept[0][2 * index : 2 * index + 2, :, None, None, None]
-            x_BhwC = run_block(block, x_BhwC, paths, recompute=recompute)
+            x_BhwC = run_block(self, index, block, x_BhwC, paths)
             if place == self.shape.blocks[stage] - 1:
                 keep(f"stage_{stage + 1}", x_BhwC)
         return x_BhwC

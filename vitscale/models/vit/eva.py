@@ -31,7 +31,6 @@ _MODELS: dict[str, tuple[str, Dimensions]] = {
     "eva02_base_patch16_clip": ("all", (16, 768, 12, 12)),
     "eva02_large_patch14_clip": ("all", (14, 1024, 24, 16)),
 }
-_ARGUMENTS = ("patch_size", "embed_dim", "depth", "num_heads")
 # Arguments of timm's that show in the tensors or are read here; and others, with the values that we compute.
 _SEEN = {
     *("patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "global_pool", "norm_layer", "rope_temperature"),
@@ -117,6 +116,14 @@ def _halves(value: Tensor, heads: int) -> Tensor:
     return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
+def nearest(shape: "ViTShape", models: Mapping[str, tuple[int, int, int, int]]) -> tuple[str, dict[str, Any]]:
+    """Of timm's models, patch size, width, depth and heads by name, the most similar; the arguments that differ."""
+    ours = (shape.patch_size, shape.width, shape.depth, shape.num_heads)
+    name = max(models, key=lambda each: sum(a == b for a, b in zip(ours, models[each], strict=True)))
+    pairs = zip(("patch_size", "embed_dim", "depth", "num_heads"), ours, models[name], strict=True)
+    return name, {key: own for key, own, named in pairs if own != named}
+
+
 def timm(model: "ViT") -> TimmModel:
     """timm's model for one without `other_parts`: the most similar name, and what differs as arguments."""
     shape = model.shape
@@ -147,11 +154,6 @@ def nearest(shape: "ViTShape", models: Mapping[str, Dimensions]) -> tuple[str, d
 def is_one(name: str) -> bool:
     """Whether timm's model of this name is one of these."""
     return name.rpartition("_")[0] in _MODELS
-
-
-def usual_pool(name: str) -> str:
-    """timm's pooling for one of these by default."""
-    return "token" if "_clip_" in name else "avg"
 
 
 def position(source: Source, arguments: dict[str, Any]) -> dict[str, Any]:

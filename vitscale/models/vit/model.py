@@ -21,7 +21,6 @@ from vitscale.models.initialise import (
     lecun_normal,
     normal,
     xavier_uniform,
-    xavier_uniform_stacked,
 )
 from vitscale.models.layers import (
     CHANNELS,
@@ -274,7 +273,6 @@ class ViT(Model):
             shared = side_by_side(wide) if sizes else of_grids[0]
         masks = None if paths is None else masks_of(paths, sizes)
         for index, block in enumerate(self.blocks):
-            recompute = self.training and self.checkpoint_every > 0 and index % self.checkpoint_every == 0
             inputs: list[Any] = [x_BTD, shared]
             if self.shape.attention == "full":
                 inputs += [
@@ -282,7 +280,7 @@ class ViT(Model):
                     None if masks is None else masks[2 * index : 2 * index + 2],
                     sizes,
                 ]
-            x_BTD = run_block(block, *inputs, recompute=recompute)
+            x_BTD = run_block(self, index, block, *inputs)
             keep(f"block_{index}", x_BTD)
         if self.pool == "normed_mean":  # among the tokens, as DeepSpeed expects one call of a module
             grids = [
@@ -371,8 +369,7 @@ class ViT(Model):
 
     def feature_maps(self, images: Tensor, layers: Sequence[int] | None = None) -> list[Tensor]:
         """As `Model.feature_maps`: the tokens of the patches after the blocks, by row and column."""
-        layers = [len(self.blocks)] if layers is None else layers
-        check_layers(layers, len(self.blocks))
+        layers = check_layers([len(self.blocks)] if layers is None else layers, len(self.blocks))
         kept: dict[str, Tensor] = {}
         self.encode(self.embed(images), kept.__setitem__)
         grid = self.shape.grid(self.image_size)
@@ -469,7 +466,7 @@ class ViT(Model):
         if self.shape.layer_scale is not None and kind.startswith("layer_scale"):
             return constant(self.shape.layer_scale)
         if kind == "probe":
-            return lambda tensor, generator: xavier_uniform(tensor.view(1, -1), generator)
+            return lambda tensor, generator: xavier_uniform()(tensor.view(1, -1), generator)
         if layer.endswith(("norm", "norm1", "norm2")):
             return constant(1.0 if kind == "weight" else 0.0)
         if layer.endswith(("mlp.fc1", "mlp.fc2")) and kind == "bias":
@@ -479,9 +476,9 @@ class ViT(Model):
         if layer in ("embedding", "pre_logits"):
             return lecun_normal
         if layer.endswith("qkv"):
-            return xavier_uniform_stacked(3)
+            return xavier_uniform(3)
         if layer == "map.key_value" or (layer.endswith("mlp.fc1") and self.shape.mlp == "swiglu"):
-            return xavier_uniform_stacked(2)
+            return xavier_uniform(2)
         if layer.endswith(("attention.out", "mlp.fc1", "mlp.fc2", "map.query", "map.out")):
-            return xavier_uniform
+            return xavier_uniform()
         raise KeyError(f"no initial value is defined for the parameter {name!r}")

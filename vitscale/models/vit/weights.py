@@ -176,7 +176,7 @@ class ViTWeights(ForeignWeights):
             arguments["mlp_ratio"] = mlp_ratio(shape.width, shape.fc1_dim)
         pool = _POOLS[self._model.pool]
         return TimmModel(
-            nearest,
+            name,
             arguments | self._timm_parts() | pool,
             {"num_features": shape.width, "global_pool": pool.get("global_pool", "token")},
             {

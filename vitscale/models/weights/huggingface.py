@@ -47,7 +47,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # model_type -> what transformers take
         **{"use_absolute_embeddings": False, "layer_norm_eps": 1e-5},
     },
 }
-_LANDMARKS = ("embeddings.patch_embeddings.projection.weight", "embeddings.patch_embeddings.weight")
+# A state dict with a key that ends so is transformers'.
+LANDMARKS = ("embeddings.patch_embeddings.projection.weight", "embeddings.patch_embeddings.weight")
 _MASK, _DISTILLATION = "embeddings.mask_token", "embeddings.distillation_token"
 _FILTERS = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers, which files of transformers name them by
 _UNDONE = ("do_flip_channel_order", "do_grayscale")
@@ -71,11 +72,6 @@ _RENAMES_OF_SWIN = (
     (r"\.attention\.relative_position_bias\.", ".attention.self."),
     *_RENAMES[4:],
 )
-
-
-def is_key(key: str) -> bool:
-    """Whether a state dict with this key is transformers'."""
-    return key.endswith(_LANDMARKS)
 
 
 def renamed(path: Path, entries: dict[str, Entry]) -> dict[str, Entry]:

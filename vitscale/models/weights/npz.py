@@ -20,7 +20,8 @@ from torch import Tensor
 from vitscale.ground.errors import CheckpointError, turned
 from vitscale.ground.files.arrays import read_array, read_header
 from vitscale.ground.files.unpacked import refuse_growth
-from vitscale.models.weights.source import Entry, Source, rename, some
+from vitscale.ground.wording import listed
+from vitscale.models.weights.source import Entry, Source, rename
 from vitscale.recipe import Normalise
 
 # Prefix of the weights -> what else the file may hold: the state of the optimizer and of the trainer's clock, and the
@@ -51,10 +52,10 @@ def read_npz(path: Path) -> Source:
     if prefix is None:
         raise CheckpointError(
             f"{path}: not a Vision Transformer's or BiT's .npz: there is none of {' and '.join(_LANDMARKS)}, with or "
-            f"without the prefixes {', '.join(p for p in _PREFIXES if p)}; it has {some(sorted(found)) or 'no arrays'}"
+            f"without the prefixes {', '.join(p for p in _PREFIXES if p)}; it has {listed(sorted(found)) or 'nothing'}"
         )
     aside = [key for key in found if not key.startswith(prefix) and key.startswith(_PREFIXES[prefix])]
-    notes = (f"{len(aside)} arrays beside {prefix} are not of this model: {some(aside, 3)}",) if aside else ()
+    notes = (f"{len(aside)} arrays beside {prefix} are not of this model: {listed(aside, 3)}",) if aside else ()
     entries = {key: entry for key, entry in found.items() if key not in aside}
     entries = rename(path, entries, lambda key: key.removeprefix(prefix))
     entries = _unstacked(path, entries)

@@ -7,7 +7,7 @@ from vitscale.ground.errors import CheckpointError, os_errors
 from vitscale.models.weights import huggingface, timm_hub
 from vitscale.models.weights.description import METADATA_KEY
 from vitscale.models.weights.npz import read_npz
-from vitscale.models.weights.source import MASK, Source, read_json, some
+from vitscale.models.weights.source import MASK, Source, read_json
 from vitscale.models.weights.torch_files import CONFIG, SAFETENSORS, TORCH_SUFFIXES, read_safetensors, read_torch
 
 # A key that every file of a format has, for Transformers, Swin among them, and for ResNets.
@@ -52,8 +52,9 @@ def _open(path: Path) -> Source:
     if path.is_dir():
         if (path / CONFIG).is_file():
             config = read_json(path / CONFIG)
-            return (timm_hub if timm_hub.is_config(config) else huggingface).read_folder(path, config)
-        seen = some(sorted(entry.name for entry in path.iterdir())) or "nothing"
+            is_timms = isinstance(config.get("architecture"), str) and "model_type" not in config
+            return (timm_hub if is_timms else huggingface).read_folder(path, config)
+        seen = listed(sorted(entry.name for entry in path.iterdir())) or "nothing"
         raise CheckpointError(
             f"{path}: a folder of weights has a {CONFIG}, a run's directory a recipe.yaml; this one has {seen}"
         )
@@ -74,9 +75,9 @@ def _open(path: Path) -> Source:
         return Source(path, "timm", timm_hub.renamed(path, entries), metadata)
     if METADATA_KEY in metadata or _OURS & entries.keys():
         return Source(path, "safetensors", entries, metadata)
-    if any(map(huggingface.is_key, entries)):
+    if any(key.endswith(huggingface.LANDMARKS) for key in entries):
         return Source(path, "hf", huggingface.renamed(path, entries))
     raise CheckpointError(
         f"{path}: the names are neither ours nor timm's nor those of transformers' Vision Transformer; "
-        f"there is none of {', '.join(sorted(_OURS | _TIMM))}; it has {some(sorted(entries)) or 'no tensors'}"
+        f"there is none of {', '.join(sorted(_OURS | _TIMM))}; it has {listed(sorted(entries)) or 'no tensors'}"
     )

@@ -113,8 +113,3 @@ def names_of(listed: Any) -> list[str] | None:
     if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
         return None
     return [printable(name)[:_LONGEST_NAME] for name in listed]
-
-
-def some(keys: list[str], limit: int = 8) -> str:
-    """The first of many keys, for a message."""
-    return ", ".join(keys[:limit]) + (f", ... ({len(keys)} in all)" if len(keys) > limit else "")

@@ -132,11 +132,6 @@ def read_folder(folder: Path, config: dict[str, Any]) -> Source:
     )
 
 
-def is_config(config: dict[str, Any]) -> bool:
-    """Whether a config.json is timm's."""
-    return isinstance(config.get("architecture"), str) and "model_type" not in config
-
-
 def _object(config: dict[str, Any], key: str) -> dict[str, Any]:
     value = config.get(key)
     return value if isinstance(value, dict) else {}

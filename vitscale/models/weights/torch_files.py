@@ -19,8 +19,8 @@ from torch import Tensor
 from vitscale.ground.errors import CheckpointError
 from vitscale.ground.files.pickles import check_pickle
 from vitscale.ground.storage import regular
-from vitscale.ground.wording import shortened
-from vitscale.models.weights.source import Entry, read_json, some
+from vitscale.ground.wording import listed, shortened
+from vitscale.models.weights.source import Entry, read_json
 
 SAFETENSORS = ".safetensors"
 TORCH_SUFFIXES = (".pth", ".pt", ".bin")
@@ -91,7 +91,7 @@ def _read_shards(index: Path) -> dict[str, Entry]:
         entries |= read_safetensors(index.parent / name)[0]
     if entries.keys() != weight_map.keys():
         differing = sorted(entries.keys() ^ weight_map.keys())
-        raise CheckpointError(f"{index}: the index and the files differ in {some(differing)}")
+        raise CheckpointError(f"{index}: the index and the files differ in {listed(differing)}")
     return entries
 
 
@@ -115,10 +115,10 @@ def read_torch(path: Path) -> dict[str, Entry]:
     foreign = [str(key)[:100] for key, value in content.items() if not _is_plain(value)]
     if foreign:
         raise CheckpointError(
-            f"{path}: expected a state dict, bare or under {' or '.join(_WRAPPERS)}; no tensors are {some(foreign)}"
+            f"{path}: expected a state dict, bare or under {' or '.join(_WRAPPERS)}; no tensors are {listed(foreign)}"
         )
     if nameless := [repr(key) for key in content if not isinstance(key, str)]:
-        raise CheckpointError(f"{path}: expected a state dict; keys that are no names: {shortened(some(nameless))}")
+        raise CheckpointError(f"{path}: expected a state dict; keys that are no names: {shortened(listed(nameless))}")
     entries = {
         key: Entry(key, tuple(value.shape), partial(_floating, value, path, key)) for key, value in content.items()
     }

@@ -15,6 +15,7 @@ from torch import Tensor
 from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.ground.files.durable import durable_file, durable_folder, make_folder, write_text
 from vitscale.ground.weight_formats import Format
+from vitscale.ground.wording import listed
 from vitscale.models.model import Model
 from vitscale.models.weights import huggingface, timm_hub
 from vitscale.models.weights.description import METADATA_KEY, PROBLEM_TYPES, Description
@@ -23,7 +24,6 @@ from vitscale.models.weights.npz import write_npz
 from vitscale.models.weights.preprocessing import WHOLE_PICTURE
 from vitscale.models.weights.reading import Report
 from vitscale.models.weights.rules import Rule
-from vitscale.models.weights.source import some
 from vitscale.models.weights.torch_files import CONFIG, SAFETENSORS, TORCH_SUFFIXES, WEIGHTS, write_safetensors
 from vitscale.recipe import Normalise
 
@@ -152,7 +152,7 @@ def _labels(description: Description, report: Report) -> list[str]:
     labels = huggingface.distinct(names)
     changed = [label for name, label in zip(names, labels, strict=True) if name != label]
     if changed:
-        report(f"several classes have one name; {CONFIG} tells them apart by number: {some(changed)}")
+        report(f"several classes have one name; {CONFIG} tells them apart by number: {listed(changed)}")
     return labels
 
 

@@ -97,6 +97,8 @@ class Swin(Model):
     implementation: ClassVar[str] = "vitscale.models.swin:Swin"
     title: ClassVar[str] = "Swin"
     positions_rule: ClassVar[str] = "resampled, bicubic, as biases of another window"
+    has_equal_blocks: ClassVar[bool] = False
+    has_attention_bias: ClassVar[bool] = True
     names: ClassVar[tuple[str, ...]] = tuple(f"Swin-{size}" for size in _SIZES)
     dimensions: ClassVar[tuple[str, ...]] = ("patch_size", "width", "blocks", "num_heads", "window")
     optional: ClassVar[tuple[str, ...]] = ("window", "drop_path")
@@ -162,10 +164,6 @@ class Swin(Model):
     def num_blocks(self) -> int:
         return sum(self.shape().blocks)
 
-    @property
-    def has_equal_blocks(self) -> bool:
-        return False
-
     def layers_above(self, parameter: str) -> int:
         """As `Model.layers_above`: d - i for block i (from 0) of d, d + 1 for the embeddings, else 0.
 
@@ -184,10 +182,6 @@ class Swin(Model):
             is_out = _FROM_HEADS.match(parameter) is not None
             return (shape[0], heads, head_dim) if is_out else (3, heads, head_dim, *shape[1:])
         return (shape[0], own.patch_size, own.patch_size, 3) if parameter == "embedding.weight" else shape
-
-    @property
-    def has_attention_bias(self) -> bool:
-        return True
 
     def small(self) -> tuple[dict[str, Any], int]:
         """As `Model.small`; images of 16 patches a side: windows are shifted in two stages, and whole in the others."""

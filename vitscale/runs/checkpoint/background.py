@@ -4,7 +4,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class SaveOutcome(NamedTuple):
     error: str | None
 
 
-class BackgroundSaver:
+class BackgroundSaver(AbstractContextManager["BackgroundSaver"]):
     """Saves a run's checkpoints one after another in its own thread. A context manager, which closes it.
 
     A failure becomes an outcome, not an exception. All ranks must call `save` and `amend` in the same order; their
@@ -112,9 +113,6 @@ class BackgroundSaver:
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:  # after an error other ranks may be gone, and the thread would wait for them

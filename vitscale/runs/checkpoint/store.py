@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,9 @@ from torch import Tensor
 from vitscale.ground.errors import CheckpointError, VitscaleError, as_plain, from_plain
 from vitscale.ground.files.durable import write_text
 from vitscale.ground.storage import regular
-from vitscale.runs.checkpoint.directory import Directory, Files, LocalDirectory, LocalFiles
+from vitscale.runs.checkpoint.directory import Directory, Files, LocalDirectory
 from vitscale.runs.checkpoint.format import Fragment, Layout, parse_key, rank_file, read_layout
-from vitscale.runs.checkpoint_index import MASTER, CheckpointIndex, FileEntry, index_text, parse_index, read_index
+from vitscale.runs.checkpoint_index import MASTER, CheckpointIndex, FileEntry, index_text, parse_index
 from vitscale.runs.names import INDEX_FILE
 
 Gather = Callable[[object], list]
@@ -60,13 +60,6 @@ class CheckpointReader:
             for kind in index.kinds:
                 shape = index.shape_of(kind, name)
                 self._check_cover(kind, name, 0 if shape is None else math.prod(shape))
-
-    @classmethod
-    def of_folder(cls, folder: Path) -> Self:
-        """A reader of the checkpoint in a folder, whose files are not verified. Raises `CheckpointError`."""
-        index = read_index(folder)
-        files = LocalFiles(folder)
-        return cls(files, index, {entry.path: read_layout(files.path(entry)) for entry in index.files})
 
     def _find_pieces(self, layouts: Mapping[str, Layout]) -> dict[tuple[str, str], _Pieces]:
         rows: defaultdict[tuple[str, str], array[int]] = defaultdict(lambda: array("q"))

@@ -64,7 +64,8 @@ def find_checkpoint(named: Named, world: World | None = None) -> tuple[Checkpoin
     together: dict[str, Any] = {}
     if world is not None:
         together = {"rank": world.rank, "gather": gather, "share": from_rank_zero}
-    try:
+    expected = "expected a run's directory, one of its checkpoints' folders, or weights in a format of docs/weights.md"
+    with os_errors(f"{named.key}.from: {str(path)[:200]}: {expected}", RecipeError):
         path.stat()
         if (path / RECIPE_FILE).is_file():
             directory = checkpoint_directory(read_recipe(path / RECIPE_FILE), path)
@@ -73,11 +74,6 @@ def find_checkpoint(named: Named, world: World | None = None) -> tuple[Checkpoin
             if named.step not in (None, step):
                 raise RecipeError(f"{named.key}.step {named.step}: {path} is the checkpoint of step {step}")
             return CheckpointStore(path.absolute().parent, **together), step
-    except OSError as error:
-        raise RecipeError(
-            f"{named.key}.from: {str(path)[:200]}: {error.strerror}; expected a run's directory, the folder of one of "
-            f"its checkpoints, or weights in a format of docs/weights.md"
-        ) from None
     if named.step is not None:
         raise RecipeError(f"{named.key}.step {named.step}: {path} is not a run, so it has no steps")
     return None, None

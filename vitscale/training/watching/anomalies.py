@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from vitscale.ground.errors import NonFiniteError
 from vitscale.ground.files.durable import write_text
+from vitscale.ground.wording import finite
 from vitscale.recipe import Anomalies, Policy, Spike
 from vitscale.runs.names import ANOMALIES_DIR
 
@@ -152,16 +153,16 @@ class Anomaly:
             "policy": policy,
             "step": self.step,
             "position": self.position,
-            "loss": _json(self.loss),
+            "loss": self.loss,
             "lr": self.rate,
-            "grad_norm": _json(self.gradient_norm),
-            "ranks": [{"uids": rank.uids, "losses": [_json(loss) for loss in rank.losses]} for rank in self.ranks],
+            "grad_norm": self.gradient_norm,
+            "ranks": [{"uids": rank.uids, "losses": rank.losses} for rank in self.ranks],
         }
         # Several batches may be tried for one step.
         path = run_dir / ANOMALIES_DIR / f"step-{self.step:08d}-batch-{self.position:08d}.json"
         try:
             path.parent.mkdir(exist_ok=True)
-            write_text(path, json.dumps(report) + "\n")
+            write_text(path, json.dumps(finite(report)) + "\n")
         except OSError as error:
             return f"; its samples cannot be listed in {path}: {error.strerror or error}"
         return f"; its samples are listed in {path}"
@@ -172,7 +173,3 @@ class Suspects(NamedTuple):
 
     uids: list[int]
     losses: list[float]
-
-
-def _json(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -48,7 +48,7 @@ def named(line: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-class MetricsWriter:
+class MetricsWriter(MetricsLines):
     """Appends to the metrics of one run, for rank 0; the trackers get the same. A write that fails is reported once.
 
     Args:
@@ -58,19 +58,15 @@ class MetricsWriter:
     """
 
     def __init__(self, run_dir: Path, resume_step: int, trackers: Sequence[str]) -> None:
-        self._lines = MetricsLines(run_dir / METRICS_FILE, resume_step)
+        super().__init__(run_dir / METRICS_FILE, resume_step)
         self._followers = [_Follower(name, run_dir, resume_step) for name in trackers]
         for follower, seconds in _within(_STARTED_WITHIN_S, self._followers):
             follower.has_begun.wait(seconds)
 
     def training(self, step: int, values: Mapping[str, float | str]) -> None:
         """Write the metrics of training after `step` updates."""
-        self._lines.training(step, values)
+        super().training(step, values)
         self._put((step, named(values)))
-
-    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Write what `evaluation.evaluate` returned after `step` updates."""
-        self.training(step, {f"{OF_EVALUATIONS}{key}": value for key, value in values.items()})
 
     def _put(self, item: "_Item | None") -> None:
         for follower in self._followers:
