@@ -21,14 +21,7 @@ CHANNELS = 3
 _FEW_KEYS = 256
 
 
-class Unset:
-    """A layer of torch's that leaves its values unset (see the module's docstring)."""
-
-    def reset_parameters(self) -> None:
-        pass
-
-
-class Linear(Unset, nn.Linear):
+class Linear(Unfilled, nn.Linear):
     """`nn.Linear`, values unset."""
 
 
@@ -42,14 +35,14 @@ class OutputLayer(Linear):
         return F.linear(x_BD, self.weight).float() + self.bias.float()
 
 
-class LayerNorm(Unset, nn.LayerNorm):
+class LayerNorm(Unfilled, nn.LayerNorm):
     """Layer norm over the last dimension, values unset."""
 
     def __init__(self, width: int, eps: float = LAYER_NORM_EPS) -> None:
         super().__init__(width, eps=eps)
 
 
-class RMSNorm(Unset, nn.RMSNorm):
+class RMSNorm(Unfilled, nn.RMSNorm):
     """Division by the root of the mean square over the last dimension, and a factor of each channel; values unset."""
 
     def __init__(self, width: int, eps: float = LAYER_NORM_EPS) -> None:

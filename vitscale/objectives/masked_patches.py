@@ -37,7 +37,6 @@ class MaskedPatchPrediction(Objective):
     def __init__(self, backbone: Model, settings: MaskedPatches, counts: Counts) -> None:
         super().__init__(backbone)
         self.settings, self.counts = settings, counts
-        self._tokenizer: list[nn.Module] = []  # a list, so that it is no submodule
         self.mask = torch.nn.Parameter(torch.empty(1, 1, backbone.shape.width))
         self.prediction = OutputLayer(backbone.shape.width, settings.outputs(backbone.shape.patch_size))
 

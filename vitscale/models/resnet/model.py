@@ -15,17 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitscale.models.anatomy import Anatomy
-from vitscale.models.initialise import Initialiser, constant, lecun_normal, normal
-from vitscale.models.layers import (
-    CHANNELS,
-    OutputLayer,
-    Unset,
-    check_layers,
-    check_size,
-    drop_path,
-    no_record,
-    run_block,
-)
+from vitscale.models.initialise import Initialiser, Unfilled, constant, lecun_normal, normal
+from vitscale.models.layers import CHANNELS, OutputLayer, check_layers, check_size, drop_path, no_record, run_block
 from vitscale.models.model import Model, Outputs
 from vitscale.models.resnet.axial import AxialAttention2d
 from vitscale.models.resnet.weights import ResNetWeights, recognise
@@ -36,14 +27,14 @@ GROUP_NORM_EPS = {"v1": 1e-6, "v2": 1e-5}
 Variant = Literal["v1", "v2"]
 
 
-class GroupNorm(Unset, nn.GroupNorm):
+class GroupNorm(Unfilled, nn.GroupNorm):
     """Group norm of 32 groups, values unset."""
 
     def __init__(self, channels: int, variant: Variant) -> None:
         super().__init__(GROUPS, channels, eps=GROUP_NORM_EPS[variant])
 
 
-class StdConv(Unset, nn.Conv2d):
+class StdConv(Unfilled, nn.Conv2d):
     """Convolution without bias whose weights are standardised for each output channel (Qiao et al., 2019).
 
     The statistics are computed in fp32. v2 pads k // 2 on every side; v1 is 'SAME', which with a stride of 2 over an

@@ -116,7 +116,7 @@ def _halves(value: Tensor, heads: int) -> Tensor:
     return value.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def nearest(shape: "ViTShape", models: Mapping[str, tuple[int, int, int, int]]) -> tuple[str, dict[str, Any]]:
+def nearest(shape: "ViTShape", models: Mapping[str, Dimensions]) -> tuple[str, dict[str, Any]]:
     """Of timm's models, patch size, width, depth and heads by name, the most similar; the arguments that differ."""
     ours = (shape.patch_size, shape.width, shape.depth, shape.num_heads)
     name = max(models, key=lambda each: sum(a == b for a, b in zip(ours, models[each], strict=True)))
@@ -141,14 +141,6 @@ def timm(model: "ViT") -> TimmModel:
         {"first_conv": "patch_embed.proj", "classifier": "head"},
         fixed_size=True,
     )
-
-
-def nearest(shape: "ViTShape", models: Mapping[str, Dimensions]) -> tuple[str, dict[str, Any]]:
-    """The name of the most similar of timm's models, and the dimensions that differ, as timm's arguments."""
-    own = (shape.patch_size, shape.width, shape.depth, shape.num_heads)
-    name = max(models, key=lambda name: sum(a == b for a, b in zip(own, models[name], strict=True)))
-    pairs = zip(_ARGUMENTS, own, models[name], strict=True)
-    return name, {key: ours for key, ours, named in pairs if ours != named}
 
 
 def is_one(name: str) -> bool:

@@ -119,7 +119,7 @@ def _pool(source: Source, shapes: Shapes, name: str, arguments: dict[str, Any]) 
         pool, theirs = "normed_mean", "avg"
     asked = arguments.get("global_pool", source.config.get("global_pool"))
     if asked is None and eva.is_one(name):
-        asked = eva.usual_pool(name)
+        asked = "token" if "_clip_" in name else "avg"
     elif asked is None and name:
         asked = "avg" if "_gap_" in name else "map" if re.search(r"_(siglip|map)_", name) else "token"
     if asked not in (None, "", theirs):

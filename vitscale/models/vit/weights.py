@@ -170,7 +170,7 @@ class ViTWeights(ForeignWeights):
             alike = _TIMM_GATED if stem is None else {}
         if not alike:
             return None
-        nearest, dimensions = eva.nearest(shape, alike)
+        name, dimensions = eva.nearest(shape, alike)
         arguments: dict[str, Any] = {"img_size": self._model.image_size, **dimensions}
         if shape.fc1_dim != 4 * shape.width or shape.mlp == "swiglu":
             arguments["mlp_ratio"] = mlp_ratio(shape.width, shape.fc1_dim)

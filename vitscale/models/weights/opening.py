@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vitscale.ground.errors import CheckpointError, os_errors
+from vitscale.ground.wording import listed
 from vitscale.models.weights import huggingface, timm_hub
 from vitscale.models.weights.description import METADATA_KEY
 from vitscale.models.weights.npz import read_npz
