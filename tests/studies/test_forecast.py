@@ -16,6 +16,7 @@ from vitscale.about.report import gather, page
 from vitscale.about.studies.expansion import expand
 from vitscale.about.studies.forecast import Law, Point, read_forecasts, student_quantile
 from vitscale.about.studies.reading import load_study
+from vitscale.about.studies.results import read_results
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.ground.errors import DataError, RecipeError
 
@@ -86,6 +87,14 @@ def test_a_study_forecasts_a_run_before_it_begins(tmp_path):
     assert (out / "forecasts.json").read_bytes() == written
     report = gather([out])
     assert report.plain()["forecasts"] == content["forecasts"]
+    for place, key in (("", "high"), ("forecast", "low"), ("forecast", "exaflops")):
+        forged = json.loads((out / "results.json").read_text())
+        (one,) = forged["forecasts"]
+        (one[place] if place else one)[key] *= 1.01
+        (tmp_path / "forged").mkdir(exist_ok=True)
+        (tmp_path / "forged" / "results.json").write_text(json.dumps(forged))
+        with pytest.raises(DataError, match=r"results\.json"):
+            read_results(tmp_path / "forged")
     html = page(report)
     for drawn in ("forecast-0", "compute-0"):  # four models of one number of images
         assert f'id="{drawn}-' in html
@@ -104,6 +113,7 @@ FORECAST = {"name": "c", "made_at": "", "exaflops": 3.0, "loss": 1.8, "low": 1.7
         json.dumps({"c": FORECAST}),
         json.dumps({"c": {**FORECAST, "points": POINTS}}),
         json.dumps({"c": {**FORECAST, "points": [POINTS[0]] * 3}}),
+        json.dumps({"c": {**FORECAST, "points": [*POINTS, {"name": "d", "exaflops": 4.0, "loss": 1.7}]}}),
         json.dumps({"c": {**FORECAST, "points": [*POINTS, {"name": "d", "exaflops": -1, "loss": 1}]}}),
         json.dumps({"c": {**FORECAST, "points": [*POINTS, POINTS[0]]}}).replace("0.1", "1e999"),
     ],

@@ -49,6 +49,9 @@ class Forecast:
     exponent: Annotated[float, pydantic.Field(gt=-1e18, lt=1e18)]  # b
     points: Annotated[list[Point], pydantic.Field(min_length=LEAST_RUNS, max_length=2000)]
 
+    def __post_init__(self) -> None:
+        check_follows(self.points, self.exaflops, (self.loss, self.low, self.high))
+
     @classmethod
     def of(cls, name: str, exaflops: float, points: Sequence[Point]) -> Self:
         """Raises `RecipeError` if the points are of one compute, or too few."""
@@ -85,6 +88,13 @@ class Law:
         return loss, low, high
 
 
+def check_follows(points: Sequence[Point], exaflops: float, told: Sequence[float | None]) -> None:
+    """Raise `ValueError` for a loss, low and high in a file that the law does not say, `RecipeError` without a law."""
+    for wanted, value in zip(Law(points).at(exaflops), told, strict=True):
+        if value is None or not math.isclose(value, wanted, rel_tol=1e-6):
+            raise ValueError(f"a forecast of {value}, where its points say {wanted:.6g}")
+
+
 def student_quantile(share: float, freedom: int) -> float:
     """t such that |T| <= t with this probability, T of Student's distribution with so many degrees of freedom.
 
@@ -106,10 +116,7 @@ def read_forecasts(folder: Path) -> dict[str, Forecast]:
     """What was expected of entries, by name; nothing where none was. Raises `DataError` for a damaged file."""
     path = folder / FORECASTS_FILE
     try:
-        found = _CONTENT.validate_python(read_object(path)) if path.exists() else {}
-        for one in found.values():
-            Law(one.points)
-        return found
+        return _CONTENT.validate_python(read_object(path)) if path.exists() else {}
     except RecipeError as error:
         raise DataError(f"{path}: damaged: {error}") from None
     except pydantic.ValidationError as error:

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Self
 import pydantic
 
 from vitscale.about.studies.expansion import Choice, Entry
-from vitscale.about.studies.forecast import METRIC, Forecast, Law, Point
+from vitscale.about.studies.forecast import METRIC, Forecast, Law, Point, check_follows
 from vitscale.about.studies.outcomes import StudyState, mean_scores
-from vitscale.ground.errors import DataError
+from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.vtab import TASKS, vtab_means
 from vitscale.ground.wording import describe_mistake
 from vitscale.recipe import recipe_name
@@ -148,6 +148,10 @@ class Scored:
     low: Number | None = None
     high: Number | None = None
 
+    def __post_init__(self) -> None:
+        if self.run is not None:
+            check_follows(self.forecast.points, self.run.exaflops, (self.expected, self.low, self.high))
+
     @property
     def is_within(self) -> bool | None:
         """Whether the loss is in the interval; None before the run is done."""
@@ -207,7 +211,7 @@ def read_results(folder: Path) -> StudyResults | None:
         return _CONTENT.validate_python(content)
     except pydantic.ValidationError as error:
         raise DataError(f"{path}: damaged: {describe_mistake(error.errors()[0])}") from None
-    except ValueError as error:
+    except (RecipeError, ValueError) as error:
         raise DataError(f"{path}: damaged: {error}") from None
 
 
