@@ -86,8 +86,8 @@ def test_a_model_larger_than_its_device_is_spread(parts, dtype):
     spread = place(description.build(), values, dtype, join(), max_memory_gb=0.6 * size / 1e9)
     assert {"cpu", "disk"} == set(spread.hf_device_map.values())
     assert any(parameter.is_meta for parameter in spread.parameters())
-    assert are_equal(spread(pixels), whole(pixels))
     with torch.no_grad():
+        assert are_equal(spread(pixels), whole(pixels))
         assert torch.equal(spread.block_tokens(pixels, 4).tokens, whole.block_tokens(pixels, 4).tokens)
 
 
