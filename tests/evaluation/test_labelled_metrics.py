@@ -6,11 +6,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from commands import command
 from messages import refusal
 from pictures import encoded, make_picture
 from toy_split import model, split
 
-from vitscale.cli.entry import convert
+from vitscale.cli.convert import app
 from vitscale.data.augmentation import EvalTransform
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
@@ -145,10 +146,7 @@ def validation_set(tmp_path) -> Manifest:
         path = tmp_path / "images" / f"n{number:08d}" / f"ILSVRC2012_val_{number:08d}.jpg"
         path.parent.mkdir(parents=True)
         path.write_bytes(encoded(make_picture(number % 256, 40, 40), quality=90))
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
-        patch.setattr("sys.argv", ["x", str(tmp_path / "images"), str(tmp_path / "data"), "--workers", "1"])
-        convert()
-    assert end.value.code == 0
+    assert command(tmp_path / "images", tmp_path / "data", "--workers", 1, app=app).returncode == 0
     return Manifest.load(tmp_path / "data")
 
 

@@ -12,6 +12,7 @@ import json
 import math
 import re
 import shutil
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -176,8 +177,8 @@ class _Writer:
     def __init__(self, folder: Path, what: str, expected: int | None) -> None:
         self.what, self.samples = what, 0
         self._folder, self._expected = folder, expected
-        self._labels: list[Tensor] = []
-        self._uids: list[Tensor] = []
+        # Not the batches' tensors: between them malloc found no room for what was freed, a batch of tokens more each time.
+        self._labels, self._uids = array("q"), array("q")
         self._files: list[str] = []
         self._shape: tuple[int, ...] = ()  # of one row
         self._most = _ROWS  # rows of one file
@@ -193,8 +194,8 @@ class _Writer:
             needed, free = (self._expected or 0) * size, shutil.disk_usage(self._folder).free
             if needed > free > 0:
                 raise DataError(f"{self._folder.parent}: {self.what} take {needed:,} bytes, and {free:,} are free")
-        self._labels.append(rows[1])
-        self._uids.append(rows[2])
+        self._labels.extend(rows[1].tolist())
+        self._uids.extend(rows[2].tolist())
         self.samples += len(values)
         while len(values):
             if self._file is None:
@@ -210,12 +211,11 @@ class _Writer:
     def finish(self, about: dict[str, Any], names: Mapping[int, str] | None) -> None:
         if self._file is not None:
             self._close()
-        labels, uids = torch.cat(self._labels), torch.cat(self._uids)
-        for name, values in (("labels.npy", labels), ("uids.npy", uids)):
-            np.save(self._folder / name, values.numpy())
+        for name, values in (("labels.npy", self._labels), ("uids.npy", self._uids)):
+            np.save(self._folder / name, np.asarray(values))
             self._files.append(name)
         if names:
-            (self._folder / KEYS).write_text(json.dumps([names[uid] for uid in uids.tolist()], indent=0) + "\n")
+            (self._folder / KEYS).write_text(json.dumps([names[uid] for uid in self._uids], indent=0) + "\n")
             self._files.append(KEYS)
         digests = {name: file_digests(self._folder / name).sha256 for name in self._files}
         content: dict[str, Any] = {"version": _VERSION, "samples": self.samples, "width": self._shape[-1]}
