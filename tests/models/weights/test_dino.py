@@ -206,3 +206,36 @@ def test_the_printed_lines_open_a_folder(tmp_path, monkeypatch, capsys):
     scope = {"transformers": transformers}
     exec("\n".join(lines), scope)
     assert_same_tokens(model, scope["model"].eval())
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_their_authors_own_file_with_registers(gated, tmp_path):
+    """Against timm, which reads such files too: it adds the class token's position to the token."""
+    timm = pytest.importorskip("timm").models.vision_transformer
+    layer = {"mlp_layer": timm.SwiGLUPacked, "act_layer": torch.nn.SiLU} if gated else {}
+    sizes = {
+        "img_size": SIZE,
+        "patch_size": 8,
+        "embed_dim": 48,
+        "depth": 2,
+        "num_heads": 3,
+        "init_values": 0.1,
+        **layer,
+    }
+    peer = randomised(timm.VisionTransformer(**sizes, num_classes=0, reg_tokens=3, no_embed_class=True)).eval()
+    theirs = {"reg_token": "register_tokens"} | ({"mlp.fc1": "mlp.w12", "mlp.fc2": "mlp.w3"} if gated else {})
+    state = {"mask_token": torch.zeros(1, 48)}
+    for key, value in peer.state_dict().items():
+        for timms, name in theirs.items():
+            key = key.replace(timms, name)
+        state[key] = value
+    state["pos_embed"] = torch.randn(1, 65, 48)
+    torch.save(state, tmp_path / "reg4.pth")
+    peer.load_state_dict(timm.checkpoint_filter_fn(dict(state), peer))
+    source = open_weights(tmp_path / "reg4.pth")
+    block = OURS | ({"mlp": "swiglu", "mlp_dim": 96} if gated else {"mlp": "exact_gelu", "mlp_dim": 192})
+    model = valued(described(block | {"class_position": False}, SIZE))
+    load_weights(model, source, drop=HEAD)
+    with torch.no_grad():
+        found, expected = model(images(SIZE)).pooled, peer(images(SIZE).permute(0, 3, 1, 2))
+    assert (found - expected).abs().max() < 1e-4 and expected.std() > 0.1

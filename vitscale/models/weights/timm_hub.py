@@ -26,6 +26,7 @@ _IDLE = {
     *("attn_drop_rate", "drop_path_rate", "weight_init", "fix_init", "dynamic_img_size", "dynamic_img_pad"),
     *("strict_img_size", "head_init_scale", "zero_init_last"),
 }
+_REGISTERS, _GATED = "register_tokens", "blocks.0.mlp.w12.weight"  # as DINOv2's authors call them
 _SWIN = "layers.0.blocks.0.attn.relative_position_bias_table"
 _MERGING = r"^layers\.(\d{1,4})\.downsample\."
 
@@ -100,10 +101,13 @@ def check_arguments(source: Source, seen: set[str], fixed: dict[str, tuple[Any, 
 
 
 def renamed(path: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
-    """The entries by timm's names, where they are those of Swin's authors. Raises `CheckpointError`.
+    """The entries by timm's names, where they are those of DINOv2's or Swin's authors. Raises `CheckpointError`.
 
-    The authors count patch merging to the stage before it, and have no module around the head.
+    With registers, DINOv2's authors store a position of the class token, which timm adds to that token. Swin's count patch
+    merging to the stage before it, and have no module around the head.
     """
+    if _GATED in entries or _REGISTERS in entries:
+        return _of_dinov2(path, entries)
     if _SWIN not in entries:
         return entries
     is_theirs = any(key.startswith("layers.0.downsample.") for key in entries)
@@ -113,6 +117,27 @@ def renamed(path: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
         return re.sub(_MERGING, lambda at: f"layers.{int(at[1]) + 1}.downsample.", name) if is_theirs else name
 
     return rename(path, without_indices(entries), new_name)
+
+
+def _of_dinov2(path: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
+    names = {_REGISTERS: "reg_token"}
+    named = rename(path, entries, lambda name: names.get(name, re.sub(r"\.mlp\.w(12|3)\.", _layer_of_mlp, name)))
+    token, positions = entries.get("cls_token"), entries.get("pos_embed")
+    if (
+        _REGISTERS in entries
+        and token is not None
+        and positions is not None
+        and len(positions.shape) == 3
+        and positions.shape[1] > 1
+    ):
+        one, length, width = positions.shape
+        named["cls_token"] = token.changed(token.shape, lambda value: value + positions.read()[:, :1])
+        named["pos_embed"] = positions.changed((one, length - 1, width), lambda value: value[:, 1:])
+    return named
+
+
+def _layer_of_mlp(found: re.Match[str]) -> str:
+    return ".mlp.fc1." if found[1] == "12" else ".mlp.fc2."
 
 
 def read_folder(folder: Path, config: dict[str, Any]) -> Source:
