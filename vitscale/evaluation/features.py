@@ -177,7 +177,7 @@ class _Writer:
     def __init__(self, folder: Path, what: str, expected: int | None) -> None:
         self.what, self.samples = what, 0
         self._folder, self._expected = folder, expected
-        # Not the batches' tensors: between them malloc found no room for what was freed, a batch of tokens more each time.
+        # Not the batches' tensors: among them malloc finds no room for the next batch where it freed the last one.
         self._labels, self._uids = array("q"), array("q")
         self._files: list[str] = []
         self._shape: tuple[int, ...] = ()  # of one row

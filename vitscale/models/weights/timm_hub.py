@@ -103,8 +103,8 @@ def check_arguments(source: Source, seen: set[str], fixed: dict[str, tuple[Any, 
 def renamed(path: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
     """The entries by timm's names, where they are those of DINOv2's or Swin's authors. Raises `CheckpointError`.
 
-    With registers, DINOv2's authors store a position of the class token, which timm adds to that token. Swin's count patch
-    merging to the stage before it, and have no module around the head.
+    With registers, DINOv2's authors store a position of the class token, which timm adds to that token. Swin's authors
+    count patch merging to the stage before it, and have no module around the head.
     """
     if _GATED in entries or _REGISTERS in entries:
         return _of_dinov2(path, entries)
@@ -123,16 +123,10 @@ def _of_dinov2(path: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
     names = {_REGISTERS: "reg_token"}
     named = rename(path, entries, lambda name: names.get(name, re.sub(r"\.mlp\.w(12|3)\.", _layer_of_mlp, name)))
     token, positions = entries.get("cls_token"), entries.get("pos_embed")
-    if (
-        _REGISTERS in entries
-        and token is not None
-        and positions is not None
-        and len(positions.shape) == 3
-        and positions.shape[1] > 1
-    ):
+    if _REGISTERS in entries and token is not None and positions is not None and len(positions.shape) == 3:
         one, length, width = positions.shape
         named["cls_token"] = token.changed(token.shape, lambda value: value + positions.read()[:, :1])
-        named["pos_embed"] = positions.changed((one, length - 1, width), lambda value: value[:, 1:])
+        named["pos_embed"] = positions.changed((one, max(length - 1, 0), width), lambda value: value[:, 1:])
     return named
 
 
