@@ -398,8 +398,9 @@ def test_blocks_are_stretched_as_dinov3_does_in_training_alone():
                 for row in centres
                 for column in centres
             ]
-            angles = torch.tensor(expected, dtype=torch.float64).repeat(1, 2)
-            torch.testing.assert_close(found.double(), torch.stack([angles.cos(), angles.sin()]), rtol=0, atol=2e-6)
+            half = torch.tensor(expected, dtype=torch.float64)
+            turned = torch.stack([half.cos().repeat(1, 2), torch.cat([-half.sin(), half.sin()], dim=1)])
+            torch.testing.assert_close(found.double(), turned, rtol=0, atol=2e-6)
     assert torch.equal(model.eval()(pixels).tokens, plain)
 
 

@@ -103,7 +103,7 @@ def patch_rotation(
     unit: Literal["image", "patch"] = "image",
     stretch: Sequence[float] = (1.0, 1.0),
 ) -> Tensor:
-    """Cosines and sines of the angles by which `rotate` turns a grid x grid of patches: (2, N, d).
+    """Cosines and sines, negative for the first d / 2, of the angles by which `rotate` turns a grid x grid: (2, N, d).
 
     `rope` as in DINOv3: rows and columns of the patches' centres are numbers in [-1, 1], whatever the resolution, and
     count full turns. `1d_rope` as in EVA-02: they begin at 0, a side is 16 whatever the resolution, and they count
@@ -117,8 +117,9 @@ def patch_rotation(
     radians = patches * a_patch if kind == "1d_rope" else 2 * math.pi * ((patches + 0.5) * (2 / grid) - 1)
     rows, columns = ((factor * radians)[:, None] * frequencies for factor in stretch)  # (n, d / 4)
     by_row, by_column = rows[:, None].expand(grid, grid, -1), columns[None].expand(grid, grid, -1)
-    angles_Nd = torch.cat([by_row, by_column], dim=-1).flatten(0, 1).tile(2)
-    return torch.stack([angles_Nd.cos(), angles_Nd.sin()]).to(like.dtype)
+    half_Nd = torch.cat([by_row, by_column], dim=-1).flatten(0, 1)
+    sin_Nd = half_Nd.sin()
+    return torch.stack([half_Nd.cos().tile(2), torch.cat([-sin_Nd, sin_Nd], dim=-1)]).to(like.dtype)
 
 
 def rotate(x_BATd: Tensor, rotation_2Nd: Tensor) -> Tensor:
@@ -128,9 +129,9 @@ def rotate(x_BATd: Tensor, rotation_2Nd: Tensor) -> Tensor:
     """
     cos_Nd, sin_Nd = rotation_2Nd
     before = x_BATd.shape[2] - cos_Nd.shape[-2]
-    others, patches = x_BATd[:, :, :before], x_BATd[:, :, before:]
-    first, second = patches.chunk(2, dim=-1)
-    return torch.cat([others, patches * cos_Nd + torch.cat([-second, first], dim=-1) * sin_Nd], dim=2)
+    patches = x_BATd[:, :, before:]
+    rotated = patches * cos_Nd + patches.roll(patches.shape[-1] // 2, -1) * sin_Nd  # parts' gradients: a pass for each
+    return torch.cat([x_BATd[:, :, :before], rotated], dim=2) if before else rotated
 
 
 def resample_positions(
