@@ -16,7 +16,7 @@ from vitscale.recipe import families
 
 def weight_dtype(recipe: recipes.Recipe) -> torch.dtype:
     """The dtype of the weights that a recipe's model computes with; its precision must no longer be `auto`."""
-    assert recipe.precision != "auto", "which precision auto is depends on a device: see training/automatic.py"
+    assert recipe.precision != "auto", "which precision auto is depends on a device: see beginning/automatic.py"
     return torch.float32 if recipe.precision == "fp32" else torch.bfloat16
 
 

@@ -103,17 +103,17 @@ class Parallelism(Block):
 
     @property
     def compiles(self) -> bool:
-        """Whether blocks are compiled; where that is left to the device: see training/automatic.py."""
+        """Whether blocks are compiled; where that is left to the device: see beginning/automatic.py."""
         return self.compile is True
 
     @property
     def overlaps(self) -> bool:
-        """Whether sending overlaps with computing; where that is left to the device: see training/automatic.py."""
+        """Whether sending overlaps with computing; where that is left to the device: see beginning/automatic.py."""
         return self.overlap is True
 
     @property
     def exchanges(self) -> bool:
-        """Whether several ranks send by training/exchange.py, and not by DeepSpeed."""
+        """Whether several ranks send by training/deepspeed/exchange.py, and not by DeepSpeed."""
         return self.overlaps and self.zero_stage in (1, 2)
 
     def hpz_ranks(self, world_size: int) -> int:
