@@ -258,12 +258,14 @@ def _parts_without_place(model: "ViT", form: Format) -> list[str]:
     refused = {
         "norm_eps": True,
         "qkv_bias": shape.qkv_bias == "no_key",
-        # Its positions are those of patches alone, or of all tokens.
         "registers": model.cls is not None and shape.class_position,
         "mlp": has_map and shape.mlp == "swiglu",
         "sub_norm": has_map,
     }
-    return [key for key in found if refused.get(key, False)]
+    said = {
+        "registers": "registers beside a class token that has a position (class_position: false has it in the token)"
+    }
+    return [said.get(key, key) for key in found if refused.get(key, False)]
 
 
 def _flax(model: "ViT") -> Iterator[Rule]:
