@@ -263,7 +263,7 @@ def _parts_without_place(model: "ViT", form: Format) -> list[str]:
         "sub_norm": has_map,
     }
     said = {
-        "registers": "registers beside a class token that has a position (class_position: false has it in the token)"
+        "registers": "registers beside a class token with a position (class_position: false: it is part of the token)"
     }
     return [said.get(key, key) for key in found if refused.get(key, False)]
 
