@@ -1,4 +1,4 @@
-"""How fast models are on this device: images/s and the largest batch by image size (appendix D.4, Figure 12).
+"""How fast models are on this device: images/s and the largest batch by image size (appendix D.4, Figure 11).
 
     $ python benchmarks/inference_speed.py ViT-B/16 ResNet50x1 --out speed
     $ python benchmarks/inference_speed.py ViT-L/16 --out speed --sizes 224,384 --precision bf16 --seconds 30
@@ -222,7 +222,7 @@ def _release(device: torch.device) -> None:
 
 
 def speed_figure(found: Sequence[Throughput], device: str, precision: str) -> InspectionFigure:
-    """The figure of images/s by image size, with the largest batch beside it if it was measured (Figure 12)."""
+    """The figure of images/s by image size, with the largest batch beside it if it was measured (Figure 11)."""
     has_largest = any(each.largest_batch for each in found)
     names = list(dict.fromkeys(each.model for each in found))
 

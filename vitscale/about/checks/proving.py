@@ -93,7 +93,7 @@ def small_form(recipe: Recipe, data_root: Path, ranks: int) -> Recipe:
 
     Unchanged are the ZeRO stage and whatever else a `deepspeed` block says, precision, offload, compilation, what is
     recomputed, objective, optimizer, groups, clipping, kind of schedule, average, and whether micro-batches are
-    accumulated. Sizes of buckets shrink with the model, so that it has several too. Dropout and drop-path are off.
+    accumulated. Sizes of buckets shrink with the model, so that it has several too. Dropout is off.
 
     Raises `RecipeError` if the recipe does not run on so many ranks, or its model draws other random numbers.
     """
