@@ -78,7 +78,7 @@ if [ -z "${2:-}" ]; then
         pip install --quiet --no-compile --constraint constraints.txt --no-build-isolation ffcv >>"$log" 2>&1 ||
         no_ffcv="it could not be compiled (whole log: $log)"
     [ -z "$no_ffcv" ] ||
-        say "FFCV is left out: $no_ffcv. All but \`vitscale shards verify --stock\` works; later: pip install '.[ffcv]'"
+        say "FFCV is left out: $no_ffcv. All but \`vitscale shards verify --stock\` works; later: pip install -e '.[ffcv]'"
     say "3/4 vitscale and the other packages"
     install --no-build-isolation --editable '.[demo,plot]'
     say "4/4 a first import of everything"
