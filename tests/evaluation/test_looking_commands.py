@@ -60,7 +60,7 @@ def place(home, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_two(home, place) -> dict[str, str]:
-    """What two processes print for the commands above, and for files of answers: one launch."""
+    """What two processes print for the commands above, one of which also writes its answers, and for `features`."""
     commands = commands_of(home, place)
     commands["data"] += ["--out", place / "answers of two"]
     commands["features"] = ["features", home / "run", "test", "--out", place / "features of two", "--view", "fewshot"]

@@ -130,7 +130,8 @@ def rotate(x_BATd: Tensor, rotation_2Nd: Tensor) -> Tensor:
     cos_Nd, sin_Nd = rotation_2Nd
     before = x_BATd.shape[2] - cos_Nd.shape[-2]
     patches = x_BATd[:, :, before:]
-    rotated = patches * cos_Nd + patches.roll(patches.shape[-1] // 2, -1) * sin_Nd  # parts' gradients: a pass for each
+    # Not by its two parts: the gradient of each would fill a whole tensor with zeros, which are added.
+    rotated = patches * cos_Nd + patches.roll(patches.shape[-1] // 2, -1) * sin_Nd
     return torch.cat([x_BATd[:, :, :before], rotated], dim=2) if before else rotated
 
 

@@ -120,18 +120,18 @@ def renamed(path: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
 
 
 def _of_dinov2(path: Path, entries: dict[str, Entry]) -> dict[str, Entry]:
-    names = {_REGISTERS: "reg_token"}
-    named = rename(path, entries, lambda name: names.get(name, re.sub(r"\.mlp\.w(12|3)\.", _layer_of_mlp, name)))
+    def new_name(name: str) -> str:
+        if name == _REGISTERS:
+            return "reg_token"
+        return name.replace(".mlp.w12.", ".mlp.fc1.").replace(".mlp.w3.", ".mlp.fc2.")
+
+    named = rename(path, entries, new_name)
     token, positions = entries.get("cls_token"), entries.get("pos_embed")
     if _REGISTERS in entries and token is not None and positions is not None and len(positions.shape) == 3:
         one, length, width = positions.shape
         named["cls_token"] = token.changed(token.shape, lambda value: value + positions.read()[:, :1])
         named["pos_embed"] = positions.changed((one, max(length - 1, 0), width), lambda value: value[:, 1:])
     return named
-
-
-def _layer_of_mlp(found: re.Match[str]) -> str:
-    return ".mlp.fc1." if found[1] == "12" else ".mlp.fc2."
 
 
 def read_folder(folder: Path, config: dict[str, Any]) -> Source:
