@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from contextlib import redirect_stdout, suppress
@@ -222,18 +221,23 @@ def test_a_terminal_without_a_character_shows_its_number(dataset):
     ],
 )
 def test_ctrl_c_while_modules_are_imported_leaves_no_trace(command, imported, tmp_path):
-    python, *rest = entry(*command)
-    started = [python, "-v", *rest]  # says on stderr what it imports
-    with subprocess.Popen(
-        started, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tmp_path
-    ) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if line.startswith(f"import '{imported}."):
-                process.send_signal(signal.SIGINT)
-                break
-        errors = process.stderr.read()
-    assert process.returncode == 130 and "Traceback" not in errors
+    # Sent from inside: from outside it may come when the command has ended.
+    finder = f"""if True:
+        import os, signal, sys
+
+        class Finder:
+            def find_spec(name, path=None, target=None):
+                if name.startswith("{imported}."):
+                    sys.meta_path.remove(Finder)
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        sys.meta_path.insert(0, Finder)
+        """
+    python, option, program, *arguments = entry(*command)
+    assert option == "-c"
+    words = [python, "-c", f"{finder}\n{program}", *arguments]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 130 and "Traceback" not in done.stderr
 
 
 def test_an_error_that_follows_ctrl_c_leaves_no_trace():
