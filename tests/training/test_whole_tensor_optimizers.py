@@ -5,6 +5,7 @@ and moved to others; their recipes, checkpoints and memory.
 import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -102,6 +103,11 @@ def timms(name: str, big_visions: bool) -> dict[tuple[str, str], np.ndarray]:
     With `big_visions` it is given the tensors that a Vision Transformer of big_vision has.
     """
     optimizers = pytest.importorskip("timm.optim")
+    newton_schulz = optimizers.muon.zeropower_via_newtonschulz
+
+    def in_fp32(matrix: torch.Tensor, *settings: Any, **options: Any) -> torch.Tensor:  # as ours on CPUs
+        return newton_schulz(matrix.bfloat16(), *settings, **options | {"dtype": torch.float32}).bfloat16()
+
     weights = {
         each: [torch.nn.Parameter(part) for part in theirs(each, TENSORS.initial(each), big_visions)] for each in HOW
     }
@@ -117,11 +123,13 @@ def timms(name: str, big_visions: bool) -> dict[tuple[str, str], np.ndarray]:
         for group, each in zip(groups, HOW, strict=True):
             group["use_fallback"] = each not in MATRICES
         optimizer = optimizers.Muon(groups)
-    for step in range(TENSOR_UPDATES):
-        for each, parameters in weights.items():
-            for parameter, part in zip(parameters, theirs(each, TENSORS.numbers(each, step), big_visions), strict=True):
-                parameter.grad = part
-        optimizer.step()
+    with mock.patch("timm.optim.muon.zeropower_via_newtonschulz", in_fp32):
+        for step in range(TENSOR_UPDATES):
+            for each, parameters in weights.items():
+                gradients = theirs(each, TENSORS.numbers(each, step), big_visions)
+                for parameter, part in zip(parameters, gradients, strict=True):
+                    parameter.grad = part
+            optimizer.step()
     found = {("master", each): ours(each, parameters, big_visions) for each, parameters in weights.items()}
     for each, parameters in weights.items():
         for kind, value in optimizer.state[parameters[0]].items():
