@@ -6,6 +6,7 @@ metrics of a run that was not stopped, by the version that made it.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,8 @@ def test_it_goes_on_and_is_verified_and_reported(tmp_path, name):
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     expected = [json.loads(line) for line in (folder / "expected.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, expected[-1]["step"] + 1))
+    page = (HERE.parents[1] / "docs" / "operations.md").read_text()
+    assert {key for line in lines for key in line if "/" not in key} <= set(re.findall(r"`(\w+)`", page))
     for line, wanted in zip(lines[-len(expected) :], expected, strict=True):
         assert line["batch_digest"] == wanted["batch_digest"] and line["lr"] == wanted["lr"]
         for key in ("loss", "grad_norm"):  # processors round otherwise

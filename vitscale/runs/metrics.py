@@ -1,12 +1,6 @@
 """metrics.jsonl: what a run reports while it trains.
 
-Each line is a JSON object with `step` (updates done, from 1) and `time` (UTC). Training lines have `epoch` (epochs
-done, a fraction), `images_seen`, `loss`, `lr`, `grad_norm`, `images_per_s`, `data_wait_s` (per step; older files call
-it `data_wait`), `step_time_s`, `world_size`, `exaflops`, `mfu`, `peak_memory_bytes`, `checkpoint_stall_s` (seconds that
-training waited for saves since the last line), `anomalies` (so far in the run), `slowest_rank`, `slowest_rank_s` and
-`median_rank_s` (a rank's own seconds per step: forward passes and waiting for data), `bad_samples` (damaged ones since
-the last line), `first_step` (in a branch: the updates that its trunk has done) and `batch_digest`, each only if it is
-known. Evaluations have lines of their own with `step` and `eval/<evaluator>/<metric>`. A value that is not finite is
+docs/operations.md says what the lines have. Older files call `data_wait_s` `data_wait`. A value that is not finite is
 null, because JSON has no NaN.
 """
 
