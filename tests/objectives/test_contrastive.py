@@ -2,14 +2,11 @@
 
 import pytest
 import torch
+from objectives.updates import assert_counted, assert_near, update
 from pytorch_metric_learning.losses import NTXentLoss, SupConLoss
 from small_recipes import with_initial_values
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from vitscale.flops.work import recipe_work
 from vitscale.ground.errors import RecipeError
-from vitscale.ground.ranks import Sums
 from vitscale.objectives import build_objective
 from vitscale.objectives.contrastive import contrastive_losses
 from vitscale.objectives.joint_embedding import collapse_figures
@@ -77,18 +74,9 @@ def test_in_parts_loss_and_gradients_are_those_of_the_whole_batch(loss, micro, s
     projected = objective.projection(torch.stack(alone, dim=1).flatten(0, 1))
     expected = contrastive_losses(projected, labels.repeat_interleave(3), 0.1)[0].mean()
     gradients = torch.autograd.grad(expected, list(objective.parameters()))
-    parts = [slice(start, start + micro) for start in range(0, 4, micro)]
-    with torch.no_grad():
-        rows = torch.cat([objective([view[part] for view in views], None) for part in parts])
-    agreed = objective.agree(rows, labels, Sums(), {}).rows
-    found = 0.0
-    for part in parts:
-        losses = objective([view[part] for view in views], labels[part], tuple(each[part] for each in agreed))
-        (losses.per_sample.sum() / 4).backward()
-        found += losses.per_sample.sum().item() / 4
-    assert found == pytest.approx(expected.item(), rel=1e-6)
-    for parameter, gradient in zip(objective.parameters(), gradients, strict=True):
-        assert float((parameter.grad - gradient).norm()) <= 3e-6 * float(gradient.norm()) + 1e-8
+    losses, _ = update(recipe, objective, views, labels, size=micro)
+    assert losses.per_sample.mean().item() == pytest.approx(expected.item(), rel=1e-6)
+    assert_near(objective.parameters(), gradients)
 
 
 @pytest.mark.parametrize(("group", "data"), [(2, {}), ("global", {}), ("global", TWO_SIZES), (4, TWO_SIZES)])
@@ -97,21 +85,7 @@ def test_the_operations_counted_are_those_of_torch(group, data):
     content |= {"data": {**RECIPE["data"], **data}}
     content["model"] = {**RECIPE["model"], "position": {"kind": "rope"}}  # learned ones are resampled by a product
     recipe = validate_recipe(content, "test")
-    objective = build_objective(recipe, 0)
-    views = [torch.zeros(4, view.count, side, side, 3) for view, side in recipe.data.training_views()]
-    labels, plan = torch.zeros(4, dtype=torch.int64), ()
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        if recipe.objective.prepares:
-            with torch.no_grad():
-                rows = objective(views, None)
-            plan = (*[torch.zeros(4)] * 4, torch.zeros_like(rows))
-        losses = objective(views, labels, plan).per_sample
-        losses.sum().backward()
-    work = recipe_work(recipe, 0)
-    similarities = sum(each.macs + each.backward_macs for each in work.operations if each.part == "similarities")
-    macs = sum(each.macs + each.backward_macs for each in work.operations)
-    assert counter.get_total_flops() == 2 * 4 * (macs - (similarities if group == "global" else 0))
-    assert work.params == sum(parameter.numel() for parameter in objective.parameters())
+    assert_counted(recipe, build_objective(recipe, 0), 4)
 
 
 @pytest.mark.parametrize(("kind", "views"), [("contrastive", 2), ("lejepa", 3)])

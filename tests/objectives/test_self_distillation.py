@@ -3,20 +3,16 @@
 import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
+from objectives.test_sinkhorn import published
+from objectives.updates import assert_counted, assert_near, sample_keys, update
 from small_recipes import DINO, with_initial_values
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from vitscale.data.draws import hashes
-from vitscale.flops.work import recipe_work
 from vitscale.ground.ranks import Sums
 from vitscale.objectives import build_objective
 from vitscale.objectives.dino_losses import class_losses, gram_losses, koleo, patch_losses
-from vitscale.objectives.objective import all_rows, joined
 from vitscale.recipe import validate_recipe
 
 VIEWS = [{"name": "first"}, {"name": "second"}, {"name": "local", "count": 3, "size": 16}]
@@ -106,15 +102,6 @@ def built(changes=(), model=()):
     return recipe, objective
 
 
-def published(Q):
-    """The published loop, in double precision."""
-    Q = Q.double().exp().t()
-    for _ in range(3):
-        Q = Q / Q.sum(dim=1, keepdim=True)
-        Q = Q / Q.sum(dim=0, keepdim=True)
-    return Q.t()
-
-
 def head(weights, name, rows):
     for number, following in ((0, True), (2, True), (4, False)):
         rows = rows @ weights[f"{name}.layers.{number}.weight"].T + weights[f"{name}.layers.{number}.bias"]
@@ -161,37 +148,19 @@ def test_loss_gradient_and_targets_are_those_of_the_undivided_batch(prototypes, 
     """For micro-batches of one and of two groups, against the published loop over all of it; in double precision but
     for targets and what is compared, as in single precision large weights leave only four digits of gradients.
     """
-    objective = built({"ibot": {"prototypes": prototypes}}, model)[1].double()
+    recipe, objective = built({"ibot": {"prototypes": prototypes}}, model)
+    objective.double().train()
     views = [random(8, count, side, side, 3, seed=side + count).double() for count, side in ((1, 32), (1, 32), (3, 16))]
-    keys = hashes(8, 1).view(np.int64)
-    masks, _ = objective.plan(keys, 0)
+    masks, _ = objective.plan(sample_keys(8), 0)
     expected = whole_batch(objective, views, masks, "dino" if prototypes is None else "ibot")
     gradients = torch.autograd.grad(expected, list(objective.parameters()))
-    labels, agreed = torch.zeros(8, dtype=torch.int64), {}
-    first = [views[kind] for kind in objective.prepared_kinds(len(views))]
-    for groups in (1, 2):
-        size = 4 * groups
-        parts = [slice(start, start + size) for start in range(0, 8, size)]
-        plans = [objective.plan(keys[part], 0) for part in parts]
-        objective.zero_grad()
-        objective.eval()
-        with torch.no_grad():
-            rows = joined(
-                [objective([v[part] for v in first], None, plan) for part, plan in zip(parts, plans, strict=True)]
-            )
-        objective.train()
-        weights = dict(objective.named_weights())
-        found = objective.agree(rows, labels, Sums(), {name: weights[name] for name in objective.settings.reads})
-        agreed[groups], total = found, 0.0
-        for number, (part, plan) in enumerate(zip(parts, plans, strict=True)):
-            own = tuple(each.chunk(len(parts))[number] for each in found.rows)
-            losses = objective([v[part] for v in views], labels[part], (*plan, *own, *found.shared))
-            (losses.per_sample.sum() / 8).backward()
-            total += losses.per_sample.sum().item() / 8
-        assert total == pytest.approx(expected.item(), rel=1e-6)
-        for (name, parameter), gradient in zip(objective.named_parameters(), gradients, strict=True):
-            assert float((parameter.grad - gradient).norm()) <= 2e-6 * float(gradient.norm()) + 1e-8, name
-    for one, other in zip(agreed[1].shared, agreed[2].shared, strict=True):
+    agreed = []
+    for size in (4, 8):
+        losses, found = update(recipe, objective, views, torch.zeros(8, dtype=torch.int64), size)
+        assert losses.per_sample.mean().item() == pytest.approx(expected.item(), rel=1e-6)
+        assert_near(objective.parameters(), gradients, 2e-6)
+        agreed.append(found.shared)
+    for one, other in zip(*agreed, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
@@ -214,18 +183,7 @@ def test_equal_rows_have_equal_targets_to_the_last_bit():
 )
 def test_the_operations_counted_are_those_of_torch(changes):
     recipe, objective = built({"group": 8, **changes}, {"position": {"kind": "rope"}})  # learned ones are resampled
-    views, labels = [torch.zeros(8, n, side, side, 3) for n, side in ((1, 32), (1, 32), (3, 16))], torch.zeros(8).long()
-    plan, weights = objective.plan(hashes(8, 1).view(np.int64), 0), dict(objective.named_weights())
-    first = [views[kind] for kind in objective.prepared_kinds(len(views))]
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        with torch.no_grad():
-            rows = all_rows([objective(first, None, plan, name) for name in (None, *recipe.objective.besides)])
-        found = objective.agree(rows, labels, Sums(), {name: weights[name] for name in objective.settings.reads})
-        objective(views, labels, (*plan, *found.rows, *found.shared)).per_sample.sum().backward()
-    work = recipe_work(recipe, 0)
-    macs = sum(each.macs + each.backward_macs for each in work.operations)
-    assert counter.get_total_flops() == pytest.approx(2 * 8 * macs, rel=1e-6)
-    assert work.params == sum(parameter.numel() for parameter in objective.parameters())
+    assert_counted(recipe, objective, 8)
 
 
 def test_one_global_view_is_enough_beside_local_ones():
