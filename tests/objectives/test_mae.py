@@ -5,10 +5,10 @@ import re
 import pytest
 import timm
 import torch
+from objectives.updates import update
 from safetensors.torch import load_file, save_file
 from small_recipes import SMALL, keys, small_recipe, with_random_values
 from timm.models.vision_transformer import VisionTransformer
-from torch.nn import functional as F
 from transformers import ViTForImageClassification, ViTMAEConfig, ViTMAEForPreTraining
 from transformers.models.vit_mae.modeling_vit_mae import build_2d_sinusoidal_position_embedding
 
@@ -238,27 +238,21 @@ def test_fixed_positions_are_written_where_a_library_learns_them(frequencies, fo
 # ---- What is drawn and computed --------------------------------------------------------------------------------------
 
 
-def test_every_patch_is_as_likely_to_stay_and_samples_draw_alone():
-    objective = made()
-    kept, removed = objective.plan(keys(4000), 0)
-    assert kept.shape == (4000, 4) and torch.equal(
-        torch.cat([kept, removed], 1).sort(1).values, torch.arange(N).expand(4000, N)
-    )
-    often = F.one_hot(kept, N).sum(1).float().mean(0)
-    assert (often - 0.25).abs().max() < 5 * (0.25 * 0.75 / 4000) ** 0.5
-    alone = torch.cat([objective.plan(keys(4000)[at : at + 1], at)[1] for at in range(50)])
-    assert torch.equal(alone, removed[:50])
+MASKED = {"kind": "masked_patches"}
 
 
 @pytest.mark.parametrize(
-    "model", [{}, {"pool": "mean"}, {"pool": "normed_mean"}, {"registers": 2, "position": {"kind": "rope"}}]
+    ("model", "objective"),
+    [
+        *(({}, {}), ({"pool": "mean"}, {}), ({"pool": "normed_mean"}, {})),
+        *(({"registers": 2, "position": {"kind": "rope"}}, {}), ({"pool": "cls", "position": {"kind": "1d"}}, MASKED)),
+    ],
 )
-def test_every_parameter_learns_and_labels_play_no_part(model):
-    objective = made(**model)
-    images, plan = normalised(pictures()), objective.plan(keys(B), 0)
-    one = objective([images[:, None]], torch.full((B,), -1), plan).per_sample
-    assert torch.equal(one, objective([images[:, None]], torch.arange(B), plan).per_sample)
-    one.sum().backward()
+def test_every_parameter_learns_and_labels_play_no_part(model, objective):
+    recipe = small_recipe(MODEL | {"position": FIXED} | model, objective=objective or {"kind": "mae", **DECODER})
+    objective, images = with_random_values(build_objective(recipe, 0)).train(), [normalised(pictures())[:, None]]
+    one, other = (update(recipe, objective, images, labels)[0] for labels in (torch.full((B,), -1), torch.arange(B)))
+    assert torch.equal(one.per_sample, other.per_sample)
     assert [name for name, p in objective.named_weights() if p.grad is None or p.grad.abs().max() == 0] == []
 
 

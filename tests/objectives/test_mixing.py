@@ -225,15 +225,18 @@ def test_what_is_not_mixed_keeps_its_bits():
         assert torch.equal(mixer(cutmix=1.0).mix_images(images, torch.ones(B), whole), partners_of(images))
 
 
-def test_the_objective_mixes_in_training_and_not_in_evaluation():
-    recipe = make_recipe(loss="softmax", mixing={"mixup": 0.8, "cutmix": 1.0, "per": "pair"}, label_smoothing=0.1)
+@pytest.mark.parametrize("keep", [1.0, 0.5])
+def test_the_objective_mixes_and_drops_patches_in_training_and_not_in_evaluation(keep):
+    mixing = {"mixup": 0.8, "cutmix": 1.0, "per": "pair"}
+    recipe = make_recipe(loss="softmax", keep=keep, mixing=mixing, label_smoothing=0.1)
     objective = with_random_values(build_objective(recipe, K))
     images, labels = pictures(), torch.arange(B)
-    own, blend, boxes = plan = objective.plan(keys(B), 0)
+    own, blend, boxes, *kept = plan = objective.plan(keys(B), 0)
+    assert len(kept) == (keep < 1)
     found = objective([images[:, None]], labels, plan).per_sample
     mixed = objective.mixer.mix_images(images, blend, boxes)
     targets = by_timm(labels, own, 0.1)
-    logits = objective.backbone(mixed).logits
+    logits = objective.backbone(mixed, kept=kept[0] if kept else None).logits
     torch.testing.assert_close(found.mean(), SoftTargetCrossEntropy()(logits, targets))
     assert torch.equal(objective(images).logits, objective.backbone(images).logits)
 

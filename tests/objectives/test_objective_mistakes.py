@@ -32,6 +32,7 @@ KINDS = {  # kind -> blocks of its recipe
     },
     "mae": {"model": MODEL | FIXED, "objective": {"decoder_width": 16, "decoder_depth": 3, "decoder_heads": 4}},
     "masked_patches": {"model": MODEL},
+    "classification": {"model": MODEL, "objective": {"keep": 0.5}},
 }
 MISTAKES = {  # kind -> settings, and a pattern of the message
     "contrastive": [
@@ -117,6 +118,14 @@ MISTAKES = {  # kind -> settings, and a pattern of the message
         ("objective.loss=softmax", r"objective\.loss"),
         ("model.patch_size=1", "model.blocks=[1]", r"objective\.kind"),
         ("data.normalise.mean=[0.5, 0.5, 0.4]", r"data\.normalise"),
+    ],
+    "classification": [
+        ("model.attention=axial", "model.pool=mean", "model.attention: axial"),
+        ("model.position={kind: relative}", "model.position.kind: relative"),
+        ("model.position={kind: 1d, at: shared}", "model.position.at: shared"),
+        ("model.patch_size=1", "model.blocks=[1]", r"objective\.keep"),
+        ("objective.keep=0.01", r"objective\.keep"),
+        ("objective.keep=0.0", r"objective\.keep"),
     ],
 }
 
