@@ -33,12 +33,19 @@ def valued(description: Description, seed: int = 0) -> Model:
 
 
 def randomised(peer: torch.nn.Module, std: float = 0.3) -> torch.nn.Module:
-    """A model of another library, every parameter random."""
+    """A model of another library, every parameter random; vectors are far from zero."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in peer.parameters():
-            parameter.normal_(0, std, generator=generator)
+            if parameter.ndim > 1:
+                parameter.normal_(0, std, generator=generator)
+            else:
+                parameter.uniform_(0.2, 0.8, generator=generator)
     return peer.eval()
+
+
+def opened_by_timm(folder: Path) -> torch.nn.Module:
+    return pytest.importorskip("timm").create_model(f"local-dir:{folder}", pretrained=True).eval()
 
 
 def transformers_config(**changes: object):
@@ -57,6 +64,21 @@ def write(
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     write_weights(path, form, description, values.__getitem__, drop_head)
     return path
+
+
+def written(
+    folder: Path,
+    form: Format,
+    block: dict = TINY,
+    image_size: int = 64,
+    drop_head: bool = False,
+    name: str = "",
+    **others,
+) -> tuple[Path, Model, Description]:
+    """Where a model with values is in a format, the model, and its description; others as `described` takes them."""
+    description = described(block, image_size, **others)
+    model = valued(description)
+    return write(model, description, form, folder, drop_head, name), model, description
 
 
 def loaded(description: Description, path: Path, notes: list[str] | None = None) -> Model:

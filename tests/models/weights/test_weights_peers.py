@@ -6,8 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from models.small_models import images, on_meta
-from models.test_every_model import TIMM_NAMES
+from models.small_models import images
 from models.weights.exported import (
     NAMES,
     TINY,
@@ -22,25 +21,9 @@ from PIL import Image
 
 from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models.weights import HEAD, describe, load_weights, open_weights
-from vitscale.models.weights.foreign import table, their_shapes
 
 timm = pytest.importorskip("timm")
 SIZE, CLASSES = 64, 7
-TANH = {"act_layer": "gelu_tanh"}
-SHALLOW = {"img_size": SIZE, "depth": 2}
-MEAN = {"global_pool": "avg", "class_token": False, "fc_norm": False}
-OF_TIMM = [
-    ({"name": "ViT-Ti/16"}, "vit_tiny_patch16_224", {"img_size": SIZE} | TANH),
-    ({"name": "ViT-S/32", "depth": 2, "pool": "mean"}, "vit_small_patch32_224", SHALLOW | TANH | MEAN),
-    ({"name": "R+ViT-Ti/16"}, "vit_tiny_r_s16_p8_224", {"img_size": SIZE} | TANH),
-    ({"name": "R50+ViT-B/16", "depth": 2}, "vit_base_r50_s16_224", SHALLOW | TANH),
-    ({"name": "ResNet50x1"}, "resnetv2_50x1_bit", {}),
-]
-of_timm = pytest.mark.parametrize(("block", "timm_name", "options"), OF_TIMM, ids=[case[1] for case in OF_TIMM])
-
-
-def timm_model(name: str, options: dict) -> torch.nn.Module:
-    return timm.create_model(name, num_classes=CLASSES, **options).eval()
 
 
 def prepared(block: dict):
@@ -52,44 +35,6 @@ def prepared(block: dict):
             if parameter.ndim == 4:
                 parameter.mul_(parameter[0].numel() ** 0.5)
     return description, model
-
-
-@of_timm
-def test_timm_s_reader_of_google_s_files_reads_ours(block, timm_name, options, tmp_path):
-    description, model = prepared(block)
-    peer = timm_model(timm_name, options)
-    with torch.no_grad():
-        for parameter in peer.parameters():
-            parameter.fill_(torch.nan)
-    peer.load_pretrained(str(write(model, description, "npz", tmp_path)))
-    assert_equal_logits(model, peer)
-
-
-@of_timm
-def test_timm_s_weights_in_our_model(block, timm_name, options, tmp_path):
-    """The way in: a file that timm's user saved by torch.save, wrapped and prefixed as trainers do it."""
-    _, model = prepared(block)
-    peer = timm_model(timm_name, options)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in peer.named_parameters():
-            # Convolutions are standardised: large weights make the difference between the libraries' eps vanish.
-            std = 1.0 if parameter.ndim == 4 and "proj" not in name and "head" not in name else 0.03
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * std)
-    state = {f"module.{key}": value for key, value in peer.state_dict().items()}
-    torch.save({"state_dict": state, "epoch": 3}, tmp_path / "last.pth")
-    load_weights(model, open_weights(tmp_path / "last.pth"))
-    assert_equal_logits(model, peer)
-
-
-@pytest.mark.parametrize(("name", "timm_name"), TIMM_NAMES.items())
-def test_every_key_and_shape_is_timm_s(name, timm_name):
-    model = on_meta(name)
-    with torch.device("meta"):
-        options = {"embed_dim": 384} if name == "ViT-b/32" else {}
-        peer = timm.create_model(timm_name, num_classes=1000, **options)
-    expected = {key: tuple(value.shape) for key, value in peer.state_dict().items()}
-    assert their_shapes(model, table(model, "timm")) == expected
 
 
 @pytest.fixture
