@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from messages import assert_messages
-from models.small_models import count, images, with_values
+from models.small_models import images, with_values
 from pydantic import ValidationError
 from small_recipes import small_recipe
 from timm.layers import DropPath, calculate_drop_path_rates
@@ -17,7 +17,7 @@ from vitscale.ground.wording import describe_mistake
 from vitscale.models import initial_value
 from vitscale.models.build import build_of_block
 from vitscale.models.vit import ViT
-from vitscale.recipe.families import REGISTRY, UNSET, model_of
+from vitscale.recipe.families import UNSET, model_of
 
 TINY = {"patch_size": 8, "width": 48, "depth": 3, "mlp_dim": 40, "num_heads": 3, "head": "linear"}
 ROPE = {"position": {"kind": "rope"}}
@@ -291,34 +291,6 @@ def test_initial_values():
         for half in value[f"{stacked}.weight"].chunk(2):
             assert half.abs().max().item() == pytest.approx(math.sqrt(6 / (inputs + outputs)), rel=1e-3)
     assert value["map.probe"].abs().max().item() == pytest.approx(math.sqrt(6 / 193), rel=0.05)
-
-
-@pytest.mark.parametrize("name", [name for name in REGISTRY if name.startswith("DINO")])
-def test_parameter_counts_of_dino(name):
-    """Those of transformers' models without the mask token, which is no part of ours: it belongs to an objective."""
-    block = model_of(name=name)
-    size = 518 if name.startswith("DINOv2") else 224
-    with torch.device("meta"):
-        model = build_of_block(block, image_size=size, num_classes=None, checkpoint_every=0)
-    assert count(model) == sum(operation.params for operation in block.operations(size, None))
-    transformers = pytest.importorskip("transformers")
-    shape = block.shape()
-    same = {
-        **{"hidden_size": shape.width, "num_hidden_layers": shape.depth, "num_attention_heads": shape.num_heads},
-        **{"patch_size": shape.patch_size, "image_size": size, "num_register_tokens": 4},
-    }
-    is_gated, has_biases = shape.mlp == "swiglu", name != "DINOv3-7B/16"
-    with torch.device("meta"):
-        if name.startswith("DINOv2"):
-            config = transformers.Dinov2WithRegistersConfig(mlp_ratio=4, use_swiglu_ffn=is_gated, **same)
-            peer = transformers.Dinov2WithRegistersModel(config)
-        else:
-            biases = {"query_bias": has_biases, "value_bias": has_biases}
-            config = transformers.DINOv3ViTConfig(
-                intermediate_size=shape.mlp_dim, use_gated_mlp=is_gated, **biases, **same
-            )
-            peer = transformers.DINOv3ViTModel(config)
-    assert count(peer) - shape.width == count(model)
 
 
 # ---- As a recipe has them --------------------------------------------------------------------------------------------

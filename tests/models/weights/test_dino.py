@@ -5,14 +5,16 @@ import math
 import pytest
 import torch
 from messages import refusal
-from models.small_models import images
+from models.small_models import count, images
 from models.weights.exported import described, differing, edited, finished_run, randomised, valued, write
 from safetensors.torch import load_file
 
 from vitscale.cli.export import export
 from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models import Model
+from vitscale.models.build import build_of_block
 from vitscale.models.weights import HEAD, Description, describe, load_weights, open_weights
+from vitscale.recipe.families import REGISTRY, model_of
 
 transformers = pytest.importorskip("transformers")
 SIZE = 64
@@ -74,18 +76,7 @@ def assert_same_tokens(ours: Model, peer: torch.nn.Module) -> None:
 
 
 @every_case
-def test_our_export_is_their_model(case, tmp_path):
-    description, model = ours_of(case)
-    folder = write(model, description, "hf", tmp_path, drop_head=True)
-    peer_class = getattr(transformers, f"{CASES[case][1]}Model")
-    peer, loading = peer_class.from_pretrained(folder, output_loading_info=True)
-    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert_same_tokens(model, peer.eval())
-    assert peer.embeddings.mask_token.abs().max() == 0
-
-
-@every_case
-def test_their_folder_is_our_model(case, tmp_path):
+def test_their_folder_is_our_model_and_our_folder_theirs(case, tmp_path):
     peer = theirs_of(case)
     peer.save_pretrained(tmp_path / "folder")
     description, model = ours_of(case)
@@ -102,6 +93,10 @@ def test_their_folder_is_our_model(case, tmp_path):
     returned = valued(description, seed=1)
     load_weights(returned, open_weights(again), drop=HEAD)
     assert [name for name in differing(model, returned) if name not in HEAD] == []
+    found, loading = type(peer).from_pretrained(again, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_same_tokens(model, found.eval())
+    assert found.embeddings.mask_token.abs().max() == 0
 
 
 @pytest.mark.parametrize(("case", "size"), [(case, size) for case in CASES for size in (32, 80) if case[:2] == "v2"])
@@ -134,6 +129,18 @@ def cubic(x: float) -> float:
     if x <= 1:
         return 1.25 * x**3 - 2.25 * x**2 + 1
     return -0.75 * (x**3 - 5 * x**2 + 8 * x - 4) if x < 2 else 0.0
+
+
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name.startswith("DINO")])
+def test_every_registered_model_is_theirs(name):
+    """But for the mask token, which belongs to an objective."""
+    block, size = model_of(name=name), 518 if name.startswith("DINOv2") else 224
+    with torch.device("meta"):
+        model = build_of_block(block, image_size=size, num_classes=None)
+        config = transformers.AutoConfig.for_model(**model.foreign().transformers_config())
+        peer = transformers.AutoModel.from_config(config)
+    assert count(model) == count(peer) - model.shape.width
+    assert count(model) == sum(operation.params for operation in block.operations(size, None))
 
 
 @pytest.mark.parametrize(
@@ -213,15 +220,7 @@ def test_their_authors_own_file_with_registers(gated, tmp_path):
     """Against timm, which reads such files too: it adds the class token's position to the token."""
     timm = pytest.importorskip("timm").models.vision_transformer
     layer = {"mlp_layer": timm.SwiGLUPacked, "act_layer": torch.nn.SiLU} if gated else {}
-    sizes = {
-        "img_size": SIZE,
-        "patch_size": 8,
-        "embed_dim": 48,
-        "depth": 2,
-        "num_heads": 3,
-        "init_values": 0.1,
-        **layer,
-    }
+    sizes = {"img_size": SIZE, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "init_values": 0.1} | layer
     peer = randomised(timm.VisionTransformer(**sizes, num_classes=0, reg_tokens=3, no_embed_class=True)).eval()
     theirs = {"reg_token": "register_tokens"} | ({"mlp.fc1": "mlp.w12", "mlp.fc2": "mlp.w3"} if gated else {})
     state = {"mask_token": torch.zeros(1, 48)}

@@ -23,7 +23,7 @@ from models.weights.exported import (
     loaded,
     run_of,
     valued,
-    write,
+    written,
 )
 from models.weights.test_weights_accounting import NO_WEIGHTS, no_weights
 from safetensors.torch import load_file, save_file
@@ -115,8 +115,7 @@ def test_a_file_of_replaced_dimensions_is_named_by_a_recipe(tmp_path, capsys):
 
 @pytest.mark.parametrize("form", ["safetensors", "npz", "timm", "hf"])
 def test_what_has_no_head_is_passed_on_without_one(form, tmp_path, capsys):
-    description = described({"name": "ViT-Ti/16", "depth": 1})
-    path = write(valued(description), description, form, tmp_path, drop_head=True)
+    path, *_ = written(tmp_path, form, {"name": "ViT-Ti/16", "depth": 1}, drop_head=True)
     options = {} if form == "safetensors" else {"model": "ViT-Ti/16", "settings": ["model.depth=1"]}
     export(str(path), "npz", tmp_path / "out.npz", **options)
     assert "ViT-Ti/16 with depth 1, without a head as npz" in capsys.readouterr().out
@@ -124,8 +123,7 @@ def test_what_has_no_head_is_passed_on_without_one(form, tmp_path, capsys):
 
 
 def test_half_a_head_is_no_missing_head(tmp_path):
-    description = described({"name": "ViT-Ti/16", "depth": 1})
-    path = write(valued(description), description, "timm", tmp_path)
+    path, *_ = written(tmp_path, "timm", {"name": "ViT-Ti/16", "depth": 1})
     tensors = load_file(path)
     del tensors["head.bias"]
     save_file(tensors, path)
@@ -148,8 +146,7 @@ def test_fresh_weights_are_those_that_training_begins_with(tmp_path):
 
 def test_any_format_becomes_any_other(tmp_path):
     """Round all formats and back: the bytes that came out first come out last."""
-    description = described({"name": "ViT-Ti/16"}, class_names=NAMES)
-    path = write(valued(description), description, "hf", tmp_path)
+    path, *_ = written(tmp_path, "hf", {"name": "ViT-Ti/16"}, class_names=NAMES)
     files = {}
     for turn in (1, 2):
         for form, suffix in (("npz", ".npz"), ("timm", ".safetensors"), ("safetensors", ".safetensors"), ("hf", "")):

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 from models.test_every_model import BLOCKS
-from models.weights.exported import TINY, described, differing, loaded, valued, write
+from models.weights.exported import TINY, described, differing, loaded, valued, write, written
 
 from vitscale.ground.errors import RecipeError
 from vitscale.models.weights import describe, open_weights
@@ -87,8 +87,8 @@ def test_a_name_and_the_keys_say_what_a_file_is(name, form, tmp_path):
     if form not in SUPPORTED[family(name)]:
         return
     pool = "mean" if name == "ViT-Ti/16" and form != "hf" else None
-    description = described({"name": name, "depth": None, "pool": pool}, image_size=96, num_classes=11)
-    source = open_weights(write(valued(description), description, form, tmp_path))
+    block = {"name": name, "depth": None, "pool": pool}
+    source = open_weights(written(tmp_path, form, block, 96, num_classes=11)[0])
     found = describe(source, {"name": name})
     shape = architecture(name)
     # A ResNet's files do not tell the size of its images, unless we have written a description into them.
@@ -99,9 +99,8 @@ def test_a_name_and_the_keys_say_what_a_file_is(name, form, tmp_path):
 
 def test_our_own_file_says_it_all(tmp_path):
     names = [f"class {i} ü" for i in range(7)]
-    description = described(TINY | {"pool": "mean", "position": {"kind": "2d"}}, class_names=names)
-    model = valued(description)
-    path = write(model, description, "safetensors", tmp_path)
+    block = TINY | {"pool": "mean", "position": {"kind": "2d"}}
+    path, model, _ = written(tmp_path, "safetensors", block, class_names=names)
     found = describe(open_weights(path))
     assert (found.image_size, found.num_classes, found.class_names) == (64, 7, names)
     assert differing(model, loaded(found, path)) == []

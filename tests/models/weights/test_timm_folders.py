@@ -41,6 +41,7 @@ SIZE = 64
     [
         {"name": "ViT-Ti/16", "depth": 3},
         {"name": "ViT-S/32", "depth": 2, "pool": "mean"},
+        TINY | {"pool": "map"},
         TINY | {"width": 49, "num_heads": 7, "mlp_dim": 150},
         {"name": "R+ViT-Ti/16", "depth": 2},
         {"name": "R26+ViT-S/32", "depth": 1},

@@ -16,6 +16,7 @@ from models.weights.exported import (
     transformers_config,
     valued,
     write,
+    written,
 )
 from PIL import Image
 
@@ -68,9 +69,8 @@ def opened_by_transformers(folder, complaints: list[str]) -> torch.nn.Module:
 # 60 is no multiple of 8: the last pixels are not seen, and transformers is given the ones that are.
 @pytest.mark.parametrize("size", [64, 60])
 def test_transformers_opens_our_folder_and_computes_our_logits(size, complaints, tmp_path):
-    description = described(TINY, size, CLASSES, NAMES)
-    model = valued(description)
-    peer = opened_by_transformers(write(model, description, "hf", tmp_path), complaints)
+    folder, model, _ = written(tmp_path, "hf", TINY, size, class_names=NAMES)
+    peer = opened_by_transformers(folder, complaints)
     assert [peer.config.id2label[i] for i in range(CLASSES)] == NAMES and peer.config.label2id["kind 3"] == 3
     assert peer.config.image_size == size // 8 * 8
     assert_equal_logits(model, peer, size)
@@ -79,9 +79,8 @@ def test_transformers_opens_our_folder_and_computes_our_logits(size, complaints,
 def test_the_pipeline_of_transformers_prepares_images_as_we_do(complaints, tmp_path):
     from transformers import pipeline
 
-    description = described(TINY, SIZE, CLASSES, NAMES)
-    model = valued(description)
-    classify = pipeline("image-classification", model=str(write(model, description, "hf", tmp_path)), device="cpu")
+    folder, model, _ = written(tmp_path, "hf", class_names=NAMES)
+    classify = pipeline("image-classification", model=str(folder), device="cpu")
     picture = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
     answers = {answer["label"]: answer["score"] for answer in classify(Image.fromarray(picture), top_k=CLASSES)}
     with torch.no_grad():
