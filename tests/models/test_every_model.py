@@ -127,24 +127,24 @@ def test_blocks_compile_to_native_code(name, dimensions, options):
     compiled_blocks_agree(name, dimensions, options, "inductor")
 
 
+CONV_AND_NORM = (("conv", "weight"), ("norm", "weight"), ("norm", "bias"))
+
+
 def test_parameter_names_of_resnets_are_frozen():
     with torch.device("meta"):
         v2 = build(ResNetShape((1, 1)), num_classes=5)
         v1 = build(ResNetShape((1,), variant="v1"), num_classes=5)
         axial = build(ResNetShape((1,), mixing="axial"), num_classes=5)
-    thirds = (("norm{0}.weight", "norm{0}.bias", "conv{0}.weight"),) * 3
-    unit = [name.format(third) for third, names in enumerate(thirds, 1) for name in names] + ["proj.weight"]
+    unit = [f"{layer}{i}.{kind}" for i in (1, 2, 3) for layer, kind in (*CONV_AND_NORM[1:], CONV_AND_NORM[0])]
     ends = ["norm.weight", "norm.bias", "head.weight", "head.bias"]
     assert [name for name, _ in v2.named_parameters()] == [
         "features.root.conv.weight",
-        *(f"features.stages.{stage}.0.{name}" for stage in (0, 1) for name in unit),
+        *(f"features.stages.{stage}.0.{name}" for stage in (0, 1) for name in (*unit, "proj.weight")),
         *ends,
     ]
     assert [name.removeprefix("features.") for name, _ in v1.named_parameters()] == [
         *("root.conv.weight", "root.norm.weight", "root.norm.bias"),
-        *("stages.0.0.conv1.weight", "stages.0.0.norm1.weight", "stages.0.0.norm1.bias"),
-        *("stages.0.0.conv2.weight", "stages.0.0.norm2.weight", "stages.0.0.norm2.bias"),
-        *("stages.0.0.conv3.weight", "stages.0.0.norm3.weight", "stages.0.0.norm3.bias"),
+        *(f"stages.0.0.{layer}{i}.{kind}" for i in (1, 2, 3) for layer, kind in CONV_AND_NORM),
         *("stages.0.0.proj.weight", "stages.0.0.proj_norm.weight", "stages.0.0.proj_norm.bias"),
         *("head.weight", "head.bias"),
     ]

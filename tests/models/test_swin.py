@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from models.small_models import build, images, with_values
+from small_recipes import small_recipe
 
 from vitscale.flops import model_work
 from vitscale.ground.errors import RecipeError
 from vitscale.models import initial_value
 from vitscale.models.build import build_of_block
 from vitscale.models.swin.windows import WindowAttention, strangers
-from vitscale.recipe import validate_recipe
 from vitscale.recipe.families import SwinShape, architecture, model_of
 
 TINY = {"width": 16, "num_heads": 2, "blocks": [2, 2, 2], "window": 4}
@@ -141,13 +141,6 @@ def test_axes_of_heads_and_patches():
         assert math.prod(axes[name]) == each.numel()
 
 
-def recipe(model: dict, **blocks) -> dict:
-    return {
-        **{"model": model, "data": {"train": "photos", "image_size": 64}, "batch": {"global": 2}},
-        **{"optimizer": {"name": "adamw", "lr": 1e-3}, "schedule": {"duration": {"steps": 1}}},
-    } | blocks
-
-
 @pytest.mark.parametrize(
     ("model", "blocks", "words"),
     [
@@ -164,4 +157,4 @@ def recipe(model: dict, **blocks) -> dict:
 )
 def test_what_a_swin_does_not_have_is_refused_by_its_key(model, blocks, words):
     with pytest.raises(RecipeError, match=words):
-        validate_recipe(recipe(model, **blocks), "this test")
+        small_recipe(model, data={"image_size": 64}, **blocks)

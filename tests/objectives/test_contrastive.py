@@ -51,9 +51,9 @@ TWO_SIZES = {"views": [{"name": "global", "count": 2}, {"name": "local", "size":
 
 def test_one_view_by_labels_is_enough_for_sup_con():
     content = {**RECIPE, "data": {**RECIPE["data"], "views": [{"name": "only"}]}}
-    validate_recipe({**content, "objective": {"kind": "contrastive", "group": 8, "loss": "sup_con"}}, "test")
     with pytest.raises(RecipeError, match=r"data\.views"):
         validate_recipe(content, "test")
+    validate_recipe({**content, "objective": {"kind": "contrastive", "group": 8, "loss": "sup_con"}}, "test")
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])

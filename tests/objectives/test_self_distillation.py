@@ -3,17 +3,20 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
-from objectives.test_sinkhorn import published
 from objectives.updates import assert_counted, assert_near, sample_keys, update
 from small_recipes import DINO, with_initial_values
 from torch.nn import functional as F
 
+from vitscale.data.draws import hashes
 from vitscale.ground.ranks import Sums
 from vitscale.objectives import build_objective
-from vitscale.objectives.dino_losses import class_losses, gram_losses, koleo, patch_losses
+from vitscale.objectives.block_masks import block_masks
+from vitscale.objectives.dino_losses import class_losses, gram_losses, koleo, patch_losses, potentials, targets
 from vitscale.recipe import validate_recipe
+from vitscale.recipe.dino import masked_counts
 
 VIEWS = [{"name": "first"}, {"name": "second"}, {"name": "local", "count": 3, "size": 16}]
 OBJECTIVE = {**DINO, "teacher_temperature": {"from": 0.05, "to": 0.05}}
@@ -190,3 +193,99 @@ def test_one_global_view_is_enough_beside_local_ones():
     views = [{"name": "global"}, {"name": "local", "count": 2, "size": 16}]
     recipe = validate_recipe({**RECIPE, "data": {**RECIPE["data"], "views": views}}, "test")
     assert recipe.objective.are_global(recipe.context) == [True, False]
+
+
+# ---- Sinkhorn's targets ----------------------------------------------------------------------------------------------
+
+
+def published(logits):
+    """facebookresearch/dinov2, dino_clstoken_loss.py: sinkhorn_knopp_teacher, in double precision."""
+    Q = logits.double().exp().t()
+    B, K = Q.shape[1], Q.shape[0]
+    Q /= Q.sum()
+    for _ in range(3):
+        Q /= Q.sum(dim=1, keepdim=True)
+        Q /= K
+        Q /= Q.sum(dim=0, keepdim=True)
+        Q /= B
+    return (Q * B).t()
+
+
+def rows(count, prototypes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    each = torch.nn.functional.normalize(torch.randn(count, 16, generator=generator), dim=1)
+    to = torch.nn.functional.normalize(torch.randn(prototypes, 16, generator=generator), dim=1)
+    return each @ to.T
+
+
+@pytest.mark.parametrize("temperature", [0.04, 0.07])
+@pytest.mark.parametrize("count", [1, 5, 256])
+def test_targets_are_those_of_the_published_loop(temperature, count):
+    logits = rows(count, 48) / temperature
+    found = targets(logits, potentials(lambda: [logits], Sums()))
+    torch.testing.assert_close(found.double(), published(logits), rtol=0, atol=3e-7)
+    torch.testing.assert_close(found.sum(dim=1), torch.ones(count))
+
+
+def test_any_parts_in_any_order_have_the_same_bits():
+    logits = rows(96, 40) / 0.04
+    expected = potentials(lambda: [logits], Sums())
+    for size in (1, 8, 32):
+        parts = list(reversed(logits.split(size)))
+        assert torch.equal(potentials(lambda parts=parts: parts, Sums()), expected)
+
+
+def test_large_logits_and_prototypes_that_nobody_is_near_are_harmless():
+    logits = rows(64, 40) / 0.04
+    torch.testing.assert_close(
+        targets(logits + 300, potentials(lambda: [logits + 300], Sums())),
+        targets(logits, potentials(lambda: [logits], Sums())),
+        rtol=0,
+        atol=2e-5,
+    )
+    logits[:, 3] = -1e4
+    found = targets(logits, potentials(lambda: [logits], Sums()))
+    assert torch.isfinite(found).all() and found[:, 3].sum() > 0
+
+
+# ---- Masks of blocks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("grid", "crops", "total"),
+    [(8, 8, 88), (8, 64, 615), (14, 16, 507), (14, 32, 974), (14, 128, 3771), (16, 16, 663), (16, 64, 2496)],
+)
+def test_counts_are_those_of_dinov3(grid, crops, total):
+    assert sum(masked_counts(crops, grid**2, 0.5, (0.1, 0.5))) == total
+
+
+@pytest.mark.parametrize("grid", [1, 2, 3, 4, 7, 8, 16, 32])
+def test_counts_are_met_on_every_grid(grid):
+    counts = masked_counts(8, grid**2, 0.5, (0.1, 0.5))
+    masks = block_masks(hashes(40, 1), grid, 2, counts)
+    assert masks.shape == (40, 2, grid**2)
+    for group in masks.reshape(10, 8, grid**2):
+        assert sorted(group.sum(axis=1)) == sorted(counts)
+
+
+def test_a_group_has_the_same_masks_in_any_part_of_the_batch():
+    keys, counts = hashes(32, 2), masked_counts(8, 196, 0.5, (0.1, 0.5))
+    whole = block_masks(keys, 14, 2, counts)
+    for size in (4, 8, 16):
+        parts = [block_masks(keys[start : start + size], 14, 2, counts) for start in range(0, 32, size)]
+        assert np.array_equal(np.concatenate(parts), whole)
+    other = block_masks(hashes(32, 3), 14, 2, counts)
+    assert not np.array_equal(other, whole)
+
+
+def test_patches_are_masked_as_often_as_by_the_published_loop():
+    """Which masks the middle of 14 x 14 patches in 28.0 %, (3, 3) in 20.0 % and a corner in 2.4 % of 16,384 draws."""
+    counts = masked_counts(16, 196, 0.5, (0.1, 0.5))
+    masks = block_masks(hashes(2048, 4), 14, 2, counts).reshape(-1, 14, 14)
+    assert masks.any(axis=(1, 2)).mean() == 0.5
+    often = masks.mean(axis=0)
+    assert often[6:8, 6:8].mean() == pytest.approx(0.280, abs=0.02)
+    assert often[[3, 3, 10, 10], [3, 10, 3, 10]].mean() == pytest.approx(0.200, abs=0.02)
+    assert often[[0, 0, 13, 13], [0, 13, 0, 13]].mean() == pytest.approx(0.024, abs=0.005)
+    masked = masks[masks.any(axis=(1, 2))]
+    assert masked[:, :, 1:][masked[:, :, :-1]].mean() > 2 * masked.mean()  # neighbours are masked together

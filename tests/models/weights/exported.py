@@ -13,6 +13,7 @@ from models.small_models import images, with_values
 from vitscale.models import Model
 from vitscale.models.weights import Description, Format, load_weights, open_weights, write_weights
 from vitscale.recipe import validate_recipe
+from vitscale.recipe.families import SwinShape
 from vitscale.runs.checkpoint import CheckpointIndex, CheckpointStore, Fragment
 from vitscale.runs.names import CHECKPOINTS, RECIPE_FILE
 
@@ -94,14 +95,19 @@ def differing(a: Model, b: Model) -> list[str]:
     return [name for name, parameter in a.named_parameters() if not torch.equal(parameter, theirs[name])]
 
 
-def assert_equal_logits(model: Model, peer: torch.nn.Module, size: int = 64) -> None:
+def assert_equal_logits(model: Model, peer: torch.nn.Module, size: int = 64, within: float = 1e-4) -> None:
     """Compare with a model of another library, which takes (B, 3, H, W), on the pixels that our patches see."""
-    pixels = images(size)
-    seen = size // model.shape.stride * model.shape.stride
+    pixels, stride = images(size), 1 if isinstance(model.shape, SwinShape) else model.shape.stride
+    seen = size // stride * stride
     with torch.no_grad():
         ours, theirs = model(pixels).logits, peer(pixels.permute(0, 3, 1, 2)[:, :, :seen, :seen])
     assert ours.std() > 0.1
-    assert (ours - getattr(theirs, "logits", theirs)).abs().max() < 1e-4
+    assert (ours - getattr(theirs, "logits", theirs)).abs().max() < within
+
+
+def printed_lines(capsys) -> str:
+    """The lines of Python that an export has printed."""
+    return "\n".join(line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("    "))
 
 
 def edited(path: Path, **changes: object) -> None:

@@ -159,13 +159,6 @@ def test_any_format_becomes_any_other(tmp_path):
     assert files["hf", 1] == (tmp_path / "hf" / "model.safetensors").read_bytes()
 
 
-def test_another_image_size(tmp_path, capsys):
-    export("ViT-Ti/16", "npz", tmp_path / "a.npz", num_classes=3, image_size=64)
-    export(str(tmp_path / "a.npz"), "timm", tmp_path / "b.safetensors", model="ViT-Ti/16", image_size=96)
-    assert "pos_embedding resampled from (4, 4) to (6, 6)" in capsys.readouterr().out
-    assert open_weights(tmp_path / "b.safetensors").entries["pos_embed"].shape == (1, 37, 192)
-
-
 @pytest.mark.parametrize(("form", "size"), [("timm", 96), ("hf", 72), ("safetensors", 40)])
 def test_a_run_at_another_image_size_in_one_step(form, size, tmp_path, capsys):
     """What two steps by way of a file give, and everything else as in training."""

@@ -17,6 +17,7 @@ from models.weights.exported import (
     edited,
     loaded,
     opened_by_timm,
+    printed_lines,
     run_of,
     valued,
     write,
@@ -34,6 +35,7 @@ from vitscale.recipe.families import REGISTRY, architecture, model_of
 
 timm = pytest.importorskip("timm")
 SIZE = 64
+MAE = {"position": {"kind": "sincos", "table": "mae"}}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,7 @@ SIZE = 64
     [
         {"name": "ViT-Ti/16", "depth": 3},
         {"name": "ViT-S/32", "depth": 2, "pool": "mean"},
-        TINY | {"pool": "map"},
+        *(TINY | {"pool": "map"}, TINY | MAE, TINY | {"position": {"kind": "sincos"}}),
         TINY | {"width": 49, "num_heads": 7, "mlp_dim": 150},
         {"name": "R+ViT-Ti/16", "depth": 2},
         {"name": "R26+ViT-S/32", "depth": 1},
@@ -59,11 +61,12 @@ def test_timm_opens_the_folder_and_the_npz(block, tmp_path):
     assert [*config["mean"], *config["std"]] == [0.5] * 6
     notes: list[str] = []
     assert differing(model, loaded(description, out, notes)) == [] and notes == []
-    with torch.no_grad():
-        for parameter in peer.parameters():
-            parameter.fill_(torch.nan)
-    peer.load_pretrained(str(write(model, description, "npz", tmp_path)))  # as Google's files
-    assert_equal_logits(model, peer)
+    if "position" not in block:  # which timm has learned, and Google's files do not hold
+        with torch.no_grad():
+            for parameter in peer.parameters():
+                parameter.fill_(torch.nan)
+        peer.load_pretrained(str(write(model, description, "npz", tmp_path)))
+        assert_equal_logits(model, peer)
 
 
 def test_without_a_head(tmp_path):
@@ -164,7 +167,7 @@ def test_the_printed_line_opens_a_file(tmp_path, monkeypatch, capsys):
     run_of(tmp_path / "run")
     export("run", "timm", tmp_path / "it's.safetensors")
     scope: dict = {}
-    exec("\n".join(line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("    ")), scope)
+    exec(printed_lines(capsys), scope)
     assert_equal_logits(valued(described(LINEAR)), scope["model"].eval())
 
 

@@ -1,5 +1,6 @@
 """Nothing is skipped: every key that is missing, unexpected or of another shape is named; damage is a message."""
 
+import json
 import pickle
 
 import pytest
@@ -111,29 +112,21 @@ def test_a_file_without_a_head_knows_it(tmp_path):
     assert found.num_classes is None and found.class_names is None
 
 
+SAID = {"version": 1, "model": {"name": "ViT-B/16"}, "image_size": 64, "num_classes": 1, "class_names": None}
+
+
 @pytest.mark.parametrize(
     "said",
     [
-        "{",
-        "[]",
-        '{"version": 9}',
-        '{"version": 1, "model": {}}',
-        '{"version": 1, "model": "ViT", "image_size": 64, "num_classes": 7, "class_names": null}',
-        '{"version": 1, "model": {"name": "ViT-X"}, "image_size": 64, "num_classes": 7, "class_names": null}',
-        '{"version": 1, "model": {"name": "ViT-B/16"}, "image_size": "64", "num_classes": 7, "class_names": null}',
-        '{"version": 1, "model": {"name": "ViT-B/16"}, "image_size": 64, "num_classes": "7", "class_names": null}',
-        '{"version": 1, "model": {"name": "ViT-B/16"}, "image_size": 64, "num_classes": 7, "class_names": ["a"]}',
-        '{"version": 1, "model": {"name": "ViT-B/1"}, "image_size": true, "num_classes": 7, "class_names": null}',
-        '{"version": 1, "model": {"name": "ViT-B/1"}, "image_size": 64, "num_classes": true, "class_names": ["a"]}',
-        '{"version": 1, "model": {"name": "ViT-B/1"}, "image_size": 64, "num_classes": 1, "class_names": "a"}',
-        '{"version": 1, "model": {"name": "ViT-B/1"}, "image_size": 64, "num_classes": 1, "class_names": [null]}',
-        '{"version": 1, "model": {"name": "ViT-B/1"}, "image_size": 1000000000000, "num_classes": 7}',
-        '{"version": 1, "model": {"name": "ViT-B/1"}, "image_size": 64, "num_classes": 10000000000000000000}',
-        '{"version": 1, "model": ' + '{"a": ' * 500 + "1" + "}" * 501,
-        "[" * 100_000,
+        *("{", "[]", '{"version": 9}', '{"version": 1, "model": ' + '{"a": ' * 500 + "1" + "}" * 501, "[" * 100_000),
+        *({"model": {}}, {"model": "ViT"}, {"model": {"name": "ViT-X"}}, {"image_size": "64"}, {"image_size": True}),
+        *({"num_classes": "1"}, {"num_classes": True, "class_names": ["a"]}, {"num_classes": 10**19}),
+        *({"class_names": ["a", "b"]}, {"class_names": "a"}, {"class_names": [None]}, {"image_size": 10**12}),
     ],
+    ids=lambda said: str(said)[:50],
 )
 def test_a_damaged_description(said, tmp_path):
+    said = said if isinstance(said, str) else json.dumps(SAID | said)
     save_file({"embedding.weight": torch.ones(2)}, tmp_path / "a.safetensors", {"vitscale": said})
     with pytest.raises(CheckpointError, match=r"a\.safetensors"):
         describe(open_weights(tmp_path / "a.safetensors"))
