@@ -1,6 +1,9 @@
 """What must hold for every registered model, by construction."""
 
 import copy
+import os
+import subprocess
+import sys
 from functools import cache
 
 import pytest
@@ -98,7 +101,9 @@ FAMILIES: list[tuple[str, dict, dict]] = [  # name, what replaces its dimensions
 ]
 
 
-def compiled_blocks_agree(name: str, dimensions: dict, options: dict, backend: str) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "dimensions", "options"), FAMILIES)
+def test_blocks_compile_without_graph_breaks(name, dimensions, options, backend):
     shape = model_of(**small_block(name) | dimensions).shape()
     model = with_values(build(shape, image_size=SIZE, num_classes=7, **options))
     blocks = blocks_of(model)
@@ -116,15 +121,31 @@ def compiled_blocks_agree(name: str, dimensions: dict, options: dict, backend: s
         assert torch.allclose(*results, rtol=1e-3, atol=1e-3 * results[0].abs().max().item())
 
 
-@pytest.mark.parametrize(("name", "dimensions", "options"), FAMILIES)
-def test_blocks_compile_without_graph_breaks(name, dimensions, options):
-    compiled_blocks_agree(name, dimensions, options, "aot_eager")
+PROGRAM = """
+import torch
+from vitscale.recipe.families import ViTShape
+from vitscale.models import compile_blocks, initialise
+from vitscale.models.vit import ViT
+
+vit = ViT(ViTShape(8, 64, 1, 128, 2), image_size=16, num_classes=3, head="linear")
+initialise(vit, seed=0)
+images = torch.rand(2, 16, 16, 3, generator=torch.Generator().manual_seed(0))
+expected = vit(images).tokens
+compile_blocks(vit.units())
+tokens = vit(images).tokens
+tokens.square().sum().backward()
+assert torch.allclose(tokens, expected, atol=1e-4), (tokens - expected).abs().max()
+"""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "dimensions", "options"), FAMILIES)
-def test_blocks_compile_to_native_code(name, dimensions, options):
-    compiled_blocks_agree(name, dimensions, options, "inductor")
+@pytest.mark.slow  # compiles twice
+def test_a_processor_with_other_vectors_compiles_anew(tmp_path):
+    """What torch has compiled for one processor is not run on another."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    for limit in ("avx2" if capability == "AVX512" else "default", capability.lower()):
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "ATEN_CPU_CAPABILITY": limit}
+        done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 CONV_AND_NORM = (("conv", "weight"), ("norm", "weight"), ("norm", "bias"))

@@ -168,15 +168,6 @@ def test_a_model_with_a_part_is_the_plain_formula(keys):
     assert (found.pooled - pooled).abs().max() < 1e-4
 
 
-def test_turned_registers_stay_with_the_patches_that_are_kept():
-    """Any order of the patches is the same to the class token."""
-    model, pixels = made(**VIT_5).eval(), images(32)
-    shuffled = torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(i)) for i in range(len(pixels))])
-    with torch.no_grad():
-        assert (model(pixels, kept=shuffled).pooled - model(pixels).pooled).abs().max() < 1e-5
-        assert (model(pixels, kept=shuffled[:, :9]).pooled - model(pixels).pooled).abs().max() > 1e-3
-
-
 # ---- What training does with them ------------------------------------------------------------------------------------
 
 
@@ -218,23 +209,6 @@ def test_recomputed_activations_change_no_gradient_and_all_parameters_have_one(k
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]) and torch.equal(gradient, gradients[2][name])
     assert [name for name, gradient in gradients[0].items() if gradient.abs().max() == 0] == []
-
-
-@pytest.mark.parametrize("keys", [{}, {"pool": "mean"}, {"class_position": False}, ROPE])
-def test_patches_are_found_behind_registers(keys):
-    """A change of one patch's embedding changes its own token most, in a model whose blocks add nearly nothing."""
-    model = made(registers=3, num_classes=None, **keys).eval()
-    with torch.no_grad():
-        for block in model.blocks:
-            block.attention.out.weight.mul_(1e-4)
-            block.mlp.fc2.weight.mul_(1e-4)
-        for patch in range(16):
-            plain, changed = (
-                model.patch_tokens(model(images(32), edit=lambda x, by=by: x + by).tokens)
-                for by in (0.0, F.one_hot(torch.tensor(patch), 16)[:, None] * torch.linspace(-1, 1, 48))
-            )
-            assert plain.shape == (2, 16, 48)
-            assert (changed - plain).abs().sum((0, 2)).argmax() == patch
 
 
 def test_layers_are_counted_from_the_head_for_every_part():

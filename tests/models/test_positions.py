@@ -7,7 +7,7 @@ import pytest
 import torch
 from models.small_models import build, images, with_values
 
-from vitscale.models.vit.positions import TwoDPositions, relative_logits, resample_positions, sincos_positions
+from vitscale.models.vit.positions import TwoDPositions, resample_positions, sincos_positions
 from vitscale.recipe.families import Position, ViTShape
 
 
@@ -66,18 +66,6 @@ def test_sines_and_cosines_are_big_vision_s(grid, width):
     assert found.shape == (1, grid**2, width)
     assert np.abs(found[0].numpy() - expected).max() < 1e-5
     assert sincos_positions(grid, width, like=torch.empty(0, dtype=torch.bfloat16)).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 5])
-def test_relative_logits_by_definition(tokens):
-    query = torch.randn(2, 3, tokens, 4)
-    table = torch.randn(2 * tokens - 1, 3, 4)
-    logits = relative_logits(query, table)
-    assert logits.shape == (2, 3, tokens, tokens)
-    for i in range(tokens):
-        for j in range(tokens):
-            expected = (query[:, :, i] * table[j - i + tokens - 1]).sum(-1)
-            assert torch.allclose(logits[:, :, i, j], expected, atol=1e-6)
 
 
 def test_relative_attention_by_definition():

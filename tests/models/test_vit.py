@@ -45,19 +45,6 @@ def test_logits_equal_those_of_other_libraries(peer_of, size, pool):
     assert_equal_logits(model, peer_of(model), size, 1e-5)
 
 
-def test_the_pretraining_head_is_dense_tanh_dense():
-    model = randomised(image_size=32, head="pretrain")
-    seen: dict[str, torch.Tensor] = {}
-    with torch.no_grad():
-        found = model(images(32), intermediates=seen)
-        by_hand = found.tokens[:, 0] @ model.pre_logits.weight.T + model.pre_logits.bias
-        assert torch.allclose(found.pooled, by_hand, atol=1e-5)
-        by_hand = torch.tanh(by_hand) @ model.head.weight.T + model.head.bias
-    assert torch.allclose(found.logits, by_hand, atol=1e-5)
-    assert list(seen) == ["embedded", "block_0", "block_1"]
-    assert seen["block_1"].shape == found.tokens.shape == (2, 17, 48) and found.pooled.shape == (2, 48)
-
-
 def test_initial_values_are_those_of_the_authors_code():
     model = ViT(architecture("ViT-S/16"), image_size=224, num_classes=1000)
     initialise(model, seed=3)

@@ -20,11 +20,7 @@ def example(dtype=torch.float32, requires_grad=False):
 
 
 def target_matrix(labels, on, off):
-    targets = torch.full((len(labels), K), off)
-    for row, label in enumerate(labels.tolist()):
-        if label >= 0:
-            targets[row, label] = on
-    return targets
+    return off + (on - off) * F.one_hot(labels % (K + 1), K + 1)[:, :K]  # -1 has a class of its own
 
 
 def reference(loss, logits, targets):

@@ -44,6 +44,11 @@ MODELS = [
     {"pool": "mean", "position": {"kind": "sincos"}},
     {"registers": 3, "class_position": False},
     {"position": {"kind": "rope"}, "registers": 2},
+    {
+        "position": {"kind": "1d_rope", "unit": "patch", "registers_base": 100.0},
+        "registers": 4,
+        "class_position": False,
+    },
     {"position": {"kind": "1d_rope"}, "pool": "normed_mean"},
     {"position": {"kind": "2d"}, "pool": "map"},
     {"position": {"kind": "none"}},

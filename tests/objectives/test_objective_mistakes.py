@@ -3,9 +3,10 @@
 import re
 
 import pytest
+from small_recipes import small_recipe
 
 from vitscale.ground.errors import RecipeError
-from vitscale.recipe import override, validate_recipe
+from vitscale.recipe import override
 
 MODEL = {"patch_size": 8, "width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2}
 FIXED = {"position": {"kind": "sincos", "table": "mae"}}
@@ -15,7 +16,7 @@ KINDS = {  # kind -> blocks of its recipe
         "model": {"name": "ViT-Ti/16", "head": "linear"},
         "data": {"views": [{"name": "global", "count": 2}]},
         "objective": {"group": 8},
-        "batch": {"global": 16},
+        "batch": 16,
     },
     "lejepa": {"model": MODEL, "data": {"views": [{"name": "global", "count": 2}]}},
     "dino": {
@@ -130,22 +131,12 @@ MISTAKES = {  # kind -> settings, and a pattern of the message
 }
 
 
-def refused(kind, settings):
-    blocks = KINDS[kind]
-    content = {
-        **{"batch": {"global": 8}, "optimizer": {"name": "adamw", "lr": 1e-3}, "schedule": {"duration": {"steps": 4}}},
-        **blocks,
-        "data": {"train": "train", "image_size": 32} | blocks.get("data", {}),
-        "objective": {"kind": kind} | blocks.get("objective", {}),
-    }
-    recipe = validate_recipe(content, "test")
-    with pytest.raises(RecipeError) as caught:
-        override(recipe.dump(), settings, "test")
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_mistakes_name_the_key_and_what_would_do(kind):
+    model, blocks = KINDS[kind]["model"], {key: value for key, value in KINDS[kind].items() if key != "model"}
+    blocks["objective"] = {"kind": kind} | blocks.get("objective", {})
+    recipe = small_recipe(model, **blocks)
     for *settings, told in MISTAKES[kind]:
-        found = refused(kind, settings)
-        assert re.search(told, found), (settings, found)
+        with pytest.raises(RecipeError) as caught:
+            override(recipe.dump(), settings, "test")
+        assert re.search(told, str(caught.value)), (settings, str(caught.value))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from objectives.updates import assert_counted, assert_near, sample_keys, update
-from small_recipes import DINO, with_initial_values
+from small_recipes import DINO, small_recipe, with_initial_values
 from torch.nn import functional as F
 
 from vitscale.data.draws import hashes
@@ -15,20 +15,13 @@ from vitscale.ground.ranks import Sums
 from vitscale.objectives import build_objective
 from vitscale.objectives.block_masks import block_masks
 from vitscale.objectives.dino_losses import class_losses, gram_losses, koleo, patch_losses, potentials, targets
-from vitscale.recipe import validate_recipe
+from vitscale.objectives.objective import dealt, joined
 from vitscale.recipe.dino import masked_counts
 
 VIEWS = [{"name": "first"}, {"name": "second"}, {"name": "local", "count": 3, "size": 16}]
 OBJECTIVE = {**DINO, "teacher_temperature": {"from": 0.05, "to": 0.05}}
-RECIPE = {
-    "model": {"patch_size": 8, "width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2, "head": "linear"},
-    "data": {"train": "train", "image_size": 32, "views": VIEWS},
-    "batch": {"global": 8},
-    "objective": OBJECTIVE,
-    "averages": [{"name": "ema", "decay": 0.99}],
-    "optimizer": {"name": "adamw", "lr": 1e-3},
-    "schedule": {"duration": {"steps": 4}},
-}
+MODEL = {"patch_size": 8, "width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2, "head": "linear"}
+EMA = {"name": "ema", "decay": 0.99}
 MODELS = [{}, {"position": {"kind": "rope"}, "registers": 2, "pool": "cls"}]
 
 
@@ -95,9 +88,9 @@ def test_gram_anchoring_is_the_mean_square_over_pairs_of_patches():
 
 
 def built(changes=(), model=()):
-    content = {**RECIPE, "objective": {**OBJECTIVE, **dict(changes)}, "model": {**RECIPE["model"], **dict(model)}}
-    content["averages"] = [*RECIPE["averages"], {"name": "gram", "every": {"steps": 2}, "of": "ema"}]
-    recipe = validate_recipe(content, "test")
+    averages = [EMA, {"name": "gram", "every": {"steps": 2}, "of": "ema"}]
+    blocks = {"data": {"views": VIEWS}, "objective": OBJECTIVE | dict(changes), "averages": averages}
+    recipe = small_recipe(MODEL | dict(model), **blocks)
     objective = with_initial_values(build_objective(recipe, 0), 5)
     if objective.mask is not None:
         objective.mask.data.normal_(generator=torch.Generator().manual_seed(5))
@@ -191,7 +184,7 @@ def test_the_operations_counted_are_those_of_torch(changes):
 
 def test_one_global_view_is_enough_beside_local_ones():
     views = [{"name": "global"}, {"name": "local", "count": 2, "size": 16}]
-    recipe = validate_recipe({**RECIPE, "data": {**RECIPE["data"], "views": views}}, "test")
+    recipe = small_recipe(MODEL, data={"views": views}, objective=OBJECTIVE, averages=[EMA])
     assert recipe.objective.are_global(recipe.context) == [True, False]
 
 
@@ -289,3 +282,49 @@ def test_patches_are_masked_as_often_as_by_the_published_loop():
     assert often[[0, 0, 13, 13], [0, 13, 0, 13]].mean() == pytest.approx(0.024, abs=0.005)
     masked = masks[masks.any(axis=(1, 2))]
     assert masked[:, :, 1:][masked[:, :, :-1]].mean() > 2 * masked.mean()  # neighbours are masked together
+
+
+# ---- Sums over the global batch --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_total_has_the_same_bits_in_any_order_and_any_parts(dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(640, 64, generator=generator) / 0.04
+    terms = torch.softmax(logits, dim=1).to(dtype)
+    total = Sums().total(terms)
+    assert total.dtype == dtype
+    torch.testing.assert_close(total.double(), terms.double().sum(dim=0), rtol=1e-7, atol=640 * 2**-41)
+    shuffled = terms[torch.randperm(640, generator=generator)]
+    for parts in (1, 3, 64, 640):
+        assert torch.equal(Sums().total(iter(shuffled.chunk(parts))), total)
+    assert torch.equal(Sums().total(-terms), -total)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 2.0, 3e7])
+def test_what_integers_cannot_hold_is_told_whatever_else_is_added(wrong):
+    """Two NaN would add up to 0 in integers of 64 bits."""
+    rows = torch.ones(4, 3)
+    rows[1, 0] = rows[3, 0] = wrong
+    assert Sums().total(rows).isnan().all() and Sums().total(iter(rows.split(1))).isnan().all()
+    assert Sums().total(torch.ones(4)).item() == 4 and Sums().total(torch.empty(0, 3)).tolist() == [0, 0, 0]
+    most = torch.ones(1).expand(2**22)
+    assert Sums().total(most).item() == 2**22
+    with pytest.raises(ValueError, match="rows"):
+        Sums(0, 2).total(most)
+
+
+def test_rows_are_each_rank_s_own():
+    whole = torch.arange(12).view(6, 2)
+    assert [Sums(rank, 3).own(whole).tolist() for rank in range(3)] == [each.tolist() for each in whole.split(2)]
+
+
+def test_rows_come_back_to_the_micro_batch_that_made_them():
+    made = [(torch.full((4, 2), number), torch.full((2, 3), number), torch.empty(0, 5)) for number in range(3)]
+    again = dealt(joined(made), 3)
+    assert all(
+        torch.equal(*each) for one, other in zip(made, again, strict=True) for each in zip(one, other, strict=True)
+    )
+    assert dealt((), 2) == [(), ()] and torch.equal(joined([made[0][0], made[1][0]])[4:], made[1][0])
+    with pytest.raises(AssertionError):
+        dealt((torch.zeros(5),), 2)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from models.small_models import images, with_values
+from models.small_models import images, with_large_kernels, with_values
 
 from vitscale.models import Model
 from vitscale.models.weights import Description, Format, load_weights, open_weights, write_weights
@@ -31,6 +31,12 @@ def described(block: dict, image_size: int = 64, num_classes: int = 7, class_nam
 def valued(description: Description, seed: int = 0) -> Model:
     """The described model, every parameter random and none near zero."""
     return with_values(description.build().to_empty(device="cpu"), seed).eval()
+
+
+def prepared(block: dict) -> tuple[Description, Model]:
+    """A model of which no library's eps matters."""
+    description = described(block)
+    return description, with_large_kernels(valued(description))
 
 
 def randomised(peer: torch.nn.Module, std: float = 0.3) -> torch.nn.Module:

@@ -35,6 +35,7 @@ THEIRS = {
 V1, V2, V3 = "Dinov2", "Dinov2WithRegisters", "DINOv3ViT"
 ROPE = {"position": {"kind": "rope"}, "norm_eps": 1e-5}
 GATED = {"use_gated_mlp": True, "hidden_act": "silu", "intermediate_size": 72}
+WIDER, NO_BIASES = {"intermediate_size": 192}, {"query_bias": False, "value_bias": False}
 # name -> our block, transformers' class and configuration.
 CASES = {
     "v2": ({"mlp": "exact_gelu", "mlp_dim": 144}, V2, {"mlp_ratio": 3}),
@@ -46,13 +47,9 @@ CASES = {
     "v3-plus": (
         {"mlp": "swiglu", "mlp_dim": 192, "qkv_bias": "no_key", **ROPE},
         V3,
-        {**GATED, "intermediate_size": 192},
+        GATED | {"intermediate_size": 192},
     ),
-    "v3-7B": (
-        {"mlp": "swiglu", "mlp_dim": 72, "qkv_bias": "none", **ROPE},
-        V3,
-        {**GATED, "query_bias": False, "value_bias": False},
-    ),
+    "v3-7B": ({"mlp": "swiglu", "mlp_dim": 72, "qkv_bias": "none", **ROPE}, V3, GATED | NO_BIASES),
     "v3-base": (
         {"mlp": "swiglu", "mlp_dim": 72, **ROPE, "position": {"kind": "rope", "base": 10}, "norm_eps": 1e-3},
         V3,

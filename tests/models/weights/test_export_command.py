@@ -100,14 +100,14 @@ def test_a_file_of_replaced_dimensions_is_named_by_a_recipe(tmp_path, capsys):
         export(str(tmp_path / "run.npz"), "npz", tmp_path / f"{i}.npz", model=model, settings=settings)
         assert f"{i}.npz: ViT-Ti/16 with depth 2 as npz" in capsys.readouterr().out
         assert (tmp_path / f"{i}.npz").read_bytes() == (tmp_path / "run.npz").read_bytes()
-    with pytest.raises(RecipeError, match=r"dept:.*'depth'"):
-        export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", model="ViT-Ti/16", settings=["model.dept=2"])
-    with pytest.raises(RecipeError, match=r"model\.KEY=VALUE"):
-        export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", model="ViT-Ti/16", settings=["seed=2"])
-    with pytest.raises(RecipeError, match=r"--set.*--model"):
-        export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", settings=["model.depth=2"])
-    with pytest.raises(RecipeError, match=r"'ViT-Ti-16'.*'ViT-Ti/16'"):
-        export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", model="ViT-Ti-16")
+    for words, options in (
+        (r"dept:.*'depth'", {"model": "ViT-Ti/16", "settings": ["model.dept=2"]}),
+        (r"model\.KEY=VALUE", {"model": "ViT-Ti/16", "settings": ["seed=2"]}),
+        (r"--set.*--model", {"settings": ["model.depth=2"]}),
+        (r"'ViT-Ti-16'.*'ViT-Ti/16'", {"model": "ViT-Ti-16"}),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            export(str(tmp_path / "run.npz"), "npz", tmp_path / "b.npz", **options)
     export(str(run), "safetensors", tmp_path / "own.safetensors")
     with pytest.raises(RecipeError, match=r"ViT-Ti/16 with depth 2: depth 2, not 12"):
         export(str(tmp_path / "own.safetensors"), "npz", tmp_path / "b.npz", model="ViT-Ti/16")

@@ -210,8 +210,10 @@ def test_the_pretraining_head_is_kept(tmp_path):
     arrays = authors(pre_logits=True)
     with torch.no_grad():
         found = model(images(SIZE))
-    hidden = np.tanh(found.tokens[:, 0].numpy() @ arrays["pre_logits/kernel"] + arrays["pre_logits/bias"])
-    assert np.abs(hidden @ arrays["head/kernel"] + arrays["head/bias"] - found.logits.numpy()).max() < 1e-5
+    hidden = found.tokens[:, 0].numpy() @ arrays["pre_logits/kernel"] + arrays["pre_logits/bias"]
+    assert np.abs(hidden - found.pooled.numpy()).max() < 1e-5
+    expected = np.tanh(hidden) @ arrays["head/kernel"] + arrays["head/bias"]
+    assert np.abs(expected - found.logits.numpy()).max() < 1e-5
 
 
 def test_a_zeroed_head_is_told(tmp_path):

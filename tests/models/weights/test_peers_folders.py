@@ -1,21 +1,27 @@
 """Folders of timm's and transformers' with nothing said: the peer's logits from its own random weights on photos."""
 
 import json
+import logging
 import tarfile
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from models.small_models import images
 from models.weights.exported import (
+    NAMES,
     TINY,
     assert_equal_logits,
     described,
     differing,
     edited,
+    loaded,
     opened_by_timm,
     randomised,
     run_of,
+    transformers_config,
     written,
 )
 from PIL import Image
@@ -76,7 +82,6 @@ TIMM: dict[str, tuple[dict, dict | None]] = {
 }
 OF_ALL = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 64, "patch_size": 8}
 SIZED = OF_ALL | {"intermediate_size": 96}
-NAMES = [f"class {i}" for i in range(7)]
 CLASSES = {"id2label": dict(enumerate(NAMES)), "label2id": {name: i for i, name in enumerate(NAMES)}}
 TRANSFORMERS = {
     "ViTForImageClassification": ("ViTConfig", SIZED | CLASSES),
@@ -243,6 +248,85 @@ def test_an_argument_of_timm_s_is_computed_or_refused(name, changes, is_refused,
     pixels = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         assert (opened(tmp_path)[1](pixels.permute(0, 2, 3, 1)).logits - peer(pixels)).abs().max() < 1e-5
+
+
+# ---- Transformers' Vision Transformer, and ours in it ----------------------------------------------------------------
+
+
+@pytest.fixture
+def complaints():
+    """What transformers and Python complain of, as a list that fills."""
+    found: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    handler = Keep(logging.WARNING)
+    transformers.utils.logging.get_logger("transformers").addHandler(handler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+        found += [str(warning.message) for warning in caught]
+    transformers.utils.logging.get_logger("transformers").removeHandler(handler)
+
+
+def opened_by_transformers(folder, complaints: list[str]) -> torch.nn.Module:
+    peer, info = transformers.ViTForImageClassification.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    assert complaints == []
+    return peer.eval()
+
+
+@pytest.mark.parametrize(
+    ("block", "size"),
+    [
+        *((TINY, 64), (TINY, 60)),  # no multiple of 8: transformers is given the pixels that we see
+        (TINY | {"mlp": "exact_gelu", "norm_eps": 1e-3}, 64),
+        *((TINY | {"position": {"kind": "sincos", "table": table}}, 64) for table in ("mae", "big_vision")),
+    ],
+)
+def test_transformers_opens_our_folder_and_computes_our_logits(block, size, complaints, tmp_path):
+    folder, model, description = written(tmp_path, "hf", block, size, class_names=NAMES)
+    peer = opened_by_transformers(folder, complaints)
+    assert [peer.config.id2label[i] for i in range(7)] == NAMES and peer.config.label2id[NAMES[3]] == 3
+    assert peer.config.image_size == size // 8 * 8
+    assert_equal_logits(model, peer, size)
+    notes: list[str] = []
+    assert differing(model, loaded(description, folder, notes)) == [] and notes == []
+
+
+def test_a_pretraining_head_leaves_transformers_the_representation_alone(complaints, tmp_path):
+    block = TINY | {"head": "pretrain"}
+    with pytest.raises(RecipeError, match=r"pre_logits.weight.*--drop-head"):
+        written(tmp_path, "hf", block)
+    folder, model, _ = written(tmp_path, "hf", block, drop_head=True)
+    with torch.no_grad():
+        found = opened_by_transformers(folder, complaints)(images(64).permute(0, 3, 1, 2)).logits
+        assert (found - model(images(64)).tokens[:, 0]).abs().max() < 1e-4  # its classifier is the identity
+
+
+@pytest.mark.parametrize("how", ["in shards", "modules' names"])
+def test_what_transformers_writes_is_read(how, tmp_path):
+    peer = randomised(transformers.ViTForImageClassification(transformers_config(**CLASSES)))
+    path = tmp_path / "folder"
+    if how == "modules' names":
+        torch.save(peer.state_dict(), path := tmp_path / "state.bin")
+    else:
+        peer.save_pretrained(path, max_shard_size="40KB")
+        assert len(list(path.glob("*.safetensors"))) > 1
+        assert open_model(str(path)).class_names == NAMES
+    notes: list[str] = []
+    assert_equal_logits(loaded(described(TINY), path, notes), peer)
+    assert notes == []
+
+
+def test_the_headless_model_of_transformers(tmp_path):
+    """Its names have no `vit.` before them, and its pooler is the dense layer of a pre-training head."""
+    transformers.ViTModel(transformers_config()).save_pretrained(tmp_path / "folder")
+    assert any("pooler" in note for note in open_model(str(tmp_path / "folder")).source.notes)
+    with pytest.raises(CheckpointError, match=r"classifier\.weight(.|\n)*--drop-head"):
+        loaded(described(TINY), tmp_path / "folder")
 
 
 # ---- Strangers' folders ----------------------------------------------------------------------------------------------

@@ -17,13 +17,13 @@ from models.weights.exported import (
     edited,
     loaded,
     opened_by_timm,
+    prepared,
     printed_lines,
     run_of,
     valued,
     write,
     written,
 )
-from models.weights.test_weights_peers import prepared
 from timm.models.resnetv2 import ResNetV2
 
 from vitscale.cli.export import export
