@@ -70,6 +70,15 @@ def with_values(model: Model, seed: int = 0) -> Model:
     return model
 
 
+def with_large_kernels(model: Model) -> Model:
+    """Convolutions so large that no eps matters: timm adds it to the variance, the authors' v1 code elsewhere."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 4:
+                parameter.mul_(parameter[0].numel() ** 0.5)
+    return model
+
+
 def images(size: int, batch: int = 2) -> torch.Tensor:
     """(B, H, W, 3) in [-1, 1]"""
     return torch.rand(batch, size, size, 3, generator=torch.Generator().manual_seed(2)) * 2 - 1

@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models.small_models import images
-from models.weights.exported import TINY, described, valued, write
-from models.weights.test_weights_peers import prepared
+from models.small_models import images, with_large_kernels
+from models.weights.exported import LINEAR, TINY, described, finished_run, prepared, valued, write
 from torch.nn import functional as F
 
 from vitscale.ground.errors import RecipeError
-from vitscale.models import Model
+from vitscale.models import Model, SimpleFeaturePyramid
 from vitscale.models.weights import write_weights
 from vitscale.recipe.families import ViTShape
 
@@ -44,11 +43,7 @@ BACKBONES = {  # the class, our block, the image size
 def exported(block: dict, size: int, folder: Path) -> Model:
     """Our model, written to a folder as transformers' backbone."""
     description = described(block, size)
-    model = valued(description)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 4:
-                parameter.mul_(parameter[0].numel() ** 0.5)
+    model = with_large_kernels(valued(description))
     values = {name: parameter.detach() for name, parameter in model.named_parameters()}
     write_weights(folder, "hf", description, values.__getitem__, as_backbone=True)
     return model
@@ -131,19 +126,105 @@ def test_a_map_has_the_places_of_the_last_tokens(block):
     model = valued(described(block))
     (last,) = seen_by(model, [len(model.blocks) if isinstance(model.shape, ViTShape) else len(model.shape.blocks)])
     side = model.anatomy().grid
-    assert last.shape == (
-        2,
-        model.shape.width if isinstance(model.shape, ViTShape) else model.shape.channels,
-        side,
-        side,
-    )
+    channels = model.shape.width if isinstance(model.shape, ViTShape) else model.shape.channels
+    assert last.shape == (2, channels, side, side)
     assert torch.equal(seen_by(model)[-1], last)
     for layers, named in (
-        ([0, 1, 9], "[0, 9]"),
-        ([True, 1.0], "[True, 1.0]"),
-        ("1", "'1'"),
-        (1, "1"),
-        ([None], "None"),
+        *(([0, 1, 9], "[0, 9]"), ([True, 1.0], "[True, 1.0]")),
+        *(("1", "'1'"), (1, "1"), ([None], "None")),
     ):
         with pytest.raises(RecipeError, match=re.escape(named)):
             seen_by(model, layers)
+
+
+# ---- The simple feature pyramid, against ViTDet's layers written out -------------------------------------------------
+
+
+def written_out(x: torch.Tensor, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """ViTDet's pyramid on a map (B, C, h, w); its weights in the order of the levels, from fine to coarse."""
+    values = list(values)
+
+    def take(count: int) -> list[torch.Tensor]:
+        taken, values[:count] = values[:count], []
+        return taken
+
+    def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        mean, variance = x.mean(dim=1, keepdim=True), x.var(dim=1, keepdim=True, correction=0)
+        return (x - mean) / (variance + 1e-6).sqrt() * weight[:, None, None] + bias[:, None, None]
+
+    found = []
+    for scale in (4, 2, 1, 0.5):
+        y = x
+        if scale >= 2:
+            y = F.conv_transpose2d(y, *take(2), stride=2)
+        if scale == 4:
+            y = F.conv_transpose2d(F.gelu(norm(y, *take(2))), *take(2), stride=2)
+        if scale == 0.5:
+            y = F.max_pool2d(y, 2)
+        y = norm(F.conv2d(y, *take(1)), *take(2))
+        found.append(norm(F.conv2d(y, *take(1), padding=1), *take(2)))
+    assert not values
+    return found
+
+
+@pytest.mark.parametrize("block", [TINY, SWIN, {"name": "ResNet50x1", "blocks": [1, 1]}], ids=["vit", "swin", "resnet"])
+def test_its_maps_are_those_of_its_layers_written_out(block):
+    model = valued(described(block))
+    pyramid = SimpleFeaturePyramid(model, 24)
+    with torch.no_grad():
+        for name, parameter in pyramid.levels.named_parameters():
+            torch.nn.init.normal_(parameter, 0.1, 0.5, generator=torch.Generator().manual_seed(len(name)))
+        pixels = torch.rand(2, 3, 64, 64)
+        found = pyramid(pixels)
+        last = model.feature_maps(pixels.permute(0, 2, 3, 1))[-1]
+    expected = written_out(last, [parameter.detach() for parameter in pyramid.levels.parameters()])
+    side = model.anatomy().grid
+    assert [each.shape for each in found.values()] == [(2, 24, s, s) for s in (4 * side, 2 * side, side, side // 2)]
+    for ours, theirs in zip(found.values(), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("model", "channels"), [(torch.nn.Identity(), 24), (None, 24), ("vit", 0), ("vit", "8")])
+def test_what_it_cannot_be_made_of_is_told(model, channels):
+    made = valued(described(TINY)) if model == "vit" else model
+    with pytest.raises(RecipeError):
+        SimpleFeaturePyramid(made, channels)
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "dense.md"
+
+
+def boxes(count: int, size: float) -> torch.Tensor:
+    corners = torch.rand(count, 2, 2).sort(dim=1).values * 0.8
+    corners[:, 1] += 0.2
+    return corners.flatten(1) * size
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_blocks_of_the_page_run_one_after_the_other(tmp_path, monkeypatch):
+    """docs/dense.md, taken at its word: two pictures with random boxes train detectors on a run's weights."""
+    pytest.importorskip("torchvision")
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    finished_run(tmp_path / "runs/photos", valued(described(LINEAR)), LINEAR, precision="fp32")
+    torch.manual_seed(0)
+    pictures = [torch.rand(3, 90, 70), torch.rand(3, 50, 100)]
+    said = {
+        "pictures": pictures,
+        "targets": [{"boxes": boxes(3, 50), "labels": torch.tensor([1, 5, 90])} for _ in pictures],
+        "images": [(each.permute(1, 2, 0) * 255).byte().numpy() for each in pictures],
+        "labels": [{"boxes": boxes(2, 0.5), "class_labels": torch.tensor([3, 90])} for _ in pictures],
+    }
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    assert len(blocks) == 2
+    for block in blocks:
+        lines = [line for line in block.splitlines() if line and not line.startswith(("import ", "from ", "#"))]
+        assert len(lines) <= 10
+        exec(compile(block, str(PAGE), "exec"), said)
+    assert sum(said["losses"].values()).isfinite() and said["loss"].isfinite()
+    for trained in (said["model"].backbone.embedding.weight, *said["detr"].model.backbone.parameters()):
+        if trained.requires_grad and trained.grad is not None:
+            assert trained.grad.isfinite().all()
+    assert said["model"].backbone.embedding.weight.grad.abs().sum() > 0
+    assert said["detr"].model.backbone.model.embeddings.cls_token.grad.abs().sum() > 0

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from models.small_models import build, images, with_values
+from models.small_models import build, images, with_large_kernels, with_values
 from small_recipes import small_recipe
 from torch.nn import functional as F
 
@@ -59,15 +59,6 @@ def values_for(model, form="timm"):
     return {key: part for rule in rules for key, part in zip(rule.theirs, rule.split(ours[rule.ours]), strict=True)}
 
 
-def large_weights(model):
-    """timm adds its eps to the variance of a weight, the authors' v1 code to the deviation: large weights need none."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 4:
-                parameter.mul_(parameter[0].numel() ** 0.5)
-    return model
-
-
 def model_and_peer(variant, size, drop_path=0.0):
     """A small ResNet and timm's of the same weights, in fp64."""
     pytest.importorskip("timm")
@@ -76,7 +67,7 @@ def model_and_peer(variant, size, drop_path=0.0):
 
     blocks = (2, 1, 1, 1)
     model = ResNet(ResNetShape(blocks, variant=variant), image_size=size, num_classes=7, drop_path=drop_path)
-    model = large_weights(with_values(model)).double()
+    model = with_large_kernels(with_values(model)).double()
     norm = partial(GroupNormAct, num_groups=32, eps=1e-6 if variant == "v1" else 1e-5)
     kind = {"preact": False, "stem_type": "same"} if variant == "v1" else {"preact": True, "stem_type": "fixed"}
     conv = partial(StdConv2dSame if variant == "v1" else StdConv2d, eps=1e-10)
@@ -146,16 +137,6 @@ def test_initial_values_of_every_family(block):
             of_unit = ".stages." in name and module.endswith("norm3")
             expected = 0.0 if kind == "bias" or (of_unit and is_v1) else 1.0
             assert torch.all(value == expected), name
-
-
-def test_a_v1_unit_begins_as_its_shortcut():
-    model = build(ResNetShape((2,), variant="v1"), image_size=32, num_classes=5)
-    unit = model.features.units()[1]
-    with torch.no_grad():
-        for name, parameter in unit.named_parameters(prefix="features.stages.0.1"):
-            parameter.copy_(initial_value(model, name, parameter.shape, seed=0))
-        x = torch.rand(2, 256, 8, 8, generator=torch.Generator().manual_seed(0))
-        assert torch.equal(unit(x), x)
 
 
 @pytest.mark.parametrize("shape", [ViTShape(8, 48, 1, 96, 3), ResNetShape((1,), mixing="axial")])

@@ -2,49 +2,32 @@
 
 import pytest
 import torch
-from small_models import build, images, with_values
+from models.small_models import build, images
+from models.weights.exported import TINY, described, loaded, valued, written
 
 from vitscale.models import compile_blocks
-from vitscale.models.vit.positions import resample_positions
 from vitscale.recipe.families import ResNetShape, ViTShape
 
 SIZES = [(32, 2), (16, 3), (27, 1), (8, 2), (32, 1)]  # side and images of each batch; 27 is no multiple of a patch
 FORMS = {
-    "class token": ({}, {}),
-    "pre-training head": ({}, {"head": "pretrain"}),
-    "mean": ({}, {"pool": "mean", "position": {"kind": "2d"}}),
-    "map": ({"sub_norm": "mlp"}, {"pool": "map", "position": {"kind": "sincos"}}),
-    "normed mean": ({"norm": "rms"}, {"pool": "normed_mean"}),
-    "distilled": ({"distilled": True}, {}),
-    "shared positions": ({}, {"position": {"at": "shared"}}),
-    "dinov2": ({"registers": 4, "layer_scale": 0.1, "mlp": "exact_gelu"}, {}),
-    "dinov3": ({"registers": 4, "qkv_bias": "no_key", "layer_scale": 0.1}, {"position": {"kind": "rope"}}),
-    "vit5": (
-        {"registers": 4, "mlp": "swiglu", "sub_norm": "all", "qk_norm": True, "class_position": False},
-        {"position": {"kind": "1d_rope", "unit": "patch", "registers_base": 100.0}},
-    ),
+    "class token": {},
+    "pre-training head": {"head": "pretrain"},
+    "mean": {"pool": "mean", "position": {"kind": "2d"}},
+    "map": {"sub_norm": "mlp", "pool": "map", "position": {"kind": "sincos"}},
+    "normed mean": {"norm": "rms", "pool": "normed_mean"},
+    "distilled": {"distilled": True},
+    "shared positions": {"position": {"at": "shared"}},
+    "dinov2": {"registers": 4, "layer_scale": 0.1, "mlp": "exact_gelu"},
+    "dinov3": {"registers": 4, "qkv_bias": "no_key", "layer_scale": 0.1, "position": {"kind": "rope"}},
+    "vit5": {
+        **{"registers": 4, "mlp": "swiglu", "sub_norm": "all", "qk_norm": True, "class_position": False},
+        **{"position": {"kind": "1d_rope", "unit": "patch", "registers_base": 100.0}},
+    },
 }
 
 
-def made(form, size=32):
-    parts, options = FORMS[form]
-    return with_values(build(ViTShape(8, 48, 2, 96, 3, **parts), image_size=size, num_classes=7, **options))
-
-
-def of_size(form, size):
-    """A model made for another size, with the same weights."""
-    weights, other = made(form).state_dict(), made(form, size)
-    shapes = {name: value.shape for name, value in other.state_dict().items()}
-    for name, value in weights.items():
-        if value.shape == shapes[name]:
-            continue
-        old, new = (4, 4), (size // 8, size // 8)
-        if name.endswith((".x", ".y")):
-            weights[name] = resample_positions(value[None], (old[0], 1), (new[0], 1), 0)[0]
-        else:
-            weights[name] = resample_positions(value, old, new, value.shape[1] - 16)
-    other.load_state_dict(weights)
-    return other
+def made(form):
+    return valued(described(TINY | FORMS[form], 32))
 
 
 def batches():
@@ -58,12 +41,13 @@ def total(outputs):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_batch_is_computed_as_by_a_model_of_its_size(form):
-    model, pixels = made(form), batches()
+def test_each_batch_is_computed_as_by_a_model_of_its_size(form, tmp_path):
+    path, model, _ = written(tmp_path, "safetensors", TINY | FORMS[form], 32)
+    pixels = batches()
     with torch.no_grad():
         found = model(pixels)
         for batch, outputs in zip(pixels, found, strict=True):
-            expected = of_size(form, batch.shape[1])(batch)
+            expected = loaded(described(TINY | FORMS[form], batch.shape[1]), path)(batch)
             assert outputs.tokens.shape == expected.tokens.shape
             for value, other in zip(outputs, expected, strict=True):
                 if value is not None:

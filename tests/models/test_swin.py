@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from models.small_models import build, images, with_values
+from small_recipes import small_recipe
 
 from vitscale.flops import model_work
 from vitscale.ground.errors import RecipeError
 from vitscale.models import initial_value
 from vitscale.models.build import build_of_block
-from vitscale.models.swin.windows import WindowAttention, strangers
-from vitscale.recipe import validate_recipe
+from vitscale.models.swin.windows import WindowAttention
 from vitscale.recipe.families import SwinShape, architecture, model_of
 
 TINY = {"width": 16, "num_heads": 2, "blocks": [2, 2, 2], "window": 4}
@@ -53,17 +53,6 @@ def test_attention_within_windows_by_loops(size, window, shift):
         found = layer(x)
     for ours, image in zip(found.numpy(), x.double().numpy(), strict=True):
         np.testing.assert_allclose(ours, attended(layer, image, shift), atol=1e-5)
-
-
-@pytest.mark.parametrize(("side", "window", "shift"), [(2, 4, 2), (3, 7, 3), (2, 3, 1)])
-def test_strangers_are_those_from_opposite_sides(side, window, shift):
-    """Of the places of the whole map that a roll brings into one window, neighbours lie less than a window apart."""
-    size = side * window
-    places = torch.arange(size).roll(-shift)
-    grid = torch.stack(torch.meshgrid(places, places, indexing="ij"), dim=-1)
-    of_window = grid.view(side, window, side, window, 2).transpose(1, 2).reshape(side**2, window**2, 2)
-    apart = (of_window[:, :, None] - of_window[:, None]).abs().amax(dim=-1) >= window
-    assert torch.equal(strangers(side, window, shift, torch.device("cpu")), apart)
 
 
 # Table 1 of the paper: millions of parameters, GMACs at 224 pixels, and of B with windows of 12 at 384.
@@ -141,13 +130,6 @@ def test_axes_of_heads_and_patches():
         assert math.prod(axes[name]) == each.numel()
 
 
-def recipe(model: dict, **blocks) -> dict:
-    return {
-        **{"model": model, "data": {"train": "photos", "image_size": 64}, "batch": {"global": 2}},
-        **{"optimizer": {"name": "adamw", "lr": 1e-3}, "schedule": {"duration": {"steps": 1}}},
-    } | blocks
-
-
 @pytest.mark.parametrize(
     ("model", "blocks", "words"),
     [
@@ -164,4 +146,4 @@ def recipe(model: dict, **blocks) -> dict:
 )
 def test_what_a_swin_does_not_have_is_refused_by_its_key(model, blocks, words):
     with pytest.raises(RecipeError, match=words):
-        validate_recipe(recipe(model, **blocks), "this test")
+        small_recipe(model, data={"image_size": 64}, **blocks)

@@ -1,12 +1,12 @@
 """BEiT: a frozen tokenizer's numbers of patches in blocks, against transformers; and folders that are not taken."""
 
-import json
 import random
 
 import numpy as np
 import pytest
 import torch
 from messages import refusal
+from models.weights.exported import edited
 from safetensors.torch import load_file, save_file
 from small_recipes import SMALL, keys, small_recipe
 from torch.nn import functional as F
@@ -184,11 +184,6 @@ def test_the_recipe_of_before_is_unchanged_and_a_smoke_run_needs_no_tokenizer(fo
     check_teacher(recipe, [])
 
 
-def rewritten(folder, **config):
-    content = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(content | config))
-
-
 def changed(folder, change):
     values = load_file(folder / "model.safetensors")
     change(values)
@@ -219,11 +214,11 @@ def test_a_recipe_that_does_not_fit_is_refused_by_its_key(folder, error, key, se
 def test_folders_that_are_not_such_a_tokenizer_are_refused(folder, tmp_path):
     recipe, intact = make_recipe(folder), {file: file.read_bytes() for file in folder.iterdir()}
     for cause, spoil in (
-        ("another hidden_size", lambda: rewritten(folder, hidden_size=16)),
-        ("a side that no machine has", lambda: rewritten(folder, hidden_size=10**12)),
-        ("blocks without end", lambda: rewritten(folder, num_blocks_per_group=10**9)),
-        ("more blocks than tensors", lambda: rewritten(folder, num_blocks_per_group=200)),
-        ("a list", lambda: rewritten(folder, hidden_size=[8])),
+        ("another hidden_size", lambda: edited(folder / "config.json", hidden_size=16)),
+        ("a side that no machine has", lambda: edited(folder / "config.json", hidden_size=10**12)),
+        ("blocks without end", lambda: edited(folder / "config.json", num_blocks_per_group=10**9)),
+        ("more blocks than tensors", lambda: edited(folder / "config.json", num_blocks_per_group=200)),
+        ("a list", lambda: edited(folder / "config.json", hidden_size=[8])),
         ("a tensor too few", lambda: changed(folder, lambda values: values.pop("blocks.input.bias"))),
         ("a tensor too many", lambda: changed(folder, lambda values: values.update(more=torch.zeros(2)))),
         ("an infinite weight", lambda: changed(folder, lambda values: values["blocks.input.bias"].fill_(torch.inf))),
@@ -236,7 +231,12 @@ def test_folders_that_are_not_such_a_tokenizer_are_refused(folder, tmp_path):
             load_tokenizer(recipe.objective.targets, GRID, torch.device("cpu"))
         for file, content in intact.items():
             file.write_bytes(content)
-    rewritten(folder, auto_map={"AutoModel": "stranger--code"}, attn_implementation="stranger/kernel", dtype="float64")
+    edited(
+        folder / "config.json",
+        auto_map={"AutoModel": "stranger--code"},
+        attn_implementation="stranger/kernel",
+        dtype="float64",
+    )
     check_teacher(recipe, [])  # of another's config.json only the tokenizer's own keys count
 
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from messages import refusal
+from objectives.updates import sample_keys, update
 from small_recipes import small_recipe
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
@@ -15,9 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitscale.flops import recipe_work
 from vitscale.ground.errors import RecipeError
-from vitscale.ground.ranks import Sums
 from vitscale.models.weights.foreign import table
-from vitscale.objectives import Losses, Objective, Plan, build_objective, build_teacher
+from vitscale.objectives import build_objective, build_teacher
 from vitscale.objectives.mixing import partners_of
 from vitscale.training.beginning.memory import expected_memory
 
@@ -48,14 +48,6 @@ def with_values(model: nn.Module, seed: int) -> nn.Module:
     return model
 
 
-def losses_of(objective: Objective, images: torch.Tensor, labels: torch.Tensor, plan: Plan) -> Losses:
-    """What the learner does: the teacher is asked first."""
-    with torch.no_grad():
-        rows = objective([images[:, None]], None, plan)
-    agreed = objective.agree(rows, labels, Sums(), {})
-    return objective([images[:, None]], labels, (*plan, *agreed.rows))
-
-
 def as_timms(ours: nn.Module, peer: nn.Module) -> nn.Module:
     """timm's model with the values of ours."""
     values, state = dict(ours.named_parameters()), {}
@@ -68,7 +60,7 @@ def as_timms(ours: nn.Module, peer: nn.Module) -> nn.Module:
 
 @pytest.fixture
 def made():
-    """(objective, teacher, timm's student, timm's teacher, images in units of the student, labels, plan)"""
+    """(objective, teacher, timm's student, timm's teacher, images in units of the student, labels)"""
     recipe = make_recipe({"normalise": {}})  # [-1, 1], where the student's is ImageNet's
     objective, teacher = with_values(build_objective(recipe, K), 0), with_values(build_teacher(recipe, K), 1)
     objective.train().learn_from(teacher)
@@ -80,13 +72,13 @@ def made():
     return (
         *(objective, teacher, as_timms(objective.backbone, student).train()),
         as_timms(teacher, VisionTransformer(embed_dim=32, depth=1, **THEIRS)).eval(),
-        *(images, labels, objective.plan(torch.arange(B).numpy(), 0)),
+        *(images, labels),
     )
 
 
 def test_loss_and_gradients_are_those_of_a_plain_loop_with_timms_models(made):
-    objective, _, student, teacher, images, labels, plan = made
-    own, blend, boxes = plan
+    objective, _, student, teacher, images, labels = made
+    own, blend, boxes = objective.plan(sample_keys(B), 0)
     mixed = images.clone()
     for row, (top, bottom, left, right) in enumerate(boxes.tolist()):
         mixed[row] = blend[row] * images[row] + (1 - blend[row]) * images[row ^ 1]
@@ -99,8 +91,7 @@ def test_loss_and_gradients_are_those_of_a_plain_loop_with_timms_models(made):
     by_labels, by_teacher = student(mixed.permute(0, 3, 1, 2))
     expected = 0.5 * F.cross_entropy(by_labels, targets) + 0.5 * F.cross_entropy(by_teacher, taught)
     expected.backward()
-    losses = losses_of(objective, images, labels, plan)
-    losses.per_sample.mean().backward()
+    losses, _ = update(make_recipe(), objective, [images[:, None]], labels)
     assert len(set(taught.tolist())) > 1 and boxes.any()
     assert losses.per_sample.mean().item() == pytest.approx(expected.item(), rel=1e-5)
     assert losses.shown["teacher_agreement"].tolist() == (by_teacher.argmax(dim=1) == taught).float().tolist()
@@ -111,18 +102,10 @@ def test_loss_and_gradients_are_those_of_a_plain_loop_with_timms_models(made):
         torch.testing.assert_close(ours[rule.ours].grad, gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_prediction_is_the_mean_of_both_heads(made):
-    objective, _, student, _, images, *_ = made
-    objective.eval(), student.eval()
-    with torch.no_grad():
-        found, expected = objective(images).logits, student(images.permute(0, 3, 1, 2))
-    assert (found - expected).abs().max() < 1e-5
-
-
 def test_the_teacher_is_no_part_of_the_objective_and_stays_as_it_is(made):
-    objective, teacher, _, _, images, labels, plan = made
+    objective, teacher, _, _, images, labels = made
     before = copy.deepcopy(teacher.state_dict())
-    losses_of(objective, images, labels, plan).per_sample.sum().backward()
+    update(make_recipe(), objective, [images[:, None]], labels)
     assert all(parameter.grad is None for parameter in teacher.parameters()) and not teacher.training
     own = {id(parameter) for parameter in objective.parameters()}
     assert not any(id(parameter) in own for parameter in teacher.parameters())
@@ -133,14 +116,14 @@ def test_the_teacher_is_no_part_of_the_objective_and_stays_as_it_is(made):
 
 
 def test_what_is_counted_is_what_a_step_computes(made):
-    objective, teacher, _, _, images, labels, plan = made
+    objective, teacher, _, _, images, labels = made
     recipe = make_recipe()
     work = recipe_work(recipe, K)
     assert work.params == sum(parameter.numel() for parameter in objective.parameters())
     plain = make_recipe(objective={"loss": "softmax"})
     with sdpa_kernel(SDPBackend.MATH):  # the counter sees no products inside the other
         with FlopCounterMode(display=False) as counter:
-            losses_of(objective, images, labels, plan).per_sample.sum().backward()
+            update(recipe, objective, [images[:, None]], labels)
         with FlopCounterMode(display=False) as of_student:
             objective.backbone(images).logits.sum().backward()
         with FlopCounterMode(display=False) as of_teacher, torch.no_grad():

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from objectives.updates import assert_near, update
 from small_recipes import SMALL, small_recipe, with_initial_values
 
 from vitscale.data.draws import kept_paths
-from vitscale.ground.ranks import Sums
 from vitscale.objectives import build_objective
 
 SHARES = [0.0, 0.1, 0.5, 0.9]
@@ -29,13 +29,12 @@ def test_branches_are_left_out_as_often_as_they_should_and_independently():
 
 
 def made(model, objective, views):
-    """The objective, and whether there is a first pass."""
     recipe = small_recipe(model, data={"views": views or []}, objective=objective)
     objective = with_initial_values(build_objective(recipe, 7)).train()
     with torch.no_grad():
         for name, parameter in objective.named_weights():
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
-    return objective, recipe.objective.prepares
+    return recipe, objective
 
 
 @pytest.mark.parametrize(
@@ -51,40 +50,25 @@ def made(model, objective, views):
 )
 def test_an_update_is_the_same_in_every_micro_batch(model, objective, views):
     """Gradients of a global batch of 8 in parts of 1 to 8; other keys give others."""
-    objective, prepares = made(model, objective, views)
+    recipe, objective = made(model, objective, views)
     generator = torch.Generator().manual_seed(3)
     counts = [(view.get("count", 1), view.get("size", 32)) for view in views or [{}]]
     images = [torch.rand(8, count, side, side, 3, generator=generator) * 2 - 1 for count, side in counts]
     labels = torch.arange(8) % 7
     keys = [torch.from_numpy(KEYS[:8, 10 * at : 10 * at + count]) for at, (count, _) in enumerate(counts)]
 
-    def gradients(size, keys):
-        objective.zero_grad()
-        parts = [slice(start, start + size) for start in range(0, 8, size)]
-        plan = objective.plan(keys[0][:, 0].numpy(), 0)
-        if prepares:
-            rows = []
-            for part in parts:
-                objective.choose_paths([each[part] for each in keys], labels.device)
-                with torch.no_grad():
-                    rows.append(objective([each[part] for each in images], None))
-            plan = objective.agree(torch.cat(rows), labels, Sums(), {}).rows
-        for part in parts:
-            objective.choose_paths([each[part] for each in keys], labels.device)
-            losses = objective([each[part] for each in images], labels[part], tuple(each[part] for each in plan))
-            (losses.per_sample.sum() / 8).backward()
-        return [parameter.grad.clone() for parameter in objective.parameters()]
-
-    expected = gradients(8, keys)
+    update(recipe, objective, images, labels, view_keys=keys)
+    expected = [parameter.grad.clone() for parameter in objective.parameters()]
     for size in (1, 2, 4):
-        for found, other in zip(gradients(size, keys), expected, strict=True):
-            assert float((found - other).norm()) <= 3e-6 * float(other.norm()) + 1e-7
-    others = gradients(8, [each + 1 for each in keys])
-    assert any(not torch.allclose(found, other, rtol=0.1) for found, other in zip(others, expected, strict=True))
+        update(recipe, objective, images, labels, size, keys)
+        assert_near(objective.parameters(), expected)
+    update(recipe, objective, images, labels, view_keys=[each + 1 for each in keys])
+    found = [parameter.grad for parameter in objective.parameters()]
+    assert any(not torch.allclose(each, other, rtol=0.1) for each, other in zip(found, expected, strict=True))
 
 
 def test_images_that_are_no_views_of_the_samples_are_refused():
-    objective, _ = made(MODEL, {"loss": "softmax"}, None)
+    _, objective = made(MODEL, {"loss": "softmax"}, None)
     objective.choose_paths([torch.from_numpy(KEYS[:4, :1])], torch.device("cpu"))
     with pytest.raises(ValueError, match="4 samples"):
         objective.backbone(torch.zeros(6, 32, 32, 3))

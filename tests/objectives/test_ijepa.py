@@ -1,15 +1,11 @@
 """I-JEPA: what is seen and predicted, and the loss against plain torch, block by block."""
 
-import numpy as np
 import pytest
 import torch
+from objectives.updates import assert_counted, sample_keys
 from small_recipes import SMALL, small_recipe, with_initial_values
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from vitscale.data.draws import hashes
-from vitscale.flops.work import recipe_work
 from vitscale.models.vit.positions import sincos_positions
 from vitscale.objectives import build_objective
 
@@ -27,15 +23,11 @@ def built(**changes):
     return recipe, objective
 
 
-def keys(count=32):
-    return hashes(count, 1).view(np.int64)
-
-
 def test_blocks_are_rectangles_and_what_is_seen_lies_outside():
     _, objective = built()
     sizes = set()
     for step in range(40):
-        seen, blocks = objective.plan(keys(), step)
+        seen, blocks = objective.plan(sample_keys(32), step)
         assert seen.shape == (32, 16) and blocks.shape[:2] == (32, 4)
         rows, columns = blocks // 8, blocks % 8
         height, width = (int((each.amax(2) - each.amin(2) + 1).unique()) for each in (rows, columns))
@@ -50,8 +42,8 @@ def test_blocks_are_rectangles_and_what_is_seen_lies_outside():
 
 def test_parts_of_a_batch_draw_alike():
     _, objective = built()
-    whole = objective.plan(keys(), 3)
-    parts = [objective.plan(keys()[start : start + 8], 3) for start in range(0, 32, 8)]
+    whole = objective.plan(sample_keys(32), 3)
+    parts = [objective.plan(sample_keys(32)[start : start + 8], 3) for start in range(0, 32, 8)]
     for number, each in enumerate(whole):
         assert torch.equal(each, torch.cat([part[number] for part in parts]))
 
@@ -59,7 +51,7 @@ def test_parts_of_a_batch_draw_alike():
 def test_the_loss_is_that_of_blocks_predicted_one_by_one():
     _, objective = built()
     images, predictor = torch.randn(3, 64, 64, 3, generator=torch.Generator().manual_seed(0)), objective.predictor
-    plan = objective.plan(keys(3), 0)
+    plan = objective.plan(sample_keys(3), 0)
     with torch.no_grad():
         targets = objective([images[:, None]], None, plan)
         found = objective([images[:, None]], torch.zeros(3).long(), (*plan, targets)).per_sample
@@ -79,13 +71,5 @@ def test_the_loss_is_that_of_blocks_predicted_one_by_one():
 
 def test_the_operations_counted_are_those_of_torch():
     recipe, objective = built(area=[0.17, 0.205])  # in the middle 12 patches
-    step = next(step for step in range(100) if objective.plan(keys(4), step)[1].shape[2] == 12)
-    plan, images = objective.plan(keys(4), step), torch.zeros(4, 1, 64, 64, 3)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        with torch.no_grad():
-            targets = objective([images], None, plan)
-        objective([images], torch.zeros(4).long(), (*plan, targets)).per_sample.sum().backward()
-    work = recipe_work(recipe, 0)
-    macs = sum(each.macs + each.backward_macs for each in work.operations)
-    assert counter.get_total_flops() == 2 * 4 * macs
-    assert work.params == sum(parameter.numel() for parameter in objective.parameters())
+    step = next(step for step in range(100) if objective.plan(sample_keys(4), step)[1].shape[2] == 12)
+    assert_counted(recipe, objective, 4, step)

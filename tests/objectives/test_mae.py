@@ -3,20 +3,20 @@
 import re
 
 import pytest
-import timm
 import torch
+from objectives.updates import update
 from safetensors.torch import load_file, save_file
 from small_recipes import SMALL, keys, small_recipe, with_random_values
 from timm.models.vision_transformer import VisionTransformer
-from torch.nn import functional as F
-from transformers import ViTForImageClassification, ViTMAEConfig, ViTMAEForPreTraining
+from transformers import ViTMAEConfig, ViTMAEForPreTraining
 from transformers.models.vit_mae.modeling_vit_mae import build_2d_sinusoidal_position_embedding
 
 from vitscale.data.image_operations import to_model_input
 from vitscale.ground.errors import CheckpointError
-from vitscale.models import initial_value, initialise
-from vitscale.models.weights import Description, load_weights, open_weights, parameters_beside, write_weights
+from vitscale.models import initial_value
+from vitscale.models.weights import load_weights, open_weights, parameters_beside
 from vitscale.models.weights.foreign import table
+from vitscale.models.weights.huggingface import file_name
 from vitscale.objectives import build_objective
 from vitscale.objectives.mae import exact_pixels, tells_levels_apart
 from vitscale.recipe import Muon, Normalise
@@ -70,6 +70,12 @@ def peer(norm_pix=True, removed=0.75):
     return theirs.train()
 
 
+def computed(theirs, images, plan):
+    """What transformers' model computes where it draws our plan."""
+    noise = torch.cat(plan, dim=1).argsort(dim=1).float() / N  # the rank of a patch in our order
+    return theirs(pixel_values=images.permute(0, 3, 1, 2), noise=noise)
+
+
 def take(objective, path):
     """Give an objective the whole of the weights at a path."""
     source = open_weights(path)
@@ -92,8 +98,7 @@ def test_loss_and_gradients_are_transformers(norm_pix, removed, tmp_path):
     theirs.save_pretrained(tmp_path)
     ours = take(made(objective={"norm_pix": norm_pix, "removed": removed}), tmp_path)
     images, plan = normalised(pictures()), ours.plan(keys(B), 0)
-    noise = torch.cat(plan, dim=1).argsort(dim=1).float() / N  # the rank of a patch in our order
-    expected = theirs(pixel_values=images.permute(0, 3, 1, 2), noise=noise)
+    expected = computed(theirs, images, plan)
     assert torch.equal(expected.mask.sum(dim=1), torch.full((B,), float(plan[1].shape[1])))
     found = ours(images, torch.full((B,), -1), plan).per_sample
     assert found.shape == (B,) and found.mean().item() == pytest.approx(expected.loss.item(), rel=1e-6)
@@ -102,7 +107,7 @@ def test_loss_and_gradients_are_transformers(norm_pix, removed, tmp_path):
     gradients = {name: parameter.grad for name, parameter in ours.named_weights()}
     of_theirs = {name: parameter.grad for name, parameter in theirs.named_parameters() if parameter.requires_grad}
     for rule in rules(ours, "hf"):
-        names = [name for each in rule.theirs for name in of_theirs if as_in_file(name) == each]
+        names = [name for each in rule.theirs for name in of_theirs if file_name(name) == each]
         assert len(names) == len(rule.theirs) - rule.compares, rule.theirs
         for name, gradient in zip(names, rule.split(gradients.pop(rule.ours)), strict=False):
             largest = of_theirs[name].abs().max()
@@ -116,15 +121,6 @@ def rules(objective, form):
     found = [rule for rule in (*table(objective.backbone, form), *objective.rules(form)) if rule.ours in names]
     assert {rule.ours for rule in found} == names and len(found) == len(names)
     return found
-
-
-def as_in_file(name):
-    """What a parameter of transformers 5 is called in published files, which are those of version 4."""
-    name = name.replace("vit.layers.", "vit.encoder.layer.")
-    for part, old in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
-        name = name.replace(f"attention.{part}", f"attention.attention.{old}")
-    name = name.replace("attention.o_proj", "attention.output.dense")
-    return name.replace("mlp.fc1", "intermediate.dense").replace("mlp.fc2", "output.dense")
 
 
 def there(objective, form):
@@ -144,21 +140,16 @@ def test_our_weights_compute_the_same_in_transformers(names, tmp_path):
     ours = made()
     tensors = there(ours, "hf")
     if names == "of 5":
-        tensors = {
-            key.replace("decoder.decoder_layers", "decoder.decoder_encoder.layer"): tensors[key] for key in tensors
-        }
-    assert names == "of 4" or tensors.keys() == load_file(tmp_path / "model.safetensors").keys()
+        of_4, of_5 = "decoder.decoder_layers", "decoder.decoder_encoder.layer"
+        tensors = {key.replace(of_4, of_5): value for key, value in tensors.items()}
+        assert tensors.keys() == load_file(tmp_path / "model.safetensors").keys()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     again = take(build_objective(make_recipe(), 0), tmp_path)
     assert all(map(torch.equal, again.parameters(), ours.parameters()))
     if names == "of 4":
-        theirs = ViTMAEForPreTraining.from_pretrained(tmp_path)
         images, plan = normalised(pictures()), ours.plan(keys(B), 0)
-        noise = torch.cat(plan, dim=1).argsort(dim=1).float() / N
-        expected = theirs(pixel_values=images.permute(0, 3, 1, 2), noise=noise).loss
-        assert ours(images, torch.full((B,), -1), plan).per_sample.mean().item() == pytest.approx(
-            expected.item(), rel=1e-5
-        )
+        expected = computed(ViTMAEForPreTraining.from_pretrained(tmp_path), images, plan).loss.item()
+        assert ours(images, torch.full((B,), -1), plan).per_sample.mean().item() == pytest.approx(expected, rel=1e-5)
 
 
 # ---- In the names of MAE's authors -----------------------------------------------------------------------------------
@@ -168,12 +159,10 @@ def test_a_whole_file_of_the_authors_is_read_and_its_encoder_is_timm_s(tmp_path)
     ours = made()
     tensors = there(ours, "timm")
     of_block = [f"{layer}.{kind}" for layer in AUTHORS for kind in ("weight", "bias")]
-    of_decoder = {
-        "mask_token",
-        "decoder_pos_embed",
-        *(f"decoder_blocks.{i}.{each}" for i in range(3) for each in of_block),
+    of_decoder = {f"decoder_blocks.{i}.{each}" for i in range(3) for each in of_block}
+    of_decoder |= {"mask_token", "decoder_pos_embed"} | {
+        f"decoder_{layer}.{kind}" for layer in ("embed", "norm", "pred") for kind in ("weight", "bias")
     }
-    of_decoder |= {f"decoder_{layer}.{kind}" for layer in ("embed", "norm", "pred") for kind in ("weight", "bias")}
     assert {key for key in tensors if key.startswith(("decoder", "mask"))} == of_decoder  # of models_mae.py
     torch.save({"model": tensors}, tmp_path / "mae_full.pth")
     again = take(build_objective(make_recipe(), 0), tmp_path / "mae_full.pth")
@@ -207,75 +196,25 @@ def test_another_decoder_is_refused(tmp_path):
         take(other, tmp_path / "mae.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("frequencies", "form"), [("mae", "timm"), ("mae", "hf"), ("big_vision", "timm"), ("big_vision", "hf")]
-)
-def test_fixed_positions_are_written_where_a_library_learns_them(frequencies, form, tmp_path):
-    described_as = Description(
-        MODEL | {"head": "linear", "position": {"kind": "sincos", "table": frequencies}},
-        SIDE,
-        5,
-        normalise=Normalise(**IMAGENET),
-    )
-    model = described_as.build().to_empty(device="cpu")
-    initialise(model, 0)
-    values = dict(model.named_parameters())
-    write_weights(tmp_path / "out", form, described_as, lambda name: values[name].detach(), report=lambda note: None)
-    images = normalised(pictures())
-    if form == "timm":
-        theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
-    else:
-        found = ViTForImageClassification.from_pretrained(tmp_path / "out").eval()
-        theirs = lambda x: found(x).logits  # noqa: E731
-    with torch.no_grad():
-        expected = theirs(images.permute(0, 3, 1, 2))
-        torch.testing.assert_close(model.eval()(images).logits, expected, rtol=1e-4, atol=1e-5)
-    again = described_as.build().to_empty(device="cpu")
-    load_weights(again, open_weights(tmp_path / "out"), report=lambda note: None)
-    assert all(map(torch.equal, again.parameters(), model.parameters()))
-
-
 # ---- What is drawn and computed --------------------------------------------------------------------------------------
 
 
-def test_every_patch_is_as_likely_to_stay_and_samples_draw_alone():
-    objective = made()
-    kept, removed = objective.plan(keys(4000), 0)
-    assert kept.shape == (4000, 4) and torch.equal(
-        torch.cat([kept, removed], 1).sort(1).values, torch.arange(N).expand(4000, N)
-    )
-    often = F.one_hot(kept, N).sum(1).float().mean(0)
-    assert (often - 0.25).abs().max() < 5 * (0.25 * 0.75 / 4000) ** 0.5
-    alone = torch.cat([objective.plan(keys(4000)[at : at + 1], at)[1] for at in range(50)])
-    assert torch.equal(alone, removed[:50])
+MASKED = {"kind": "masked_patches"}
 
 
 @pytest.mark.parametrize(
-    "model", [{}, {"pool": "mean"}, {"pool": "normed_mean"}, {"registers": 2, "position": {"kind": "rope"}}]
+    ("model", "objective"),
+    [
+        *(({}, {}), ({"pool": "mean"}, {}), ({"pool": "normed_mean"}, {})),
+        *(({"registers": 2, "position": {"kind": "rope"}}, {}), ({"pool": "cls", "position": {"kind": "1d"}}, MASKED)),
+    ],
 )
-def test_every_parameter_learns_and_labels_play_no_part(model):
-    objective = made(**model)
-    images, plan = normalised(pictures()), objective.plan(keys(B), 0)
-    one = objective([images[:, None]], torch.full((B,), -1), plan).per_sample
-    assert torch.equal(one, objective([images[:, None]], torch.arange(B), plan).per_sample)
-    one.sum().backward()
+def test_every_parameter_learns_and_labels_play_no_part(model, objective):
+    recipe = small_recipe(MODEL | {"position": FIXED} | model, objective=objective or {"kind": "mae", **DECODER})
+    objective, images = with_random_values(build_objective(recipe, 0)).train(), [normalised(pictures())[:, None]]
+    one, other = (update(recipe, objective, images, labels)[0] for labels in (torch.full((B,), -1), torch.arange(B)))
+    assert torch.equal(one.per_sample, other.per_sample)
     assert [name for name, p in objective.named_weights() if p.grad is None or p.grad.abs().max() == 0] == []
-
-
-def test_removed_pixels_are_not_seen_and_their_places_are():
-    objective = made().eval()
-    images, (kept, removed) = normalised(pictures()), objective.plan(keys(B), 0)
-
-    def predicted(images):
-        with torch.no_grad():
-            return objective.decoder(objective.backbone(images, kept=kept).tokens, objective.mask, kept, removed)
-
-    changed = images.unflatten(1, (-1, P)).unflatten(3, (-1, P)).clone()
-    for row in range(B):
-        for place in removed[row].tolist():
-            changed[row, place // (SIDE // P), :, place % (SIDE // P)] = 0
-    assert torch.equal(predicted(changed.flatten(3, 4).flatten(1, 2)), predicted(images))
-    assert predicted(images).std(dim=1).mean() > 1e-3, "the mask token is everywhere the same, the positions are not"
 
 
 def test_recomputed_blocks_give_the_same_gradients():

@@ -155,33 +155,24 @@ def test_probability_and_the_share_of_cutmix():
     assert (own[~is_mixed] == 1).all()
 
 
-def test_boxes_and_weights_are_as_timms():
-    """A box is timm's of the same weight and centre, and where many are drawn weights have timm's distribution."""
-    own, blend, boxes = mixer(cutmix=1.0, per="element").plan(keys(20_000), 0)
+@pytest.mark.parametrize("sides", [None, [0.2, 0.8]])
+def test_boxes_and_weights_are_as_timms(sides):
+    """A box is timm's of the same weight and centre, or of given sides; weights and places have timm's distribution."""
+    own, blend, boxes = mixer(cutmix=1.0, cutmix_sides=sides, per="element").plan(keys(20_000), 0)
     assert (blend == 1).all()
     heights, widths = boxes[:, 1] - boxes[:, 0], boxes[:, 3] - boxes[:, 2]
     torch.testing.assert_close(own, 1 - (heights * widths).float() / SIDE**2)
     np.random.seed(0)
-    theirs = np.array(
-        [
-            [*box, lam]
-            for box, lam in (timm_mixup.cutmix_bbox_and_lam((3, SIDE, SIDE), w) for w in np.random.beta(1, 1, 20_000))
-        ]
-    )
-    for ours, their in zip((*boxes.T, own), theirs.T, strict=True):
+    shape = (3, SIDE, SIDE)
+    if sides is None:
+        drawn = (timm_mixup.cutmix_bbox_and_lam(shape, weight) for weight in np.random.beta(1, 1, 20_000))
+        theirs = np.array([[*box, weight] for box, weight in drawn]).T
+    else:
+        theirs = np.stack(timm_mixup.rand_bbox_minmax(shape, tuple(sides), count=20_000))
+        theirs = np.stack([*theirs, 1 - (theirs[1] - theirs[0]) * (theirs[3] - theirs[2]) / SIDE**2])
+        assert abs(np.corrcoef(heights, widths)[0, 1]) < 0.03  # any height with any width
+    for ours, their in zip((*boxes.T, own, heights), (*theirs, theirs[1] - theirs[0]), strict=True):
         assert stats.ks_2samp(ours.numpy(), their).statistic < 0.02  # 1.5 times what 1 of 1,000 draws would exceed
-
-
-def test_boxes_of_given_sides_are_as_timms():
-    own, blend, boxes = mixer(cutmix=1.0, cutmix_sides=[0.2, 0.8], per="element").plan(keys(20_000), 0)
-    assert (blend == 1).all()
-    heights, widths = boxes[:, 1] - boxes[:, 0], boxes[:, 3] - boxes[:, 2]
-    torch.testing.assert_close(own, 1 - (heights * widths).float() / SIDE**2)
-    np.random.seed(0)
-    theirs = np.stack(timm_mixup.rand_bbox_minmax((3, SIDE, SIDE), (0.2, 0.8), count=20_000))
-    for ours, their in zip((*boxes.T, heights), (*theirs, theirs[1] - theirs[0]), strict=True):
-        assert stats.ks_2samp(ours.numpy(), their).statistic < 0.02  # 1.5 times what 1 of 1,000 draws would exceed
-    assert abs(np.corrcoef(heights, widths)[0, 1]) < 0.03  # any height with any width
 
 
 @pytest.mark.parametrize("per", ["batch", "pair", "element"])
@@ -225,15 +216,18 @@ def test_what_is_not_mixed_keeps_its_bits():
         assert torch.equal(mixer(cutmix=1.0).mix_images(images, torch.ones(B), whole), partners_of(images))
 
 
-def test_the_objective_mixes_in_training_and_not_in_evaluation():
-    recipe = make_recipe(loss="softmax", mixing={"mixup": 0.8, "cutmix": 1.0, "per": "pair"}, label_smoothing=0.1)
+@pytest.mark.parametrize("keep", [1.0, 0.5])
+def test_the_objective_mixes_and_drops_patches_in_training_and_not_in_evaluation(keep):
+    mixing = {"mixup": 0.8, "cutmix": 1.0, "per": "pair"}
+    recipe = make_recipe(loss="softmax", keep=keep, mixing=mixing, label_smoothing=0.1)
     objective = with_random_values(build_objective(recipe, K))
     images, labels = pictures(), torch.arange(B)
-    own, blend, boxes = plan = objective.plan(keys(B), 0)
+    own, blend, boxes, *kept = plan = objective.plan(keys(B), 0)
+    assert len(kept) == (keep < 1)
     found = objective([images[:, None]], labels, plan).per_sample
     mixed = objective.mixer.mix_images(images, blend, boxes)
     targets = by_timm(labels, own, 0.1)
-    logits = objective.backbone(mixed).logits
+    logits = objective.backbone(mixed, kept=kept[0] if kept else None).logits
     torch.testing.assert_close(found.mean(), SoftTargetCrossEntropy()(logits, targets))
     assert torch.equal(objective(images).logits, objective.backbone(images).logits)
 

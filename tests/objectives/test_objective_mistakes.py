@@ -3,9 +3,10 @@
 import re
 
 import pytest
+from small_recipes import small_recipe
 
 from vitscale.ground.errors import RecipeError
-from vitscale.recipe import override, validate_recipe
+from vitscale.recipe import override
 
 MODEL = {"patch_size": 8, "width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2}
 FIXED = {"position": {"kind": "sincos", "table": "mae"}}
@@ -15,7 +16,7 @@ KINDS = {  # kind -> blocks of its recipe
         "model": {"name": "ViT-Ti/16", "head": "linear"},
         "data": {"views": [{"name": "global", "count": 2}]},
         "objective": {"group": 8},
-        "batch": {"global": 16},
+        "batch": 16,
     },
     "lejepa": {"model": MODEL, "data": {"views": [{"name": "global", "count": 2}]}},
     "dino": {
@@ -32,6 +33,7 @@ KINDS = {  # kind -> blocks of its recipe
     },
     "mae": {"model": MODEL | FIXED, "objective": {"decoder_width": 16, "decoder_depth": 3, "decoder_heads": 4}},
     "masked_patches": {"model": MODEL},
+    "classification": {"model": MODEL, "objective": {"keep": 0.5}},
 }
 MISTAKES = {  # kind -> settings, and a pattern of the message
     "contrastive": [
@@ -118,25 +120,23 @@ MISTAKES = {  # kind -> settings, and a pattern of the message
         ("model.patch_size=1", "model.blocks=[1]", r"objective\.kind"),
         ("data.normalise.mean=[0.5, 0.5, 0.4]", r"data\.normalise"),
     ],
+    "classification": [
+        ("model.attention=axial", "model.pool=mean", "model.attention: axial"),
+        ("model.position={kind: relative}", "model.position.kind: relative"),
+        ("model.position={kind: 1d, at: shared}", "model.position.at: shared"),
+        ("model.patch_size=1", "model.blocks=[1]", r"objective\.keep"),
+        ("objective.keep=0.01", r"objective\.keep"),
+        ("objective.keep=0.0", r"objective\.keep"),
+    ],
 }
-
-
-def refused(kind, settings):
-    blocks = KINDS[kind]
-    content = {
-        **{"batch": {"global": 8}, "optimizer": {"name": "adamw", "lr": 1e-3}, "schedule": {"duration": {"steps": 4}}},
-        **blocks,
-        "data": {"train": "train", "image_size": 32} | blocks.get("data", {}),
-        "objective": {"kind": kind} | blocks.get("objective", {}),
-    }
-    recipe = validate_recipe(content, "test")
-    with pytest.raises(RecipeError) as caught:
-        override(recipe.dump(), settings, "test")
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mistakes_name_the_key_and_what_would_do(kind):
+    model, blocks = KINDS[kind]["model"], {key: value for key, value in KINDS[kind].items() if key != "model"}
+    blocks["objective"] = {"kind": kind} | blocks.get("objective", {})
+    recipe = small_recipe(model, **blocks)
     for *settings, told in MISTAKES[kind]:
-        found = refused(kind, settings)
-        assert re.search(told, found), (settings, found)
+        with pytest.raises(RecipeError) as caught:
+            override(recipe.dump(), settings, "test")
+        assert re.search(told, str(caught.value)), (settings, str(caught.value))

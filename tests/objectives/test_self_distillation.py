@@ -6,30 +6,22 @@ import math
 import numpy as np
 import pytest
 import torch
-from small_recipes import DINO, with_initial_values
+from objectives.updates import assert_counted, assert_near, sample_keys, update
+from small_recipes import DINO, small_recipe, with_initial_values
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from vitscale.data.draws import hashes
-from vitscale.flops.work import recipe_work
 from vitscale.ground.ranks import Sums
 from vitscale.objectives import build_objective
-from vitscale.objectives.dino_losses import class_losses, gram_losses, koleo, patch_losses
-from vitscale.objectives.objective import all_rows, joined
-from vitscale.recipe import validate_recipe
+from vitscale.objectives.block_masks import block_masks
+from vitscale.objectives.dino_losses import class_losses, gram_losses, koleo, patch_losses, potentials, targets
+from vitscale.objectives.objective import dealt, joined
+from vitscale.recipe.dino import masked_counts
 
 VIEWS = [{"name": "first"}, {"name": "second"}, {"name": "local", "count": 3, "size": 16}]
 OBJECTIVE = {**DINO, "teacher_temperature": {"from": 0.05, "to": 0.05}}
-RECIPE = {
-    "model": {"patch_size": 8, "width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2, "head": "linear"},
-    "data": {"train": "train", "image_size": 32, "views": VIEWS},
-    "batch": {"global": 8},
-    "objective": OBJECTIVE,
-    "averages": [{"name": "ema", "decay": 0.99}],
-    "optimizer": {"name": "adamw", "lr": 1e-3},
-    "schedule": {"duration": {"steps": 4}},
-}
+MODEL = {"patch_size": 8, "width": 32, "depth": 2, "mlp_dim": 48, "num_heads": 2, "head": "linear"}
+EMA = {"name": "ema", "decay": 0.99}
 MODELS = [{}, {"position": {"kind": "rope"}, "registers": 2, "pool": "cls"}]
 
 
@@ -96,23 +88,14 @@ def test_gram_anchoring_is_the_mean_square_over_pairs_of_patches():
 
 
 def built(changes=(), model=()):
-    content = {**RECIPE, "objective": {**OBJECTIVE, **dict(changes)}, "model": {**RECIPE["model"], **dict(model)}}
-    content["averages"] = [*RECIPE["averages"], {"name": "gram", "every": {"steps": 2}, "of": "ema"}]
-    recipe = validate_recipe(content, "test")
+    averages = [EMA, {"name": "gram", "every": {"steps": 2}, "of": "ema"}]
+    blocks = {"data": {"views": VIEWS}, "objective": OBJECTIVE | dict(changes), "averages": averages}
+    recipe = small_recipe(MODEL | dict(model), **blocks)
     objective = with_initial_values(build_objective(recipe, 0), 5)
     if objective.mask is not None:
         objective.mask.data.normal_(generator=torch.Generator().manual_seed(5))
     objective.scalars = {"teacher_temperature": 0.05, "gram.weight": 2.0}
     return recipe, objective
-
-
-def published(Q):
-    """The published loop, in double precision."""
-    Q = Q.double().exp().t()
-    for _ in range(3):
-        Q = Q / Q.sum(dim=1, keepdim=True)
-        Q = Q / Q.sum(dim=0, keepdim=True)
-    return Q.t()
 
 
 def head(weights, name, rows):
@@ -161,37 +144,19 @@ def test_loss_gradient_and_targets_are_those_of_the_undivided_batch(prototypes, 
     """For micro-batches of one and of two groups, against the published loop over all of it; in double precision but
     for targets and what is compared, as in single precision large weights leave only four digits of gradients.
     """
-    objective = built({"ibot": {"prototypes": prototypes}}, model)[1].double()
+    recipe, objective = built({"ibot": {"prototypes": prototypes}}, model)
+    objective.double().train()
     views = [random(8, count, side, side, 3, seed=side + count).double() for count, side in ((1, 32), (1, 32), (3, 16))]
-    keys = hashes(8, 1).view(np.int64)
-    masks, _ = objective.plan(keys, 0)
+    masks, _ = objective.plan(sample_keys(8), 0)
     expected = whole_batch(objective, views, masks, "dino" if prototypes is None else "ibot")
     gradients = torch.autograd.grad(expected, list(objective.parameters()))
-    labels, agreed = torch.zeros(8, dtype=torch.int64), {}
-    first = [views[kind] for kind in objective.prepared_kinds(len(views))]
-    for groups in (1, 2):
-        size = 4 * groups
-        parts = [slice(start, start + size) for start in range(0, 8, size)]
-        plans = [objective.plan(keys[part], 0) for part in parts]
-        objective.zero_grad()
-        objective.eval()
-        with torch.no_grad():
-            rows = joined(
-                [objective([v[part] for v in first], None, plan) for part, plan in zip(parts, plans, strict=True)]
-            )
-        objective.train()
-        weights = dict(objective.named_weights())
-        found = objective.agree(rows, labels, Sums(), {name: weights[name] for name in objective.settings.reads})
-        agreed[groups], total = found, 0.0
-        for number, (part, plan) in enumerate(zip(parts, plans, strict=True)):
-            own = tuple(each.chunk(len(parts))[number] for each in found.rows)
-            losses = objective([v[part] for v in views], labels[part], (*plan, *own, *found.shared))
-            (losses.per_sample.sum() / 8).backward()
-            total += losses.per_sample.sum().item() / 8
-        assert total == pytest.approx(expected.item(), rel=1e-6)
-        for (name, parameter), gradient in zip(objective.named_parameters(), gradients, strict=True):
-            assert float((parameter.grad - gradient).norm()) <= 2e-6 * float(gradient.norm()) + 1e-8, name
-    for one, other in zip(agreed[1].shared, agreed[2].shared, strict=True):
+    agreed = []
+    for size in (4, 8):
+        losses, found = update(recipe, objective, views, torch.zeros(8, dtype=torch.int64), size)
+        assert losses.per_sample.mean().item() == pytest.approx(expected.item(), rel=1e-6)
+        assert_near(objective.parameters(), gradients, 2e-6)
+        agreed.append(found.shared)
+    for one, other in zip(*agreed, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
@@ -214,21 +179,152 @@ def test_equal_rows_have_equal_targets_to_the_last_bit():
 )
 def test_the_operations_counted_are_those_of_torch(changes):
     recipe, objective = built({"group": 8, **changes}, {"position": {"kind": "rope"}})  # learned ones are resampled
-    views, labels = [torch.zeros(8, n, side, side, 3) for n, side in ((1, 32), (1, 32), (3, 16))], torch.zeros(8).long()
-    plan, weights = objective.plan(hashes(8, 1).view(np.int64), 0), dict(objective.named_weights())
-    first = [views[kind] for kind in objective.prepared_kinds(len(views))]
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        with torch.no_grad():
-            rows = all_rows([objective(first, None, plan, name) for name in (None, *recipe.objective.besides)])
-        found = objective.agree(rows, labels, Sums(), {name: weights[name] for name in objective.settings.reads})
-        objective(views, labels, (*plan, *found.rows, *found.shared)).per_sample.sum().backward()
-    work = recipe_work(recipe, 0)
-    macs = sum(each.macs + each.backward_macs for each in work.operations)
-    assert counter.get_total_flops() == pytest.approx(2 * 8 * macs, rel=1e-6)
-    assert work.params == sum(parameter.numel() for parameter in objective.parameters())
+    assert_counted(recipe, objective, 8)
 
 
 def test_one_global_view_is_enough_beside_local_ones():
     views = [{"name": "global"}, {"name": "local", "count": 2, "size": 16}]
-    recipe = validate_recipe({**RECIPE, "data": {**RECIPE["data"], "views": views}}, "test")
+    recipe = small_recipe(MODEL, data={"views": views}, objective=OBJECTIVE, averages=[EMA])
     assert recipe.objective.are_global(recipe.context) == [True, False]
+
+
+# ---- Sinkhorn's targets ----------------------------------------------------------------------------------------------
+
+
+def published(logits):
+    """facebookresearch/dinov2, dino_clstoken_loss.py: sinkhorn_knopp_teacher, in double precision."""
+    Q = logits.double().exp().t()
+    B, K = Q.shape[1], Q.shape[0]
+    Q /= Q.sum()
+    for _ in range(3):
+        Q /= Q.sum(dim=1, keepdim=True)
+        Q /= K
+        Q /= Q.sum(dim=0, keepdim=True)
+        Q /= B
+    return (Q * B).t()
+
+
+def rows(count, prototypes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    each = torch.nn.functional.normalize(torch.randn(count, 16, generator=generator), dim=1)
+    to = torch.nn.functional.normalize(torch.randn(prototypes, 16, generator=generator), dim=1)
+    return each @ to.T
+
+
+@pytest.mark.parametrize("temperature", [0.04, 0.07])
+@pytest.mark.parametrize("count", [1, 5, 256])
+def test_targets_are_those_of_the_published_loop(temperature, count):
+    logits = rows(count, 48) / temperature
+    found = targets(logits, potentials(lambda: [logits], Sums()))
+    torch.testing.assert_close(found.double(), published(logits), rtol=0, atol=3e-7)
+    torch.testing.assert_close(found.sum(dim=1), torch.ones(count))
+
+
+def test_any_parts_in_any_order_have_the_same_bits():
+    logits = rows(96, 40) / 0.04
+    expected = potentials(lambda: [logits], Sums())
+    for size in (1, 8, 32):
+        parts = list(reversed(logits.split(size)))
+        assert torch.equal(potentials(lambda parts=parts: parts, Sums()), expected)
+
+
+def test_large_logits_and_prototypes_that_nobody_is_near_are_harmless():
+    logits = rows(64, 40) / 0.04
+    torch.testing.assert_close(
+        targets(logits + 300, potentials(lambda: [logits + 300], Sums())),
+        targets(logits, potentials(lambda: [logits], Sums())),
+        rtol=0,
+        atol=2e-5,
+    )
+    logits[:, 3] = -1e4
+    found = targets(logits, potentials(lambda: [logits], Sums()))
+    assert torch.isfinite(found).all() and found[:, 3].sum() > 0
+
+
+# ---- Masks of blocks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("grid", "crops", "total"),
+    [(8, 8, 88), (8, 64, 615), (14, 16, 507), (14, 32, 974), (14, 128, 3771), (16, 16, 663), (16, 64, 2496)],
+)
+def test_counts_are_those_of_dinov3(grid, crops, total):
+    assert sum(masked_counts(crops, grid**2, 0.5, (0.1, 0.5))) == total
+
+
+@pytest.mark.parametrize("grid", [1, 2, 3, 4, 7, 8, 16, 32])
+def test_counts_are_met_on_every_grid(grid):
+    counts = masked_counts(8, grid**2, 0.5, (0.1, 0.5))
+    masks = block_masks(hashes(40, 1), grid, 2, counts)
+    assert masks.shape == (40, 2, grid**2)
+    for group in masks.reshape(10, 8, grid**2):
+        assert sorted(group.sum(axis=1)) == sorted(counts)
+
+
+def test_a_group_has_the_same_masks_in_any_part_of_the_batch():
+    keys, counts = hashes(32, 2), masked_counts(8, 196, 0.5, (0.1, 0.5))
+    whole = block_masks(keys, 14, 2, counts)
+    for size in (4, 8, 16):
+        parts = [block_masks(keys[start : start + size], 14, 2, counts) for start in range(0, 32, size)]
+        assert np.array_equal(np.concatenate(parts), whole)
+    other = block_masks(hashes(32, 3), 14, 2, counts)
+    assert not np.array_equal(other, whole)
+
+
+def test_patches_are_masked_as_often_as_by_the_published_loop():
+    """Which masks the middle of 14 x 14 patches in 28.0 %, (3, 3) in 20.0 % and a corner in 2.4 % of 16,384 draws."""
+    counts = masked_counts(16, 196, 0.5, (0.1, 0.5))
+    masks = block_masks(hashes(2048, 4), 14, 2, counts).reshape(-1, 14, 14)
+    assert masks.any(axis=(1, 2)).mean() == 0.5
+    often = masks.mean(axis=0)
+    assert often[6:8, 6:8].mean() == pytest.approx(0.280, abs=0.02)
+    assert often[[3, 3, 10, 10], [3, 10, 3, 10]].mean() == pytest.approx(0.200, abs=0.02)
+    assert often[[0, 0, 13, 13], [0, 13, 0, 13]].mean() == pytest.approx(0.024, abs=0.005)
+    masked = masks[masks.any(axis=(1, 2))]
+    assert masked[:, :, 1:][masked[:, :, :-1]].mean() > 2 * masked.mean()  # neighbours are masked together
+
+
+# ---- Sums over the global batch --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_total_has_the_same_bits_in_any_order_and_any_parts(dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(640, 64, generator=generator) / 0.04
+    terms = torch.softmax(logits, dim=1).to(dtype)
+    total = Sums().total(terms)
+    assert total.dtype == dtype
+    torch.testing.assert_close(total.double(), terms.double().sum(dim=0), rtol=1e-7, atol=640 * 2**-41)
+    shuffled = terms[torch.randperm(640, generator=generator)]
+    for parts in (1, 3, 64, 640):
+        assert torch.equal(Sums().total(iter(shuffled.chunk(parts))), total)
+    assert torch.equal(Sums().total(-terms), -total)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 2.0, 3e7])
+def test_what_integers_cannot_hold_is_told_whatever_else_is_added(wrong):
+    """Two NaN would add up to 0 in integers of 64 bits."""
+    rows = torch.ones(4, 3)
+    rows[1, 0] = rows[3, 0] = wrong
+    assert Sums().total(rows).isnan().all() and Sums().total(iter(rows.split(1))).isnan().all()
+    assert Sums().total(torch.ones(4)).item() == 4 and Sums().total(torch.empty(0, 3)).tolist() == [0, 0, 0]
+    most = torch.ones(1).expand(2**22)
+    assert Sums().total(most).item() == 2**22
+    with pytest.raises(ValueError, match="rows"):
+        Sums(0, 2).total(most)
+
+
+def test_rows_are_each_rank_s_own():
+    whole = torch.arange(12).view(6, 2)
+    assert [Sums(rank, 3).own(whole).tolist() for rank in range(3)] == [each.tolist() for each in whole.split(2)]
+
+
+def test_rows_come_back_to_the_micro_batch_that_made_them():
+    made = [(torch.full((4, 2), number), torch.full((2, 3), number), torch.empty(0, 5)) for number in range(3)]
+    again = dealt(joined(made), 3)
+    assert all(
+        torch.equal(*each) for one, other in zip(made, again, strict=True) for each in zip(one, other, strict=True)
+    )
+    assert dealt((), 2) == [(), ()] and torch.equal(joined([made[0][0], made[1][0]])[4:], made[1][0])
+    with pytest.raises(AssertionError):
+        dealt((torch.zeros(5),), 2)

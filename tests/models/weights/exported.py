@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from models.small_models import images, with_values
+from models.small_models import images, with_large_kernels, with_values
 
 from vitscale.models import Model
 from vitscale.models.weights import Description, Format, load_weights, open_weights, write_weights
 from vitscale.recipe import validate_recipe
+from vitscale.recipe.families import SwinShape
 from vitscale.runs.checkpoint import CheckpointIndex, CheckpointStore, Fragment
 from vitscale.runs.names import CHECKPOINTS, RECIPE_FILE
 
@@ -32,13 +33,26 @@ def valued(description: Description, seed: int = 0) -> Model:
     return with_values(description.build().to_empty(device="cpu"), seed).eval()
 
 
+def prepared(block: dict) -> tuple[Description, Model]:
+    """A model of which no library's eps matters."""
+    description = described(block)
+    return description, with_large_kernels(valued(description))
+
+
 def randomised(peer: torch.nn.Module, std: float = 0.3) -> torch.nn.Module:
-    """A model of another library, every parameter random."""
+    """A model of another library, every parameter random; vectors are far from zero."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in peer.parameters():
-            parameter.normal_(0, std, generator=generator)
+            if parameter.ndim > 1:
+                parameter.normal_(0, std, generator=generator)
+            else:
+                parameter.uniform_(0.2, 0.8, generator=generator)
     return peer.eval()
+
+
+def opened_by_timm(folder: Path) -> torch.nn.Module:
+    return pytest.importorskip("timm").create_model(f"local-dir:{folder}", pretrained=True).eval()
 
 
 def transformers_config(**changes: object):
@@ -59,6 +73,21 @@ def write(
     return path
 
 
+def written(
+    folder: Path,
+    form: Format,
+    block: dict = TINY,
+    image_size: int = 64,
+    drop_head: bool = False,
+    name: str = "",
+    **others,
+) -> tuple[Path, Model, Description]:
+    """Where a model with values is in a format, the model, and its description; others as `described` takes them."""
+    description = described(block, image_size, **others)
+    model = valued(description)
+    return write(model, description, form, folder, drop_head, name), model, description
+
+
 def loaded(description: Description, path: Path, notes: list[str] | None = None) -> Model:
     """The described model with the weights that are there; what is reported goes to `notes`."""
     model = description.build().to_empty(device="cpu").eval()
@@ -72,14 +101,19 @@ def differing(a: Model, b: Model) -> list[str]:
     return [name for name, parameter in a.named_parameters() if not torch.equal(parameter, theirs[name])]
 
 
-def assert_equal_logits(model: Model, peer: torch.nn.Module, size: int = 64) -> None:
+def assert_equal_logits(model: Model, peer: torch.nn.Module, size: int = 64, within: float = 1e-4) -> None:
     """Compare with a model of another library, which takes (B, 3, H, W), on the pixels that our patches see."""
-    pixels = images(size)
-    seen = size // model.shape.stride * model.shape.stride
+    pixels, stride = images(size), 1 if isinstance(model.shape, SwinShape) else model.shape.stride
+    seen = size // stride * stride
     with torch.no_grad():
         ours, theirs = model(pixels).logits, peer(pixels.permute(0, 3, 1, 2)[:, :, :seen, :seen])
     assert ours.std() > 0.1
-    assert (ours - getattr(theirs, "logits", theirs)).abs().max() < 1e-4
+    assert (ours - getattr(theirs, "logits", theirs)).abs().max() < within
+
+
+def printed_lines(capsys) -> str:
+    """The lines of Python that an export has printed."""
+    return "\n".join(line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("    "))
 
 
 def edited(path: Path, **changes: object) -> None:

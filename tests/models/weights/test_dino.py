@@ -1,18 +1,29 @@
 """DINOv2 with registers and DINOv3 of transformers: the same tokens from the same weights, in and out, key by key."""
 
-import math
-
 import pytest
 import torch
 from messages import refusal
-from models.small_models import images
-from models.weights.exported import described, differing, edited, finished_run, randomised, valued, write
+from models.small_models import count, images
+from models.weights.exported import (
+    described,
+    differing,
+    edited,
+    printed_lines,
+    randomised,
+    run_of,
+    valued,
+    write,
+    written,
+)
 from safetensors.torch import load_file
+from torch.nn import functional as F
 
 from vitscale.cli.export import export
 from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models import Model
+from vitscale.models.build import build_of_block
 from vitscale.models.weights import HEAD, Description, describe, load_weights, open_weights
+from vitscale.recipe.families import REGISTRY, model_of
 
 transformers = pytest.importorskip("transformers")
 SIZE = 64
@@ -24,6 +35,7 @@ THEIRS = {
 V1, V2, V3 = "Dinov2", "Dinov2WithRegisters", "DINOv3ViT"
 ROPE = {"position": {"kind": "rope"}, "norm_eps": 1e-5}
 GATED = {"use_gated_mlp": True, "hidden_act": "silu", "intermediate_size": 72}
+WIDER, NO_BIASES = {"intermediate_size": 192}, {"query_bias": False, "value_bias": False}
 # name -> our block, transformers' class and configuration.
 CASES = {
     "v2": ({"mlp": "exact_gelu", "mlp_dim": 144}, V2, {"mlp_ratio": 3}),
@@ -35,13 +47,9 @@ CASES = {
     "v3-plus": (
         {"mlp": "swiglu", "mlp_dim": 192, "qkv_bias": "no_key", **ROPE},
         V3,
-        {**GATED, "intermediate_size": 192},
+        GATED | {"intermediate_size": 192},
     ),
-    "v3-7B": (
-        {"mlp": "swiglu", "mlp_dim": 72, "qkv_bias": "none", **ROPE},
-        V3,
-        {**GATED, "query_bias": False, "value_bias": False},
-    ),
+    "v3-7B": ({"mlp": "swiglu", "mlp_dim": 72, "qkv_bias": "none", **ROPE}, V3, GATED | NO_BIASES),
     "v3-base": (
         {"mlp": "swiglu", "mlp_dim": 72, **ROPE, "position": {"kind": "rope", "base": 10}, "norm_eps": 1e-3},
         V3,
@@ -74,18 +82,7 @@ def assert_same_tokens(ours: Model, peer: torch.nn.Module) -> None:
 
 
 @every_case
-def test_our_export_is_their_model(case, tmp_path):
-    description, model = ours_of(case)
-    folder = write(model, description, "hf", tmp_path, drop_head=True)
-    peer_class = getattr(transformers, f"{CASES[case][1]}Model")
-    peer, loading = peer_class.from_pretrained(folder, output_loading_info=True)
-    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert_same_tokens(model, peer.eval())
-    assert peer.embeddings.mask_token.abs().max() == 0
-
-
-@every_case
-def test_their_folder_is_our_model(case, tmp_path):
+def test_their_folder_is_our_model_and_our_folder_theirs(case, tmp_path):
     peer = theirs_of(case)
     peer.save_pretrained(tmp_path / "folder")
     description, model = ours_of(case)
@@ -102,13 +99,15 @@ def test_their_folder_is_our_model(case, tmp_path):
     returned = valued(description, seed=1)
     load_weights(returned, open_weights(again), drop=HEAD)
     assert [name for name in differing(model, returned) if name not in HEAD] == []
+    found, loading = type(peer).from_pretrained(again, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_same_tokens(model, found.eval())
+    assert found.embeddings.mask_token.abs().max() == 0
 
 
 @pytest.mark.parametrize(("case", "size"), [(case, size) for case in CASES for size in (32, 80) if case[:2] == "v2"])
 def test_positions_of_another_grid_are_resampled_as_dinov2_does(case, size, tmp_path):
-    """With registers as transformers has it; without them its formula lacks the 0.1 of the authors' code, which is
-    written out here in coordinates.
-    """
+    """With registers as transformers has it; without them its formula lacks the 0.1 of the authors' code."""
     peer = theirs_of(case)
     peer.save_pretrained(tmp_path / "folder")
     model = valued(described(OURS | CASES[case][0], size))
@@ -117,23 +116,24 @@ def test_positions_of_another_grid_are_resampled_as_dinov2_does(case, size, tmp_
     with torch.no_grad():
         expected = peer.embeddings.interpolate_pos_encoding(torch.zeros(1, grid**2 + 1, OURS["width"]), size, size)
     if not model.shape.registers:
-        old = SIZE // OURS["patch_size"]
-        table, weights = peer.embeddings.position_embeddings[0, 1:].view(old, old, -1).double(), torch.zeros(grid, old)
-        for place in range(grid):
-            at = (place + 0.5) * old / (grid + 0.1) - 0.5
-            for near in range(math.floor(at) - 1, math.floor(at) + 3):
-                weights[place, min(max(near, 0), old - 1)] += cubic(abs(at - near))
+        table = peer.embeddings.position_embeddings.detach()
+        planes = table[:, 1:].unflatten(1, (8, 8)).permute(0, 3, 1, 2)
+        larger = F.interpolate(planes, scale_factor=(grid + 0.1) / 8, mode="bicubic")
         assert float((found - expected).abs().max()) > 1e-3
-        planes = torch.einsum("ia,jb,abd->ijd", weights.double(), weights.double(), table)
-        expected = torch.cat([peer.embeddings.position_embeddings[:, :1].double(), planes.flatten(0, 1)[None]], dim=1)
-    torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=1e-5)
+        expected = torch.cat([table[:, :1], larger.flatten(2).mT], dim=1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def cubic(x: float) -> float:
-    """Keys' kernel with a = -0.75, as torch has it."""
-    if x <= 1:
-        return 1.25 * x**3 - 2.25 * x**2 + 1
-    return -0.75 * (x**3 - 5 * x**2 + 8 * x - 4) if x < 2 else 0.0
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name.startswith("DINO")])
+def test_every_registered_model_is_theirs(name):
+    """But for the mask token, which belongs to an objective."""
+    block, size = model_of(name=name), 518 if name.startswith("DINOv2") else 224
+    with torch.device("meta"):
+        model = build_of_block(block, image_size=size, num_classes=None)
+        config = transformers.AutoConfig.for_model(**model.foreign().transformers_config())
+        peer = transformers.AutoModel.from_config(config)
+    assert count(model) == count(peer) - model.shape.width
+    assert count(model) == sum(operation.params for operation in block.operations(size, None))
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,7 @@ def test_a_bare_state_dict_of_theirs(tmp_path):
     ],
 )
 def test_a_config_of_another_model(case, changes, tmp_path):
-    description, model = ours_of(case)
-    folder = write(model, description, "hf", tmp_path, drop_head=True)
+    folder, *_ = written(tmp_path, "hf", OURS | CASES[case][0], drop_head=True)
     edited(folder / "config.json", **changes)
     with refusal((CheckpointError, RecipeError), "weights", f"{case} {changes}", {tmp_path: "FOLDER"}):
         describe(open_weights(folder), OURS | CASES[case][0])
@@ -186,26 +185,22 @@ def test_a_config_of_another_model(case, changes, tmp_path):
     "change", [{"norm": "rms"}, {"qk_norm": True}, {"pool": "mean"}, {"mlp_dim": 100}, {"class_position": False}]
 )
 def test_what_neither_of_them_is_has_no_folder(change, tmp_path):
-    description = described(OURS | CASES["v2"][0] | change, SIZE)
     with pytest.raises(RecipeError, match=r"\bhf\b"):
-        write(valued(description), description, "hf", tmp_path, drop_head=True)
+        written(tmp_path, "hf", OURS | CASES["v2"][0] | change, drop_head=True)
 
 
 def test_they_have_no_place_for_a_head(tmp_path):
-    description, model = ours_of("v3")
     with pytest.raises(RecipeError, match=r"\bhf\b.*head\.weight, head\.bias"):
-        write(model, description, "hf", tmp_path)
+        written(tmp_path, "hf", OURS | CASES["v3"][0])
 
 
 def test_the_printed_lines_open_a_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    _, model = ours_of("v3")
-    finished_run(tmp_path / "run", model, OURS | CASES["v3"][0] | {"head": "linear"})
+    run_of(tmp_path / "run", OURS | CASES["v3"][0] | {"head": "linear"})
     export("run", "hf", tmp_path / "folder", drop_head=True)
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
     scope = {"transformers": transformers}
-    exec("\n".join(lines), scope)
-    assert_same_tokens(model, scope["model"].eval())
+    exec(printed_lines(capsys), scope)
+    assert_same_tokens(ours_of("v3")[1], scope["model"].eval())
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -213,15 +208,7 @@ def test_their_authors_own_file_with_registers(gated, tmp_path):
     """Against timm, which reads such files too: it adds the class token's position to the token."""
     timm = pytest.importorskip("timm").models.vision_transformer
     layer = {"mlp_layer": timm.SwiGLUPacked, "act_layer": torch.nn.SiLU} if gated else {}
-    sizes = {
-        "img_size": SIZE,
-        "patch_size": 8,
-        "embed_dim": 48,
-        "depth": 2,
-        "num_heads": 3,
-        "init_values": 0.1,
-        **layer,
-    }
+    sizes = {"img_size": SIZE, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 3, "init_values": 0.1} | layer
     peer = randomised(timm.VisionTransformer(**sizes, num_classes=0, reg_tokens=3, no_embed_class=True)).eval()
     theirs = {"reg_token": "register_tokens"} | ({"mlp.fc1": "mlp.w12", "mlp.fc2": "mlp.w3"} if gated else {})
     state = {"mask_token": torch.zeros(1, 48)}

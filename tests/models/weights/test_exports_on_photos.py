@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from finished_runs import evaluate_run
-from models.weights.exported import TINY, described, finished_run, valued
+from models.weights.exported import TINY, described, finished_run, printed_lines, valued
 
 from vitscale.cli.convert import Machine, Request, convert
 from vitscale.cli.export import export
@@ -125,9 +125,7 @@ def run(clothes: Path, kind: str) -> tuple[Path, float, dict[str, str]]:
 def test_it_predicts_what_evaluate_says(kind, form, torchvision, clothes, tmp_path, capsys, monkeypatch):
     folder, top1, expected = run(clothes, kind)
     export(str(folder), form, tmp_path / form)
-    printed = capsys.readouterr().out.splitlines()
-    lines = "\n".join(line.strip() for line in printed if line.startswith("    "))
-    arguments = [form, torchvision, str(clothes / "photos"), lines]
+    arguments = [form, torchvision, str(clothes / "photos"), printed_lines(capsys)]
     if torchvision == "present":
         monkeypatch.setattr(sys, "argv", ["predict", *arguments])
         exec(PREDICT, {})

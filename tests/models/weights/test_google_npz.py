@@ -1,46 +1,58 @@
 """Google's `.npz` in each of its namings, built here by hand; timm's reader of them is the judge."""
 
+import zipfile
+
 import numpy as np
 import pytest
 import torch
+from messages import refusal
 from models.small_models import images
-from models.weights.exported import described
+from models.weights.exported import TINY, described, differing, written
 from models.weights.exported import loaded as read_back
 
-from vitscale.ground.errors import CheckpointError
+from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.models.weights import describe, open_weights
+from vitscale.models.weights.foreign import table, their_shapes
 
 D, HEADS, DEPTH, MLP, PATCH, GRID, CLASSES = 192, 3, 2, 768, 16, 4, 7
 SIZE = PATCH * GRID
 TI = {"name": "ViT-Ti/16", "depth": DEPTH}
+POSITIONS = "Transformer/posembed_input/pos_embedding"
+FIXED = {"pool": "map", "position": {"kind": "sincos"}}
+# Ours -> timm's arguments.
+POOLS = {
+    "cls": {},
+    "mean": {"global_pool": "avg", "class_token": False, "fc_norm": False},
+    "map": {"global_pool": "map", "class_token": False},
+}
 
 
-def authors(class_token: bool = True, pre_logits: bool = False) -> dict[str, np.ndarray]:
-    """A ViT-Ti/16 of two blocks with the names of the paper's authors, every value random."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "embedding/kernel": (PATCH, PATCH, 3, D),
-        "embedding/bias": (D,),
-        "Transformer/posembed_input/pos_embedding": (1, GRID**2 + class_token, D),
-        "Transformer/encoder_norm/scale": (D,),
-        "Transformer/encoder_norm/bias": (D,),
-        "head/kernel": (D, CLASSES),
-        "head/bias": (CLASSES,),
+def shapes_of(
+    width: int, depth: int, mlp_dim: int, heads: int, num_classes: int, pool: str, pre_logits: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Of every array but positions, by the names of the paper's authors; a pooling by attention is big_vision's."""
+    D, by_head, hidden = (width,), (heads, width // heads), (mlp_dim,)
+    dense = [("embedding", (PATCH, PATCH, 3), D), ("head", D, (num_classes,)), *[("pre_logits", D, D)] * pre_logits]
+    norms = ["Transformer/encoder_norm"]
+    blocks = [(f"Transformer/encoderblock_{i}", 1, 3, (0, 2)) for i in range(depth)]
+    for block, attention, mlp, of_block in [*blocks, *[("MAPHead_0", 0, 0, (0,))] * (pool == "map")]:
+        parts = f"{block}/MultiHeadDotProductAttention_{attention}"
+        dense += [(f"{parts}/{part}", D, by_head) for part in ("query", "key", "value")]
+        dense += [(f"{parts}/out", by_head, D)]
+        dense += [(f"{block}/MlpBlock_{mlp}/Dense_0", D, hidden), (f"{block}/MlpBlock_{mlp}/Dense_1", hidden, D)]
+        norms += [f"{block}/LayerNorm_{i}" for i in of_block]
+    tokens = {"cls": {"cls": (1, 1, width)}, "map": {"MAPHead_0/probe": (1, 1, width)}}
+    return {
+        **{f"{name}/kernel": inputs + outputs for name, inputs, outputs in dense},
+        **{f"{name}/bias": outputs for name, _, outputs in dense},
+        **{f"{name}/{kind}": D for name in norms for kind in ("scale", "bias")},
+        **tokens.get(pool, {}),
     }
-    if class_token:
-        shapes["cls"] = (1, 1, D)
-    if pre_logits:
-        shapes |= {"pre_logits/kernel": (D, D), "pre_logits/bias": (D,)}
-    for i in range(DEPTH):
-        block = f"Transformer/encoderblock_{i}"
-        for norm in ("LayerNorm_0", "LayerNorm_2"):
-            shapes |= {f"{block}/{norm}/scale": (D,), f"{block}/{norm}/bias": (D,)}
-        attention = f"{block}/MultiHeadDotProductAttention_1"
-        for word in ("query", "key", "value"):
-            shapes |= {f"{attention}/{word}/kernel": (D, HEADS, 64), f"{attention}/{word}/bias": (HEADS, 64)}
-        shapes |= {f"{attention}/out/kernel": (HEADS, 64, D), f"{attention}/out/bias": (D,)}
-        for layer, (inputs, outputs) in {"Dense_0": (D, MLP), "Dense_1": (MLP, D)}.items():
-            dense = f"{block}/MlpBlock_3/{layer}"
-            shapes |= {f"{dense}/kernel": (inputs, outputs), f"{dense}/bias": (outputs,)}
+
+
+def authors(pool: str = "cls", pre_logits: bool = False) -> dict[str, np.ndarray]:
+    """A ViT-Ti/16 of two blocks with the names of the paper's authors, every value random."""
+    shapes = shapes_of(D, DEPTH, MLP, HEADS, CLASSES, pool, pre_logits) | {POSITIONS: (1, GRID**2 + (pool == "cls"), D)}
     random = np.random.default_rng(0)
     return {
         key: (random.normal(1.0 if key.endswith("scale") else 0.0, 0.08, shape)).astype(np.float32)
@@ -91,12 +103,9 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
         return model(images(SIZE)).logits
 
 
-def timm_logits(path, pool: str) -> torch.Tensor:
-    timm = pytest.importorskip("timm")
-    options = {} if pool == "cls" else {"global_pool": "avg", "class_token": False, "fc_norm": False}
-    peer = timm.create_model(
-        "vit_tiny_patch16_224", img_size=SIZE, depth=DEPTH, num_classes=CLASSES, act_layer="gelu_tanh", **options
-    ).eval()
+def timm_logits(path, pool: str = "cls", name: str = "vit_tiny_patch16_224") -> torch.Tensor:
+    sizes = {"img_size": SIZE, "depth": DEPTH, "num_classes": CLASSES, "act_layer": "gelu_tanh"}
+    peer = pytest.importorskip("timm").create_model(name, **sizes, **POOLS[pool]).eval()
     peer.load_pretrained(str(path))
     with torch.no_grad():
         return peer(images(SIZE).permute(0, 3, 1, 2))
@@ -109,10 +118,11 @@ GENERATIONS = {
         prefixed("opt/target/", authors()) | {"opt/state/step": np.array(5), "opt/state/cls/m": np.ones(3)},
         "cls",
     ),
-    "big vision": (prefixed("params/", big_vision(authors(class_token=False))), "mean"),
-    "big vision, stacked": (prefixed("params/", stacked(big_vision(authors(class_token=False)))), "mean"),
+    "big vision, map": (prefixed("params/", big_vision(authors("map"))), "map"),
+    "big vision": (prefixed("params/", big_vision(authors("mean"))), "mean"),
+    "big vision, stacked": (prefixed("params/", stacked(big_vision(authors("mean")))), "mean"),
     "image tower": (
-        prefixed("params/img/", big_vision(authors(class_token=False)))
+        prefixed("params/img/", big_vision(authors("mean")))
         | {"params/txt/head/kernel": np.ones((2, 2), np.float32), "params/t": np.ones(1, np.float32)},
         "mean",
     ),
@@ -129,25 +139,48 @@ def test_every_naming_computes_timm_s_logits(generation, compressed, tmp_path):
     assert expected.std() > 0.1
     assert (logits(model) - expected).abs().max() < 1e-4
     assert len(notes) == (generation in ("with optimizer", "image tower")), notes
-    found = describe(open_weights(path), {"name": "ViT-Ti/16"})
+    found = describe(open_weights(path), {"name": "ViT-Ti/16"} | ({"pool": "map"} if pool == "map" else {}))
     assert (found.num_classes, found.image_size, found.model.get("pool", "cls")) == (CLASSES, SIZE, pool)
 
 
 def test_big_vision_s_class_token_has_no_position(tmp_path):
     """It adds positions before the class token comes, so that the same model has a row of zeros with the authors."""
     arrays = authors()
-    key = "Transformer/posembed_input/pos_embedding"
-    arrays[key][:, 0] = 0
-    theirs = big_vision(arrays | {key: arrays[key][:, 1:]})
+    arrays[POSITIONS][:, 0] = 0
+    theirs = big_vision(arrays | {POSITIONS: arrays[POSITIONS][:, 1:]})
     expected, _ = loaded(saved(tmp_path / "authors.npz", arrays))
     found, _ = loaded(saved(tmp_path / "big_vision.npz", theirs))
     assert torch.equal(logits(found), logits(expected))
-    assert (logits(found) - timm_logits(tmp_path / "authors.npz", "cls")).abs().max() < 1e-4
+    assert (logits(found) - timm_logits(tmp_path / "authors.npz")).abs().max() < 1e-4
+
+
+# big_vision's variants: width, depth, mlp, heads.
+VARIANTS = {"Ti": (192, 12, 768, 3), "S": (384, 12, 1536, 6), "B": (768, 12, 3072, 12), "L": (1024, 24, 4096, 16)}
+
+
+@pytest.mark.parametrize("size", VARIANTS)
+def test_the_arrays_of_a_variant_with_fixed_positions(size):
+    model = described({"name": f"ViT-{size}/16", **FIXED}, 224, 1000).build()
+    assert their_shapes(model, table(model, "npz")) == shapes_of(*VARIANTS[size], 1000, "map")
+
+
+def test_fixed_positions_are_no_array(tmp_path):
+    path, model, _ = written(tmp_path, "npz", TINY | FIXED)
+    with np.load(path) as file:
+        arrays = big_vision(dict(file))
+    assert [key for key in arrays if "pos" in key] == []
+    theirs = saved(tmp_path / "theirs.npz", arrays)
+    for image_size in (64, 96):  # positions are those of the grid
+        assert differing(model, read_back(described(TINY | FIXED, image_size), theirs)) == []
+    with pytest.raises(CheckpointError, match=POSITIONS):
+        read_back(described(TINY | {"pool": "map"}), theirs)
+    with refusal(RecipeError, "weights", "fixed positions of MAE as npz"):
+        written(tmp_path, "npz", TINY | {"position": {"kind": "sincos", "table": "mae"}})
 
 
 @pytest.mark.parametrize("stack", [False, True])
 def test_bf16_arrays_are_void_to_numpy(stack, tmp_path):
-    arrays = big_vision(authors(class_token=False))
+    arrays = big_vision(authors("mean"))
     arrays = stacked(arrays) if stack else arrays
     bf16 = {key: torch.from_numpy(value).bfloat16() for key, value in arrays.items()}
     void = {key: value.view(torch.int16).numpy().view("V2") for key, value in bf16.items()}
@@ -177,8 +210,10 @@ def test_the_pretraining_head_is_kept(tmp_path):
     arrays = authors(pre_logits=True)
     with torch.no_grad():
         found = model(images(SIZE))
-    hidden = np.tanh(found.tokens[:, 0].numpy() @ arrays["pre_logits/kernel"] + arrays["pre_logits/bias"])
-    assert np.abs(hidden @ arrays["head/kernel"] + arrays["head/bias"] - found.logits.numpy()).max() < 1e-5
+    hidden = found.tokens[:, 0].numpy() @ arrays["pre_logits/kernel"] + arrays["pre_logits/bias"]
+    assert np.abs(hidden - found.pooled.numpy()).max() < 1e-5
+    expected = np.tanh(hidden) @ arrays["head/kernel"] + arrays["head/bias"]
+    assert np.abs(expected - found.logits.numpy()).max() < 1e-5
 
 
 def test_a_zeroed_head_is_told(tmp_path):
@@ -190,23 +225,16 @@ def test_a_zeroed_head_is_told(tmp_path):
 
 def test_group_norms_of_four_dimensions(tmp_path):
     """The stem of a released hybrid; timm's reader takes them as well."""
-    timm = pytest.importorskip("timm")
     random = np.random.default_rng(1)
     arrays = authors()
     arrays["embedding/kernel"] = random.normal(0, 0.02, (8, 8, 64, D)).astype(np.float32)
-    arrays["Transformer/posembed_input/pos_embedding"] = arrays["Transformer/posembed_input/pos_embedding"][:, :5]
+    arrays[POSITIONS] = arrays[POSITIONS][:, :5]
     arrays["conv_root/kernel"] = random.normal(0, 1, (7, 7, 3, 64)).astype(np.float32)
     arrays["gn_root/scale"] = random.normal(1, 0.1, (1, 1, 1, 64)).astype(np.float32)
     arrays["gn_root/bias"] = random.normal(0, 0.1, (1, 1, 1, 64)).astype(np.float32)
     path = saved(tmp_path / "hybrid.npz", arrays)
     model, _ = loaded(path, name="R+ViT-Ti/16")
-    peer = timm.create_model(
-        "vit_tiny_r_s16_p8_224", img_size=SIZE, depth=DEPTH, num_classes=CLASSES, act_layer="gelu_tanh"
-    ).eval()
-    peer.load_pretrained(str(path))
-    with torch.no_grad():
-        expected = peer(images(SIZE).permute(0, 3, 1, 2))
-    assert (logits(model) - expected).abs().max() < 1e-4
+    assert (logits(model) - timm_logits(path, name="vit_tiny_r_s16_p8_224")).abs().max() < 1e-4
 
 
 def test_pickled_objects_are_refused(tmp_path):
@@ -218,8 +246,6 @@ def test_pickled_objects_are_refused(tmp_path):
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "no zip", "other zip", "other arrays", "integers", "empty"])
 @pytest.mark.parametrize("compressed", [False, True])
 def test_damaged_files(damage, compressed, tmp_path):
-    import zipfile
-
     arrays = authors()
     if damage == "integers":
         arrays["embedding/bias"] = arrays["embedding/bias"].astype(np.int32)

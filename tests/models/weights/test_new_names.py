@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.weights.exported import SUFFIX, TINY, described, differing, loaded, valued, write
+from models.weights.exported import SUFFIX, TINY, described, differing, loaded, valued, write, written
 
 from vitscale.cli.export import export
 from vitscale.ground.errors import CheckpointError, RecipeError
@@ -46,8 +46,7 @@ def test_a_dangling_link_is_something(form, tmp_path):
 
 @pytest.mark.parametrize("form", ["hf", "npz"])
 def test_what_is_written_has_the_usual_mode(form, tmp_path):
-    description = described(TINY)
-    path = write(valued(description), description, form, tmp_path)
+    path, *_ = written(tmp_path, form)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     usual = tmp_path / ("folder" if form == "hf" else "file")

@@ -6,14 +6,21 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from models.small_models import images
-from models.weights.exported import NAMES, described, valued, write
+from models.weights.exported import (
+    NAMES,
+    assert_equal_logits,
+    described,
+    edited,
+    loaded,
+    randomised,
+    written,
+)
 from safetensors.torch import load_file, save_file
 from small_recipes import small_recipe
 from torch.nn import functional as F
 
 from vitscale.ground.errors import CheckpointError, RecipeError
-from vitscale.models.weights import describe, load_weights, open_weights, write_weights
+from vitscale.models.weights import describe, load_weights, open_weights
 from vitscale.training.beginning.initial_weights import check_initial_weights
 
 timm = pytest.importorskip("timm")
@@ -33,62 +40,43 @@ def of_timm(model, num_classes=7):
     return timm.create_model(found.name, num_classes=num_classes, **found.arguments).eval()
 
 
-def randomise(peer):
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in peer.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return peer
-
-
-def off(model, peer, size) -> float:
-    pixels = images(size)
-    with torch.no_grad():
-        ours, theirs = model(pixels).logits, peer(pixels.permute(0, 3, 1, 2))
-    theirs = getattr(theirs, "logits", theirs)
-    assert ours.std() > 0.05
-    return (ours - theirs).abs().max().item()
-
-
 @sizes
 def test_timm_computes_our_logits_and_we_its(block, size, tmp_path):
-    description = described(block, size)
-    model = valued(description)
+    path, model, _ = written(tmp_path, "timm", block, size)
     peer = of_timm(model)
-    peer.load_state_dict(load_file(write(model, description, "timm", tmp_path)), strict=True)
-    assert off(model, peer, size) < 1e-5
-    torch.save({"state_dict": randomise(peer).state_dict()}, tmp_path / "theirs.pth")
+    peer.load_state_dict(load_file(path), strict=True)
+    assert_equal_logits(model, peer, size, 1e-5)
+    torch.save({"state_dict": randomised(peer, 0.05).state_dict()}, tmp_path / "theirs.pth")
     source = open_weights(tmp_path / "theirs.pth")
     again = describe(source)
     assert (again.image_size, again.num_classes, again.build().shape) == (size, 7, model.shape)
     load_weights(model, source)
-    assert off(model, peer, size) < 1e-5
+    assert_equal_logits(model, peer, size, 1e-5)
 
 
 @pytest.mark.parametrize(("block", "size"), [*SIZES[:3], ({**SMALL, "window": 3}, 100)], ids=["7", "12", "2", "padded"])
 def test_transformers_computes_our_logits_and_we_its(block, size, tmp_path):
     transformers = pytest.importorskip("transformers")
-    description = described(block, size, class_names=NAMES)
-    model = valued(description)
-    folder = write(model, description, "hf", tmp_path)
+    folder, model, _ = written(tmp_path, "hf", block, size, class_names=NAMES)
     peer, info = transformers.SwinForImageClassification.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
-    assert off(model, peer.eval(), size) < 1e-5
-    randomise(peer).save_pretrained(tmp_path / "theirs")
+    assert_equal_logits(model, peer.eval(), size, 1e-5)
+    randomised(peer, 0.05).save_pretrained(tmp_path / "theirs")
     (tmp_path / "theirs" / "preprocessor_config.json").write_text((folder / "preprocessor_config.json").read_text())
     torch.save(peer.state_dict(), tmp_path / "modules.bin")
     for path in (tmp_path / "theirs", tmp_path / "modules.bin"):
         notes: list[str] = []
         load_weights(model, open_weights(path), report=notes.append)
-        assert notes == [] and off(model, peer, size) < 1e-5
+        assert notes == []
+        assert_equal_logits(model, peer, size, 1e-5)
     found = describe(open_weights(tmp_path / "theirs"))
     assert (found.image_size, found.build().shape, found.class_names) == (size, model.shape, NAMES)
 
 
-def authors_state(model, description, folder) -> dict[str, torch.Tensor]:
-    """Our weights under the names of microsoft/Swin-Transformer, with the buffers that its files hold."""
+def authors_state(path) -> dict[str, torch.Tensor]:
+    """Our weights of timm's form under the names of microsoft/Swin-Transformer, with the buffers of its files."""
     state = {}
-    for key, value in load_file(write(model, description, "timm", folder)).items():
+    for key, value in load_file(path).items():
         key = re.sub(r"^layers\.(\d)\.downsample", lambda at: f"layers.{int(at[1]) - 1}.downsample", key)
         state[key.replace("head.fc.", "head.")] = value
     for key in [key for key in state if key.endswith("relative_position_bias_table")]:
@@ -102,25 +90,22 @@ def test_the_files_of_the_authors(tmp_path):
     """timm's own reader of these files takes them for the same model."""
     from timm.models.swin_transformer import checkpoint_filter_fn
 
-    description = described({"name": "Swin-T", "blocks": [2, 2, 2, 2]}, 224)
-    model = valued(description)
-    state = authors_state(model, description, tmp_path)
+    path, model, description = written(tmp_path, "timm", {"name": "Swin-T", "blocks": [2, 2, 2, 2]}, 224)
+    state = authors_state(path)
     torch.save({"model": state}, tmp_path / "swin.pth")
     peer = of_timm(model)
     peer.load_state_dict(checkpoint_filter_fn({"model": dict(state)}, peer), strict=True)
-    again = description.build().to_empty(device="cpu")
-    load_weights(again, open_weights(tmp_path / "swin.pth"), report=lambda note: pytest.fail(note))
-    assert off(again.eval(), peer, 224) < 1e-5
+    notes: list[str] = []
+    assert_equal_logits(loaded(description, tmp_path / "swin.pth", notes), peer, 224, 1e-5)
+    assert notes == []
 
 
 @pytest.mark.parametrize("form", ["timm", "hf", "safetensors"])
 def test_biases_for_other_windows_are_the_authors(form, tmp_path):
     """Their load_pretrained, written out: bicubic over the table of offsets."""
-    description = described({**SMALL, "window": 3}, 96)
-    model = valued(description)
-    larger = described({**SMALL, "window": 4}, 128).build().to_empty(device="cpu")
+    path, model, _ = written(tmp_path, form, {**SMALL, "window": 3}, 96)
     notes: list[str] = []
-    load_weights(larger, open_weights(write(model, description, form, tmp_path)), report=notes.append)
+    larger = loaded(described({**SMALL, "window": 4}, 128), path, notes)
     assert len(notes) == 8
     theirs, ours = dict(model.named_parameters()), dict(larger.named_parameters())
     for name, value in theirs.items():
@@ -134,45 +119,40 @@ def test_biases_for_other_windows_are_the_authors(form, tmp_path):
 
 
 def test_a_folder_says_what_it_is(tmp_path):
-    description = described({"name": "Swin-B", "window": 12, "width": 32, "num_heads": 1, "blocks": [2, 2, 2, 2]}, 384)
-    folder = write(valued(description), description, "hf", tmp_path)
+    block = {"name": "Swin-B", "window": 12, "width": 32, "num_heads": 1, "blocks": [2, 2, 2, 2]}
+    folder, *_ = written(tmp_path, "hf", block, 384)
     config = json.loads((folder / "config.json").read_text())
     assert describe(open_weights(folder)).model["window"] == 12
     for key, value in (("mlp_ratio", 2.0), ("hidden_act", "relu"), ("depths", [2, 2, 2, 4]), ("window_size", 7)):
-        (folder / "config.json").write_text(json.dumps(config | {key: value}))
+        edited(folder / "config.json", **config | {key: value})
         with pytest.raises(CheckpointError, match=key):
             describe(open_weights(folder))
 
 
 def test_the_size_that_a_folder_states_is_that_of_its_images(tmp_path):
-    description = described({**SMALL, "window": 2}, 64)
-    folder = write(valued(description), description, "hf", tmp_path)
+    folder, *_ = written(tmp_path, "hf", {**SMALL, "window": 2})
     (folder / "preprocessor_config.json").unlink()
     assert describe(open_weights(folder)).image_size == 64
-    config = json.loads((folder / "config.json").read_text())
     for size, known in (([96, 96], 96), ([96, 64], 64), ("large", 64), (10**9, 64)):
-        (folder / "config.json").write_text(json.dumps(config | {"image_size": size}))
+        edited(folder / "config.json", image_size=size)
         assert describe(open_weights(folder)).image_size == known
-    (folder / "config.json").write_text(json.dumps(config | {"image_size": 32}))  # one place is left in the last stage
+    edited(folder / "config.json", image_size=32)  # one place is left in the last stage
     with pytest.raises(CheckpointError, match="image_size"):
         describe(open_weights(folder))
 
 
 def test_a_timm_folder_that_contradicts_its_tensors_is_refused(tmp_path):
-    description = described({**SMALL, "window": 2}, 64)
-    folder, values = tmp_path / "folder", dict(valued(description).named_parameters())
-    write_weights(folder, "timm", description, lambda name: values[name].detach(), report=lambda note: None)
-    config = json.loads((folder / "config.json").read_text())
-    arguments = config["model_args"]
+    folder, *_ = written(tmp_path, "timm", {**SMALL, "window": 2}, name="folder")
+    arguments = json.loads((folder / "config.json").read_text())["model_args"]
     assert describe(open_weights(folder)).image_size == 64
     for key, value in (
         *(("window_size", 7), ("embed_dim", 96), ("depths", [2, 2, 6, 2]), ("num_heads", [3, 6, 12, 24])),
         *(("patch_size", 2), ("window_size", [2, 4])),
     ):
-        (folder / "config.json").write_text(json.dumps(config | {"model_args": arguments | {key: value}}))
+        edited(folder / "config.json", model_args=arguments | {key: value})
         with pytest.raises(CheckpointError, match=key):
             describe(open_weights(folder))
-    (folder / "config.json").write_text(json.dumps(config | {"model_args": arguments | {"window_size": [2, 2]}}))
+    edited(folder / "config.json", model_args=arguments | {"window_size": [2, 2]})
     assert describe(open_weights(folder)).model["window"] == 2
 
 
@@ -185,18 +165,15 @@ def test_other_families_of_timm_are_not_taken_for_it(name, tmp_path):
 
 
 def test_formats_refuse_what_they_would_compute_otherwise(tmp_path):
-    clamped = described(SMALL, 64)
-    with pytest.raises(RecipeError, match="hf"):
-        write(valued(clamped), clamped, "hf", tmp_path)
+    for form in ("hf", "npz"):
+        with pytest.raises(RecipeError, match=form):
+            written(tmp_path, form, SMALL)
     assert described({**SMALL, "window": 3}, 100).build().foreign().timm() is None  # padded before it is shifted
-    with pytest.raises(RecipeError, match="npz"):
-        write(valued(clamped), clamped, "npz", tmp_path)
 
 
 @pytest.mark.parametrize("positions", ["resample", "keep"])
 def test_a_run_with_larger_windows_begins_with_the_weights_of_smaller_ones(positions, tmp_path):
-    description = described({**SMALL, "window": 2}, 64)
-    weights = write(valued(description), description, "safetensors", tmp_path)
+    weights, *_ = written(tmp_path, "safetensors", {**SMALL, "window": 2})
     blocks = {"objective": {"loss": "softmax"}, "init": {"from": str(weights), "positions": positions}}
     recipe = small_recipe({**SMALL, "window": 4, "head": "linear"}, data={"image_size": 128}, **blocks)
     with nullcontext() if positions == "resample" else pytest.raises((CheckpointError, RecipeError), match="relative"):
