@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from loaders import loader_of, read
-from picture_shards import write_pictures
 
 from vitscale.data.loader import on_device
 from vitscale.data.shards import Manifest
@@ -46,11 +45,6 @@ def check(folder: str, device: torch.device) -> int:
                     assert torch.equal(getattr(batch, name), getattr(before, name))
                 assert (batch.position, batch.epoch) == (before.position, before.epoch)
     return compared
-
-
-@pytest.fixture(scope="module")
-def manifest(tmp_path_factory):
-    return write_pictures(tmp_path_factory.mktemp("device") / "data", SHARDS)
 
 
 def test_on_a_cpu_batches_are_handed_on_as_they_are(manifest):
