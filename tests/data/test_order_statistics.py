@@ -34,12 +34,8 @@ SHAPES = {
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 
-chi_square_tail, normal_tail = stats.chi2.sf, stats.norm.sf
-
-
-def both_tails(value, degrees):
+def both_tails(tail):
     """Of a chi-square: too uneven, or more even than chance would be."""
-    tail = chi_square_tail(value, degrees)
     return 2 * min(tail, 1 - tail)
 
 
@@ -82,9 +78,7 @@ def times(shape):
 def uniformity(times, sample):
     """A sample that is seen is seen in each step as often."""
     at = times.at[:, :, sample]
-    counts = np.bincount(at[at >= 0], minlength=times.steps)
-    expected = counts.sum() / times.steps
-    return both_tails(float(((counts - expected) ** 2).sum() / expected), times.steps - 1)
+    return both_tails(stats.chisquare(np.bincount(at[at >= 0], minlength=times.steps)).pvalue)
 
 
 def independence(times, axis):
@@ -94,8 +88,8 @@ def independence(times, axis):
     1 / (n - S) where each of S segments has its share of every step. Here S is at most 32.
     """
     scores = [np.corrcoef(one, other)[0, 1] * math.sqrt(len(one) - 32) for one, other in times.pairs(axis)]
-    together = normal_tail(abs(sum(scores)) / math.sqrt(len(scores)))
-    return min(1.0, 2 * chi_square_tail(float(np.square(scores).sum()), len(scores)), 4 * together)
+    together = stats.norm.sf(abs(sum(scores)) / math.sqrt(len(scores)))
+    return min(1.0, 2 * stats.chi2.sf(float(np.square(scores).sum()), len(scores)), 4 * together)
 
 
 def company(times, axis):
@@ -109,7 +103,7 @@ def company(times, axis):
         counts = np.bincount(one * times.steps + other, minlength=times.steps**2).reshape(times.steps, times.steps)
         before, after, again = (int((n * (n - 1) // 2).sum()) for n in (counts.sum(1), counts.sum(0), counts))
         met, expected = met + again, expected + before * after / (len(one) * (len(one) - 1) / 2)
-    return normal_tail((met - expected) / math.sqrt(expected))
+    return stats.norm.sf((met - expected) / math.sqrt(expected))
 
 
 def neighbours(times, apart):
@@ -118,7 +112,7 @@ def neighbours(times, apart):
     samples = times.at.shape[-1]
     met = int(((near == far) & (near >= 0)).sum())
     expected = near.size * (times.steps * times.batch / samples) * (times.batch - 1) / (samples - 1)
-    return normal_tail((met - expected) / math.sqrt(expected))
+    return stats.norm.sf((met - expected) / math.sqrt(expected))
 
 
 @every_shape
@@ -166,7 +160,7 @@ def test_left_out_samples_of_one_segment_are_any():
     share = 24 / 600
     expected = share * len(SEEDS) * EPOCHS
     value = float(((left_out - expected) ** 2).sum()) / (expected * (1 - share)) * 599 / 600
-    assert both_tails(value, 599) > ALARM
+    assert both_tails(stats.chi2.sf(value, 599)) > ALARM
 
 
 def test_segments_and_windows_are_shuffled_apart(monkeypatch):
@@ -181,4 +175,4 @@ def test_segments_and_windows_are_shuffled_apart(monkeypatch):
         assert np.array_equal(np.sort(shuffled, axis=1), np.tile(np.arange(64), (64, 1)))
         # Of independent orders all pairs are uncorrelated: nearly a chi-square of as many degrees.
         scores = np.corrcoef(shuffled)[np.triu_indices(64, 1)] * math.sqrt(63)
-        assert chi_square_tail(float(np.square(scores).sum()), len(scores)) > ALARM / 8
+        assert stats.chi2.sf(float(np.square(scores).sum()), len(scores)) > ALARM / 8
