@@ -1,6 +1,7 @@
 """Datasets that something has happened to; each function says which slots of a shard."""
 
 import os
+from functools import partial
 
 import numpy as np
 from small_files import flip, flip_images
@@ -18,18 +19,14 @@ def flip_byte(manifest: Manifest, index: int, slots: list[int]) -> Manifest:
     return manifest
 
 
-def misstate_size(manifest: Manifest, index: int, slots: list[int]) -> Manifest:
-    """The shard states another width of the pictures."""
+def misstate(column: int, manifest: Manifest, index: int, slots: list[int]) -> Manifest:
+    """The shard states another value of sound images."""
     for slot in slots:
-        flip(manifest.shard_path(index), METADATA + slot * ROW + WIDTH)
+        flip(manifest.shard_path(index), METADATA + slot * ROW + column)
     return manifest
 
 
-def misstate_checksums(manifest: Manifest, index: int, slots: list[int]) -> Manifest:
-    """The shard states another checksum of sound images."""
-    for slot in slots:
-        flip(manifest.shard_path(index), METADATA + slot * ROW + CRC)
-    return manifest
+misstate_size, misstate_checksums = partial(misstate, WIDTH), partial(misstate, CRC)
 
 
 def store_zeros(manifest: Manifest, index: int, slots: list[int]) -> Manifest:
