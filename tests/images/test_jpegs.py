@@ -12,7 +12,7 @@ from processes import run_python
 from stock_ffcv import ffcv_decode
 
 from vitscale.data.shards.images import Reject, store_image
-from vitscale.ground.images import OK, REFUSED, WRONG_SIZE, Header, check, decode, encode, read_header, states_size
+from vitscale.ground.images import OK, REFUSED, Header, check, decode, encode, read_header, states_size
 
 SOF0 = b"\xff\xc0\x00\x11"
 
@@ -20,37 +20,6 @@ SOF0 = b"\xff\xc0\x00\x11"
 @pytest.fixture(scope="module")
 def photo() -> bytes:
     return encoded(make_picture(5, 37, 61), quality=90)
-
-
-def filled():
-    """Any marker may be preceded by further 0xFF."""
-    content = small_jpegs()["4:2:0"]
-    return content[:2] + b"\xff\xff\xff" + content[2:]
-
-
-def parameterless(marker):
-    """Markers without a length are legal anywhere, and the decoder takes them without a warning."""
-    content = small_jpegs()["4:2:0"]
-    content = content[:2] + marker + content[2:]
-    assert check(content, HEIGHT, WIDTH) == OK
-    return content
-
-
-PICTURES = {
-    **{kind: lambda kind=kind: small_jpegs()[kind] for kind in small_jpegs()},
-    "fill bytes": filled,
-    "RST": lambda: parameterless(b"\xff\xd0\xff\xd7"),
-}
-
-
-@pytest.mark.parametrize("kind", PICTURES)
-def test_the_size_is_found(kind):
-    content = PICTURES[kind]()
-    assert Image.open(io.BytesIO(content)).size == (WIDTH, HEIGHT)
-    whole = memoryview(b"before" + content + b"after")
-    assert states_size(whole[6 : 6 + len(content)], HEIGHT, WIDTH)
-    for height, width in ((39, 56), (40, 57), (56, 40), (16, 16), (40 + 256, 56), (0, 0)):
-        assert not states_size(content, height, width)
 
 
 def test_headers_of_real_files_are_those_that_pillow_reads(data_root):
@@ -143,17 +112,6 @@ def test_decodes_gray_to_rgb():
         assert status == OK and (rgb == 77).all()
 
 
-def test_damage_has_a_status(photos):
-    jpeg = photos[0]
-    for damaged in (b"", jpeg[: len(jpeg) // 2], bytes(len(jpeg)), jpeg[:-2]):
-        assert decode(damaged, 40, 64)[0] == check(damaged, 40, 64) == REFUSED
-
-
-def test_another_size_is_refused(photos):
-    for size in ((41, 64), (40, 63), (64, 40), (20, 32), (0, 64), (40, 0)):
-        assert decode(photos[0], *size)[0] == check(photos[0], *size) == WRONG_SIZE
-
-
 def test_tables_of_another_file_are_not_used(photos):
     """A decoder that is kept from one file to the next has them still: then a verdict depends on what came before."""
     jpeg = photos[0]
@@ -190,17 +148,15 @@ def test_a_file_of_countless_scans_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("modules", "absent"),
+    ("modules", "allowed"),
     [
-        (
-            "vitscale.data.shards.scan, vitscale.data.shards.contact_sheet",
-            {"torch", "ffcv", "cv2", "numba", "llvmlite"},
-        ),
-        ("vitscale.data", {"ffcv", "cv2", "numba", "llvmlite"}),  # nothing to be compiled before the first batch
-        ("data_tools.conversion, data_tools.dedup.finding", {"torch", "ffcv", "cv2", "numba", "llvmlite"}),
+        ("vitscale.data.shards.scan, vitscale.data.shards.contact_sheet", set()),
+        ("vitscale.data", {"torch"}),  # nothing to be compiled before the first batch
+        ("data_tools.conversion, data_tools.dedup.finding", set()),
     ],
 )
-def test_heavy_packages_are_not_imported(modules, absent):
+def test_heavy_packages_are_not_imported(modules, allowed):
+    absent = {"torch", "ffcv", "cv2", "numba", "llvmlite"} - allowed
     assert run_python(f"import sys, {modules}; print(*{absent} & set(sys.modules))").strip() == ""
 
 
