@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from faulty_calls import run_with_fault
 from processes import start_python
+from small_files import files_in, write_files
 
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.durable import durable_file, durable_folder, make_folder, new_folder, remove_leftovers
@@ -60,18 +61,18 @@ def test_without_syncfs_each_file_is_flushed(tmp_path):
     assert {path.rpartition("/out/")[2] for path in flushed if "/out/" in path} >= {"deep", "deep/0", "deep/2"}
 
 
-@pytest.mark.parametrize(("call", "over"), [(1, "over"), (2, "over"), (1, "new"), (2, "new")])
-def test_a_file_that_is_not_on_the_disk_is_absent(tmp_path, call, over):
+@pytest.mark.parametrize(
+    ("call", "over", "old", "kept"),
+    [
+        *((call, over, {}, {}) for call in (1, 2) for over in ("over", "new")),
+        *((call, "over", {"file": b"old"}, {"file": kept}) for call, kept in ((1, b"old"), (2, b"new"))),
+    ],
+)
+def test_a_file_that_is_not_on_the_disk_is_absent_or_the_old_or_the_new_one(tmp_path, call, over, old, kept):
     """The first `fsync` is that of the file, the second that of its folder."""
+    write_files(tmp_path, *old.items())
     assert run_with_fault(f"fsync:error=EIO:when={call}", FILE, tmp_path / "file", over) == "5"
-    assert names(tmp_path) == []
-
-
-def test_a_file_that_was_replaced_is_the_old_or_the_new_one(tmp_path):
-    for call, content in ((1, "old"), (2, "new")):
-        (tmp_path / "file").write_text("old")
-        assert run_with_fault(f"fsync:error=EIO:when={call}", FILE, tmp_path / "file", "over") == "5"
-        assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == content
+    assert files_in(tmp_path) == kept
 
 
 def test_the_names_of_new_folders_are_flushed(tmp_path):

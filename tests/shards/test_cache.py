@@ -75,9 +75,6 @@ def files(tmp_path) -> Source:
     return Source(f"file://{tmp_path}/source")
 
 
-# ------------------------------------------------------------------------------------------------------------- keeping
-
-
 def test_a_shard_is_fetched_once_and_known_by_its_content(memory, tmp_path):
     cache = ShardCache(tmp_path / "cache", GENEROUS)
     url, entry = memory.put("a", seed=1)
@@ -194,9 +191,6 @@ def test_a_cache_that_is_removed_meanwhile_begins_anew(memory, tmp_path):
         assert holds(new.path, shard[1])
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -258,9 +252,6 @@ def test_a_full_disk_is_no_limit_to_begin_with_and_an_error_in_the_end(memory, t
         assert names(disk / "cache") == {pin.path.name for pin in pins}
         for pin in pins:
             pin.release()
-
-
-# ----------------------------------------------------------------------------------------------- threads and processes
 
 
 def test_many_threads_on_few_shards(memory, tmp_path):

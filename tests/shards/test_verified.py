@@ -96,15 +96,14 @@ def test_swapped_shards_are_noticed(shard, tmp_path):
 
 def test_missing_cut_and_unreadable_shards_are_data_errors(shard, reads, tmp_path):
     path, entry = shard
-    os.truncate(path, 1000)
-    with pytest.raises(DataError, match=r"1,000 .*300,000 "):
-        verify_once(path, entry, tmp_path / "markers")
-    path.unlink()
-    with pytest.raises(DataError, match=r"shard\.beton"):
-        verify_once(path, entry, tmp_path / "markers")
-    path.mkdir()
-    with pytest.raises(DataError, match=r"shard\.beton"):
-        verify_once(path, entry, tmp_path / "markers")
+    for change, named in (
+        (lambda: os.truncate(path, 1000), "1,000 .*300,000 "),
+        (path.unlink, r"shard\.beton"),
+        (path.mkdir, r"shard\.beton"),
+    ):
+        change()
+        with pytest.raises(DataError, match=named):
+            verify_once(path, entry, tmp_path / "markers")
     assert reads == []
 
 
