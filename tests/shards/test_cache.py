@@ -69,12 +69,6 @@ def memory() -> Iterator[Source]:
     fsspec.filesystem("memory").rm("/cache-test", recursive=True)
 
 
-@pytest.fixture
-def files(tmp_path) -> Source:
-    """A URL that other processes read too."""
-    return Source(f"file://{tmp_path}/source")
-
-
 def test_a_shard_is_fetched_once_and_known_by_its_content(memory, tmp_path):
     cache = ShardCache(tmp_path / "cache", GENEROUS)
     url, entry = memory.put("a", seed=1)
@@ -307,7 +301,8 @@ for url, entry in order.choices(shards, k=int(sys.argv[5])):
 """
 
 
-def test_processes_share_a_cache_that_is_too_small_also_when_some_are_killed(files, tmp_path):
+def test_processes_share_a_cache_that_is_too_small_also_when_some_are_killed(tmp_path):
+    files = Source(f"file://{tmp_path}/source")
     for seed in range(8):
         files.put(str(seed), seed, size=200_000)
     cache = tmp_path / "cache"

@@ -190,16 +190,6 @@ def test_hostile_names_stay_inside_and_apart(tmp_path):
     ]
 
 
-def test_export_without_tables_names_by_uid(tmp_path):
-    manifest = write_generated_dataset(tmp_path / "ds", [4, 3])
-    run("export", tmp_path / "ds", tmp_path / "out")
-    files = files_in(tmp_path / "out")
-    with ShardFile(manifest.shard_path(1)) as shard:
-        name = manifest.class_names[int(shard.label[2])]
-        assert files[f"{name}/000000006.jpg"] == shard.read(2)
-    assert len(files) == 9
-
-
 def test_export_never_half(tmp_path):
     manifest = write_dataset(tmp_path / "ds", PHOTOS, 5)
     flip_images(manifest.shard_path(2), 1)
