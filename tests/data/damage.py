@@ -33,16 +33,9 @@ def store_zeros(manifest: Manifest, index: int, slots: list[int]) -> Manifest:
     """Zeros were stored, with their checksum, in a shard that is as the manifest lists it."""
     path = manifest.shard_path(index)
     with ShardFile(path) as shard:
-        samples = [
-            StoredSample(
-                bytes(int(shard.size[slot])) if slot in slots else shard.read(slot),
-                int(shard.height[slot]),
-                int(shard.width[slot]),
-                int(shard.label[slot]),
-                int(shard.uid[slot]),
-            )
-            for slot in range(shard.samples)
-        ]
+        rows = np.stack([shard.height, shard.width, shard.label, shard.uid], axis=1).tolist()
+        images = [bytes(size) if slot in slots else shard.read(slot) for slot, size in enumerate(shard.size.tolist())]
+    samples = [StoredSample(image, *row) for image, row in zip(images, rows, strict=True)]
     write_shard(path, samples)
     entry = manifest.shards[index].model_copy(update=file_digests(path)._asdict())
     shards = (*manifest.shards[:index], entry, *manifest.shards[index + 1 :])

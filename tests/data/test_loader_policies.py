@@ -10,21 +10,23 @@ import pytest
 import torch
 from damage import KINDS, METADATA, SILENT, cut_before, flip_byte, misstate_checksums, store_zeros
 from loaders import SEED, loader_of, read, same
-from picture_shards import view, write_pictures
+from picture_shards import write_pictures
 from processes import wait_until
-from small_files import flip
+from small_files import excluding, flip
 from views import expected_view
 
 from vitscale.data import open_shards
 from vitscale.data.augmentation import EvalTransform, ResizeTransform, TrainTransform, sample_keys
 from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.settings import Reading
-from vitscale.data.shards import Manifest
+from vitscale.data.shards import Manifest, SelectFirst
 from vitscale.ground.errors import DataError
+from vitscale.recipe import Solarize
 
 SHARDS, BATCH, SIDE = [20, 13, 20, 7], 12, 16
 FIRST = [0, 20, 33, 53]  # sample of each shard's slot 0; its uid is three times that
-OPTIONS = {"batch": BATCH, "side": SIDE, "stop": 15}  # three epochs
+INVERT = Solarize(kind="solarize", probability=1.0, threshold=0)
+OPTIONS = {"batch": BATCH, "side": SIDE, "stop": 15, "operations": (INVERT,)}  # three epochs
 FIELDS = ("images", "labels", "uids", "keys", "mask")
 
 
@@ -75,49 +77,41 @@ def test_sound_samples_do_not_notice(original, sound, policy, verify, caplog):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("verify", [True, False])
-def test_mask(manifest, sound, kind, verify):
-    """In their places nothing that counts; all else as it was."""
-    changed = KINDS[kind](KINDS[kind](manifest, 2, [7, 8]), 0, [0])
-    bad = {uid(2, 7), uid(2, 8), uid(0, 0)}
-    places = rows_with(sound, bad)
-    assert len(places) >= 7  # three times in three epochs, but for those left out
-    batches = train(changed, "mask", verify_shards=verify)
-    for i, (before, after) in enumerate(zip(sound, batches, strict=True)):
-        masked = torch.tensor([(i, row) in places for row in range(BATCH)])
-        assert torch.equal(after.mask, ~masked) and after.bad_samples == int(masked.sum())
-        assert not after.images[masked].any()
-        assert torch.equal(after.images[~masked], before.images[~masked])
-        for name in ("labels", "uids", "keys"):
-            assert torch.equal(getattr(after, name), getattr(before, name))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("verify", [True, False])
-def test_substitute(manifest, sound, kind, verify):
-    """The next sound sample of the shard, as this epoch shows it; behind the last slot comes the first one."""
+@pytest.mark.parametrize("policy", ["mask", "substitute"])
+def test_damaged_samples(manifest, sound, policy, kind, verify):
+    """Masked: in their places nothing that counts. Else: the next sound sample of the shard, as this epoch shows it;
+    behind the last slot comes the first one. All else as it was."""
     changed = KINDS[kind](KINDS[kind](manifest, 2, [7, 8]), 3, [6])
     stands_in = {uid(2, 7): uid(2, 9), uid(2, 8): uid(2, 9), uid(3, 6): uid(3, 0)}
     places = rows_with(sound, stands_in)
-    assert len(places) >= 7
-    batches = train(changed, "substitute", verify_shards=verify)
+    assert len(places) >= 7  # three times in three epochs, but for those left out
+    batches = train(changed, policy, verify_shards=verify)
     for i, (before, after) in enumerate(zip(sound, batches, strict=True)):
-        replaced = torch.tensor([(i, row) in places for row in range(BATCH)])
-        assert after.mask.all() and after.bad_samples == int(replaced.sum())
+        bad = torch.tensor([(i, row) in places for row in range(BATCH)])
+        assert after.bad_samples == int(bad.sum())
         for name in FIELDS:
-            assert torch.equal(getattr(after, name)[~replaced], getattr(before, name)[~replaced])
-        for row in torch.nonzero(replaced)[:, 0].tolist():
+            assert torch.equal(getattr(after, name)[~bad], getattr(before, name)[~bad])
+        assert torch.equal(after.mask, ~bad if policy == "mask" else before.mask)
+        if policy == "mask":
+            assert not after.images[bad].any()
+            assert all(torch.equal(getattr(after, name), getattr(before, name)) for name in ("labels", "uids", "keys"))
+            continue
+        for row in torch.nonzero(bad)[:, 0].tolist():
             one = stands_in[before.uids[row].item()]
             assert after.uids[row] == one and after.labels[row] == one // 3 % 4 - 1
             assert after.keys[row].item() == sample_keys(SEED, after.epoch, np.array([one])).view(np.int64)[0]
             view_of_it = expected_view(one, TrainTransform(), after.epoch, SEED, SIDE)
-            assert np.abs(after.images[row].numpy() - view_of_it).max() <= 0.501
+            assert np.abs(255 - after.images[row].numpy() - view_of_it).max() <= 0.501
 
 
-def test_a_substitute_belongs_to_the_dataset(manifest, tmp_path):
+def test_a_substitute_belongs_to_the_dataset(manifest):
     """What was taken out of a dataset does not come back so."""
     flip_byte(flip_byte(manifest, 0, [4]), 1, [2])
-    subset = view(manifest, tmp_path / "view", first=5, excluded=[0, 3, 4, 5])
-    assert [shard.num_selected for shard in subset.shards] == [5, 9]
+    selects = SelectFirst(first=5), excluding(manifest.directory, "out.npy", [0, 3, 4, 5])
+    shards = tuple(
+        entry.model_copy(update={"select": select}) for entry, select in zip(manifest.shards, selects, strict=False)
+    )
+    subset = manifest.model_copy(update={"num_samples": 5 + 9, "shards": shards}).save(manifest.directory)
     batches = train(subset, "substitute", verify_shards=False)
     seen = {one for batch in batches for one in batch.uids.tolist()}
     assert seen == {uid(0, slot) for slot in range(4)} | {uid(1, slot) for slot in (1, 6, 7, 8, 9, 10, 11, 12)}
