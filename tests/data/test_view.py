@@ -13,12 +13,6 @@ from views import area_mean, kernel_views, whole_picture
 
 from vitscale.ground.images import OK, WRONG_SIZE, check, decode, states_size
 
-CV2_SAMPLING = {
-    "4:4:0": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_440,
-    "4:1:1": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_411,
-    "4:2:0": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_420,
-}
-
 
 def noise(seed, height, width):
     """Pixels of which every neighbour has another colour: what is looked up in a wrong place is not right."""
@@ -33,7 +27,8 @@ def by_pillow(pixels, **options):
 
 
 def by_opencv(pixels, sampling, *options):
-    flags = [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, CV2_SAMPLING[sampling], *options]
+    sampled = getattr(cv2, "IMWRITE_JPEG_SAMPLING_FACTOR_" + sampling.replace(":", ""))
+    flags = [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, sampled, *options]
     return cv2.imencode(".jpg", pixels[:, :, ::-1], flags)[1].tobytes()
 
 
