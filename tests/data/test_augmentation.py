@@ -82,7 +82,7 @@ def test_boxes_lie_within_the_picture_and_the_ranges(height, width, area, aspect
     assert np.all(whole | ((w + 0.5 >= h * aspect[0] - 1e-6) & (w - 0.5 <= h * aspect[1] + 1e-6)))
 
 
-def test_keys_depend_on_seed_epoch_and_uid_alone():
+def test_keys_depend_on_seed_epoch_uid_and_view_alone():
     uids = np.array([5, 0, 2**62, 7])
     keys = sample_keys(3, 4, uids)
     assert keys.dtype == np.uint64
@@ -94,9 +94,7 @@ def test_keys_depend_on_seed_epoch_and_uid_alone():
         "0xdd71f83e14b83968",
         "0xee1f9009dacf5270",
     ]
-
-
-def test_views_of_a_sample_have_keys_of_their_own_and_the_first_has_the_samples():
+    # Views of a sample have keys of their own, and the first has the sample's.
     uids, views = np.arange(1000).repeat(5), np.tile(np.arange(5), 1000)
     keys = sample_keys(3, 4, uids, views)
     assert len(np.unique(keys)) == 5000

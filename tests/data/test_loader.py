@@ -86,23 +86,8 @@ def test_seeds_change_the_views_and_not_the_samples(manifest, reference):
     assert torch.equal(other.uids, reference[0].uids) and not torch.equal(other.images, reference[0].images)
 
 
-@pytest.mark.parametrize("start, stop", [(5, 5), (5, 2), (0, 0)])
-def test_nothing_left_to_do(manifest, start, stop):
-    assert train(manifest, start=start, stop=stop) == []
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_evaluation_reads_every_sample_once(manifest, world):
-    order, transform = EvalOrder(SHARDS, 12), EvalTransform("square", 1.0)
-    ranks = [read(manifest, order, side=SIDE, transform=transform, rank=rank, world=world) for rank in range(world)]
-    batches = list(joined(ranks))
-    assert len(batches) == order.steps
-    assert torch.cat([batch.uids[batch.mask] for batch in batches]).tolist() == [3 * k for k in range(sum(SHARDS))]
-    for image, uid in zip(batches[0].images.numpy().astype(int), batches[0].uids.tolist(), strict=True):
-        assert np.abs(image - expected_view(uid, transform, 0, SEED, SIDE)).max() <= 0.501
-
-
-def test_an_order_is_not_read_beyond_its_end(manifest):
+def test_steps_that_are_asked_for_and_are_in_the_order(manifest):
+    assert [train(manifest, start=start, stop=stop) for start, stop in ((5, 5), (5, 2), (0, 0))] == [[], [], []]
     order = EvalOrder([40, 33], 16)
     assert len(read(manifest, order, stop=99)) == order.steps == 5
     assert read(manifest, EvalOrder([], 4)) == read(manifest, EvalOrder([], 4), stop=3) == []

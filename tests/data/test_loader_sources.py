@@ -18,12 +18,13 @@ from loaders import loader_of, loader_threads, read
 from picture_shards import write_pictures
 from pictures import make_picture
 from processes import wait_until
+from small_files import flip, flip_images
 from stock_beton import write_stock
 from views import area_mean, whole_picture
 
 from vitscale.data.augmentation import TrainTransform
 from vitscale.data.order import EvalOrder, TrainOrder
-from vitscale.data.shards import Manifest, ShardFile
+from vitscale.data.shards import Manifest
 from vitscale.data.shards.adopt import adopt
 from vitscale.data.shards.opening import open_shard
 from vitscale.ground.errors import DataError, StorageError
@@ -179,10 +180,8 @@ def test_a_cache_whose_file_is_damaged_later(remote, tmp_path):
     """What each image's own checksum is for."""
     seen(remote, cache=tmp_path)
     for path in (tmp_path / "shards").glob("*.beton"):
-        content, times = bytearray(path.read_bytes()), path.stat()
-        with ShardFile(path) as shard:
-            content[int(shard.offset[0]) + 300] ^= 1
-        path.write_bytes(content)
+        times = path.stat()
+        flip_images(path, 0)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a disk does it; else it is fetched again
     with pytest.raises(DataError, match=r"\.beton: slot \d+, uid \d+: "):
         seen(remote, cache=tmp_path)
@@ -217,24 +216,20 @@ def test_an_adopted_file(adopted):
         sides = np.array([given[uid].shape[:2] for uid in uids])
         boxes, flips = transform.boxes(keys, sides[:, 0], sides[:, 1]), transform.flips(keys)
         assert torch.equal(batch.labels, batch.uids % 4)
-        for image, uid, (top, left, h, w), flip in zip(batch.images.numpy(), uids, boxes, flips, strict=True):
+        for image, uid, (top, left, h, w), is_flipped in zip(batch.images.numpy(), uids, boxes, flips, strict=True):
             expected = area_mean(pixels[uid][top : top + h, left : left + w], 12)
-            assert np.abs(image - (expected[:, ::-1] if flip else expected)).max() <= 0.501
+            assert np.abs(image - (expected[:, ::-1] if is_flipped else expected)).max() <= 0.501
 
 
 def test_damage_in_an_adopted_file(adopted, tmp_path):
     """Of raw pixels any byte could be: only the checksum tells."""
     manifest, _ = adopted
-    path = manifest.shard_path(0)
-    sound = path.read_bytes()
     with open_shard(manifest, 0) as shard:
         slots = [int(np.argmax(shard.file.raw)), int(np.argmin(shard.file.raw))]
         offsets = {slot: int(shard.file.offset[slot] + shard.file.size[slot] // 2) for slot in slots}
-    try:
-        for slot, offset in offsets.items():
-            path.write_bytes(sound[:offset] + bytes([sound[offset] ^ 1]) + sound[offset + 1 :])
-            for verify, named in ((True, "xxh3_128"), (False, f"slot {slot}, uid {slot}: .*checksum")):
-                with pytest.raises(DataError, match=named):
-                    read(manifest, EvalOrder([30], 10), verify_shards=verify, cache=tmp_path)
-    finally:
-        path.write_bytes(sound)
+    for slot, offset in offsets.items():
+        flip(manifest.shard_path(0), offset)
+        for verify, named in ((True, "xxh3_128"), (False, f"slot {slot}, uid {slot}: .*checksum")):
+            with pytest.raises(DataError, match=named):
+                read(manifest, EvalOrder([30], 10), verify_shards=verify, cache=tmp_path)
+        flip(manifest.shard_path(0), offset)

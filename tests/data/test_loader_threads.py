@@ -6,12 +6,11 @@ import threading
 import time
 
 import pytest
-from loaders import SHARDS, loader_of, loader_threads, open_files
+from loaders import SHARDS, loader_of, loader_threads, open_files, read
 from picture_shards import write_pictures
 
 from vitscale.data import batch_reader as batch_reader_module
 from vitscale.data import open_shards as open_shards_module
-from vitscale.data.augmentation import EvalTransform
 from vitscale.data.order import EvalOrder, TrainOrder
 from vitscale.data.settings import Reading
 from vitscale.data.shards import ShardFile
@@ -24,8 +23,7 @@ pytestmark = pytest.mark.usefixtures("nothing_stays")
 
 
 def test_next_if_ready_neither_skips_nor_repeats(manifest):
-    with loader_of(manifest, stop=40) as loader:
-        expected = [(batch.position, batch.digest) for batch in loader]
+    expected = [(batch.position, batch.digest) for batch in read(manifest, stop=40)]
     for pattern in ((True,), (False, True), (True, True, False), (True, False, False, True)):
         found, turn = [], 0
         with loader_of(manifest, stop=40) as loader:
@@ -82,7 +80,7 @@ def test_what_goes_wrong_in_planning_comes_in_its_turn(manifest, error, threads)
 @pytest.mark.parametrize("error", [ZeroDivisionError, MemoryError, SystemExit])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_what_goes_wrong_in_reading_comes_in_its_turn(manifest, error, threads, monkeypatch):
-    """Batches that are done earlier wait for those before them, and so do errors."""
+    """Batches that are done earlier wait for those before them, and so do errors; the consumer waits already."""
     order, inner = TrainOrder(SHARDS, 16, 0), batch_reader_module.decode_slice
     slots = order.batch(4, 0, 16)
     with ShardFile(manifest.shard_path(slots.shard[7])) as shard:
@@ -102,22 +100,6 @@ def test_what_goes_wrong_in_reading_comes_in_its_turn(manifest, error, threads, 
                 steps.append(batch.position)
         assert not loader_threads() and next(loader, None) is None
     assert steps == [0, 1, 2, 3]
-
-
-def test_what_goes_wrong_wakes_a_consumer_that_waits(manifest):
-    gate = threading.Event()
-
-    class Broken(EvalTransform):
-        def boxes(self, keys, heights, widths):
-            gate.wait(30)
-            raise ZeroDivisionError("at last")
-
-    loader = loader_of(manifest, EvalOrder(SHARDS, 8), transform=Broken())
-    threading.Timer(0.3, gate.set).start()
-    with pytest.raises(ZeroDivisionError, match="at last"):
-        next(loader)
-    with pytest.raises(StopIteration):
-        next(loader)
 
 
 def test_no_memory_for_a_picture(manifest, monkeypatch):
@@ -158,8 +140,7 @@ def test_slow_is_not_stalled(manifest, monkeypatch):
     """Many reads that take their time each, longer together than the limit."""
     preadv = batch_reader_module.os.preadv
     monkeypatch.setattr(batch_reader_module.os, "preadv", lambda *args: (time.sleep(0.1), preadv(*args))[1])
-    with loader_of(manifest, stall_s=2.5, threads=1, stop=2) as loader:
-        assert len(list(loader)) == 2  # 32 of them
+    assert len(read(manifest, stall_s=2.5, threads=1, stop=2)) == 2  # 32 of them
 
 
 def test_every_thread_has_work_in_a_small_part_of_a_batch(manifest, monkeypatch):
@@ -171,17 +152,14 @@ def test_every_thread_has_work_in_a_small_part_of_a_batch(manifest, monkeypatch)
         decode(*arguments, **options)
 
     monkeypatch.setattr(batch_reader_module, "decode_slice", wait_for_the_others)
-    with loader_of(manifest, TrainOrder(SHARDS, 8, 0), threads=4, stop=2) as loader:
-        assert len(list(loader)) == 2
+    assert len(read(manifest, TrainOrder(SHARDS, 8, 0), threads=4, stop=2)) == 2
 
 
 def test_what_is_needed_again_is_opened_once(manifest, monkeypatch):
     """And there are files enough for a batch of a large dataset."""
     opened, inner = [], open_shards_module.open_shard_file
     monkeypatch.setattr(open_shards_module, "open_shard_file", lambda *args: (opened.append(args[1]), inner(*args))[1])
-    with loader_of(manifest, TrainOrder(SHARDS, 64, 0), stop=10) as loader:  # ten epochs
-        for _ in loader:
-            pass
+    read(manifest, TrainOrder(SHARDS, 64, 0), stop=10)  # ten epochs
     assert sorted(opened) == [0, 1, 2, 3]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft == resource.RLIM_INFINITY or soft >= 4096 or soft == hard

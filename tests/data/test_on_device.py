@@ -19,11 +19,8 @@ PATTERNS = [(True,), (False,), (True, False), (False, False, True), (True, True,
 
 
 def check(folder: str, device: torch.device) -> int:
-    """Compare what arrives with what was read; how many batches were compared.
-
-    The device is kept busy, so that a batch's memory would be used again before the work on it has begun if nobody
-    saw to it; some batches are kept, of others only what was computed.
-    """
+    """How many batches arrived as they were read, on a busy device: a batch's memory would be used again before the
+    work on it has begun if nobody saw to it. Some batches are kept, of others only what was computed."""
     manifest = Manifest.load(folder)
     expected = read(manifest, stop=STEPS, **LARGE)
     compared = 0
