@@ -1,16 +1,17 @@
-"""What tests of the loader's threads ask for by name."""
+"""What tests of the loader ask for by name."""
 
 import gc
 
 import pytest
-from loaders import SHARDS, loader_threads, open_files
+from loaders import loader_threads, open_files
 from picture_shards import write_pictures
 from processes import wait_until
 
 
 @pytest.fixture(scope="module")
-def manifest(tmp_path_factory):
-    return write_pictures(tmp_path_factory.mktemp("loader") / "data", SHARDS)
+def manifest(request, tmp_path_factory):
+    """Of a dataset of the module's SHARDS."""
+    return write_pictures(tmp_path_factory.mktemp("loader") / "data", request.module.SHARDS)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Datasets that something has happened to; each function says which slots of a shard."""
 
 import os
+from functools import partial
 
 import numpy as np
 from small_files import flip, flip_images
@@ -18,34 +19,23 @@ def flip_byte(manifest: Manifest, index: int, slots: list[int]) -> Manifest:
     return manifest
 
 
-def misstate_size(manifest: Manifest, index: int, slots: list[int]) -> Manifest:
-    """The shard states another width of the pictures."""
+def misstate(column: int, manifest: Manifest, index: int, slots: list[int]) -> Manifest:
+    """The shard states another value of sound images."""
     for slot in slots:
-        flip(manifest.shard_path(index), METADATA + slot * ROW + WIDTH)
+        flip(manifest.shard_path(index), METADATA + slot * ROW + column)
     return manifest
 
 
-def misstate_checksums(manifest: Manifest, index: int, slots: list[int]) -> Manifest:
-    """The shard states another checksum of sound images."""
-    for slot in slots:
-        flip(manifest.shard_path(index), METADATA + slot * ROW + CRC)
-    return manifest
+misstate_size, misstate_checksums = partial(misstate, WIDTH), partial(misstate, CRC)
 
 
 def store_zeros(manifest: Manifest, index: int, slots: list[int]) -> Manifest:
     """Zeros were stored, with their checksum, in a shard that is as the manifest lists it."""
     path = manifest.shard_path(index)
     with ShardFile(path) as shard:
-        samples = [
-            StoredSample(
-                bytes(int(shard.size[slot])) if slot in slots else shard.read(slot),
-                int(shard.height[slot]),
-                int(shard.width[slot]),
-                int(shard.label[slot]),
-                int(shard.uid[slot]),
-            )
-            for slot in range(shard.samples)
-        ]
+        rows = np.stack([shard.height, shard.width, shard.label, shard.uid], axis=1).tolist()
+        images = [bytes(size) if slot in slots else shard.read(slot) for slot, size in enumerate(shard.size.tolist())]
+    samples = [StoredSample(image, *row) for image, row in zip(images, rows, strict=True)]
     write_shard(path, samples)
     entry = manifest.shards[index].model_copy(update=file_digests(path)._asdict())
     shards = (*manifest.shards[:index], entry, *manifest.shards[index + 1 :])

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 from pictures import encoded, make_picture
-from small_files import excluding
 
-from vitscale.data.shards import Manifest, SelectFirst, ShardEntry, StoredSample, field_names, write_shard
+from vitscale.data.shards import Manifest, ShardEntry, StoredSample, field_names, write_shard
 
 SIZES = [(48, 40), (40, 48), (1, 1), (33, 97), (3, 200), (130, 20), (64, 64), (17, 31)]
 
@@ -35,15 +34,3 @@ def write_pictures(folder: Path, shard_sizes: list[int], step: int = 3) -> Manif
         shuffle_seed=0,
         shards=tuple(entries),
     ).save(folder)
-
-
-def view(manifest: Manifest, folder: Path, first: int, excluded: list[int]) -> Manifest:
-    """A dataset of the first `first` samples of shard 0 and all but `excluded` of shard 1."""
-    folder.mkdir()
-    selects = SelectFirst(first=first), excluding(folder, "excluded.npy", excluded)
-    shards = tuple(
-        entry.model_copy(update={"path": f"../{manifest.directory.name}/{entry.path}", "select": select})
-        for entry, select in zip(manifest.shards, selects, strict=False)
-    )
-    num_samples = sum(entry.num_selected for entry in shards)
-    return manifest.model_copy(update={"num_samples": num_samples, "shards": shards}).save(folder)

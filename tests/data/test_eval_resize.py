@@ -9,9 +9,8 @@ from PIL import Image
 from views import area_mean, kernel_views, whole_picture
 
 from vitscale.data.augmentation import EvalTransform, views_of
-from vitscale.ground.errors import RecipeError
 from vitscale.ground.images import OK, REFUSED, Resize
-from vitscale.recipe import EvalCrop, load_recipe
+from vitscale.recipe import EvalCrop
 
 # Height and width of the picture, and a box in it: shrinking by a lot and a little, growing, one of each, one pixel.
 BOXES = [
@@ -89,23 +88,15 @@ def test_a_view_of_the_whole_has_the_verdict_of_the_whole(resize):
 
 @pytest.mark.parametrize("resize", Resize)
 def test_crops_of_recipes_resize_so(resize):
-    """Of pictures in files and in memory alike."""
     height, width = 90, 70
     jpeg = encoded(noisy(height, width))
     pixels = whole_picture(jpeg, height, width)
     transform = EvalTransform.of(EvalCrop(kind="square", fraction=0.8, resize=resize.name.lower()))
     expected = REFERENCES[resize](pixels, (9, 7, 72, 56), 32)
+    assert EvalTransform.of(EvalCrop()).resize is Resize.AREA
     for stored, is_raw in ((pixels.tobytes(), True), (jpeg, False)):
         views = views_of([(stored, height, width)], transform, 32, are_raw=is_raw)
         assert np.abs(views[0].numpy() - expected).max() <= 1.01
-
-
-def test_the_recipe_names_it():
-    recipe = load_recipe("demo", ["data.eval_crop.resize=pil_bicubic"])
-    assert EvalTransform.of(recipe.data.eval_crop).resize is Resize.PIL_BICUBIC
-    assert EvalTransform.of(load_recipe("demo").data.eval_crop).resize is Resize.AREA
-    with pytest.raises(RecipeError, match=r"data\.eval_crop\.resize.*pil_bicubic"):
-        load_recipe("demo", ["data.eval_crop.resize=bicubic"])
 
 
 SMALL, CROP = 256, 224

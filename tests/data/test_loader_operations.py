@@ -1,4 +1,4 @@
-"""Operations that the loader does: the same pixels whatever the world, threads, slices and resumes."""
+"""Operations that the loader does, and what a recipe says of them."""
 
 import numpy as np
 import pytest
@@ -23,11 +23,6 @@ AUGMENTED = (
 )
 
 
-@pytest.fixture(scope="module")
-def manifest(tmp_path_factory):
-    return write_pictures(tmp_path_factory.mktemp("operations") / "data", SHARDS)
-
-
 def train(manifest, operations=AUGMENTED, stop=STEPS, **options):
     return read(manifest, operations=operations, side=SIDE, stop=stop, **options)
 
@@ -37,37 +32,13 @@ def plain(manifest):
     return train(manifest, ())
 
 
-@pytest.fixture(scope="module")
-def augmented(manifest):
-    return train(manifest, threads=1, prefetch=1)
-
-
-def test_every_world_number_of_threads_and_resume(manifest, augmented):
-    """A rank's slices have from 1 to 8 samples there."""
-    for world, start, threads in ((1, 0, 2), (1, 3, 4), (2, 0, 1), (2, 5, 4), (4, 0, 2), (4, 9, 1), (16, 1, 1)):
-        ranks = [train(manifest, rank=rank, world=world, start=start, threads=threads) for rank in range(world)]
-        for expected, *parts in zip(augmented[start:], *ranks, strict=True):
-            assert torch.equal(torch.cat([part.images for part in parts]), expected.images)
-            assert sum(part.digest for part in parts) % 2**64 == expected.digest
-
-
-def test_the_digest_is_of_the_pixels_that_come(plain, augmented):
-    for batch in (*plain, *augmented):
+def test_the_digest_is_of_the_pixels_that_come(manifest, plain):
+    for batch in (*plain, *train(manifest)):
         pairs = zip(batch.images.numpy(), batch.uids.tolist(), strict=True)
         assert batch.digest == sum(xxhash.xxh3_64_intdigest(pixels, seed=uid) for pixels, uid in pairs) % 2**64
 
 
-def test_all_but_the_pixels_stays(plain, augmented):
-    changed = 0
-    for before, after in zip(plain, augmented, strict=True):
-        for name in ("labels", "uids", "keys", "mask"):
-            assert torch.equal(getattr(after, name), getattr(before, name))
-        changed += int((after.images != before.images).any(dim=(1, 2, 3)).sum())
-    assert changed > 0.95 * STEPS * BATCH
-
-
 def test_what_is_done_is_pillows_behind_crop_and_flip(manifest, plain):
-    """One operation after the other, each in its own share of the samples."""
     blocks = (
         recipe.Solarize(kind="solarize", probability=0.5, threshold=100),
         recipe.Gray(kind="gray", probability=0.5),
@@ -75,6 +46,9 @@ def test_what_is_done_is_pillows_behind_crop_and_flip(manifest, plain):
     )
     seen = set()
     for before, after in zip(plain, train(manifest, blocks), strict=True):
+        assert all(
+            torch.equal(getattr(after, name), getattr(before, name)) for name in ("labels", "uids", "keys", "mask")
+        )
         keys = before.keys.numpy().view(np.uint64)
         done = [uniform(operation_keys(keys, index), 0) < 0.5 for index in range(3)]
         for row, (solarized, grayed, blurred) in enumerate(zip(*done, strict=True)):
@@ -104,30 +78,12 @@ def test_a_sample_that_stands_in_is_changed_by_its_own_key(manifest, tmp_path):
     assert replaced >= 3
 
 
-def test_a_sample_that_is_left_out_is_black(manifest, tmp_path):
-    damaged = flip_byte(write_pictures(tmp_path / "data", SHARDS), 2, [7, 8])
-    invert = recipe.Solarize(kind="solarize", probability=1.0, threshold=0)
-    masked = 0
-    for batch in train(damaged, (invert,), stop=18, bad_samples="mask", verify_shards=False):
-        assert not batch.images[~batch.mask].any()
-        masked += int((~batch.mask).sum())
-    assert masked >= 3
-
-
 def _samples(batch):
     return zip(batch.uids.tolist(), batch.images, strict=True)
 
 
 def with_operations(operations: str) -> Recipe:
     return load_recipe("b16_i1k", [f"data.operations={operations}"])
-
-
-def test_a_resolved_recipe_means_the_same():
-    made = with_operations(
-        "[{kind: randaugment, set: big_vision, m: 15}, {kind: color_jitter}, {kind: random_erasing, mode: mean}]"
-    )
-    assert [type(block).__name__ for block in made.data.operations] == ["RandAugment", "ColorJitter", "RandomErasing"]
-    assert Recipe.model_validate(made.dump()) == made
 
 
 def test_on_the_device_only_the_others_are_done():
@@ -147,10 +103,7 @@ def test_on_the_device_only_the_others_are_done():
         ("[{kind: randaugment}]", "data.operations.0.set", "missing"),
         ("[{kind: randaugment, set: torchvision}]", "data.operations.0.set", "big_vision"),
         ("[{kind: randaugment, set: timm, m: 15}]", "data.operations.0", "10"),
-        ("[{kind: randaugment, set: timm, magnitude: 9}]", "data.operations.0.magnitude", "unknown"),
         ("[{kind: randaugment, set: timm, fill: [1, 2, 256]}]", "data.operations.0.fill.2", "255"),
-        ("[{kind: gray}, {kind: grey}]", "data.operations.1.kind", "'gray'"),
-        ("[{probability: 0.5}]", "data.operations.0.kind", "randaugment"),
         ("[{kind: gaussian_blur, radius: [2, 1]}]", "data.operations.0", "[2.0, 1.0]"),
         ("[{kind: three_augment, jitter: 2}]", "data.operations.0.jitter", "1"),
         ("[{kind: random_erasing}, {kind: gray}]", "data", "random_erasing"),

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from loaders import loader_of, read
-from picture_shards import write_pictures
 
 from vitscale.data.loader import on_device
 from vitscale.data.shards import Manifest
@@ -20,11 +19,8 @@ PATTERNS = [(True,), (False,), (True, False), (False, False, True), (True, True,
 
 
 def check(folder: str, device: torch.device) -> int:
-    """Compare what arrives with what was read; how many batches were compared.
-
-    The device is kept busy, so that a batch's memory would be used again before the work on it has begun if nobody
-    saw to it; some batches are kept, of others only what was computed.
-    """
+    """How many batches arrived as they were read, on a busy device: a batch's memory would be used again before the
+    work on it has begun if nobody saw to it. Some batches are kept, of others only what was computed."""
     manifest = Manifest.load(folder)
     expected = read(manifest, stop=STEPS, **LARGE)
     compared = 0
@@ -46,11 +42,6 @@ def check(folder: str, device: torch.device) -> int:
                     assert torch.equal(getattr(batch, name), getattr(before, name))
                 assert (batch.position, batch.epoch) == (before.position, before.epoch)
     return compared
-
-
-@pytest.fixture(scope="module")
-def manifest(tmp_path_factory):
-    return write_pictures(tmp_path_factory.mktemp("device") / "data", SHARDS)
 
 
 def test_on_a_cpu_batches_are_handed_on_as_they_are(manifest):

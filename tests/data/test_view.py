@@ -7,18 +7,11 @@ import cv2
 import numpy as np
 import pytest
 from damaged_jpegs import small_jpegs
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from pictures import encoded
 from PIL import Image
 from views import area_mean, kernel_views, whole_picture
 
-from vitscale.ground.images import OK, REFUSED, WRONG_SIZE, decode
-
-CV2_SAMPLING = {
-    "4:4:0": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_440,
-    "4:1:1": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_411,
-    "4:2:0": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_420,
-}
+from vitscale.ground.images import OK, WRONG_SIZE, check, decode, states_size
 
 
 def noise(seed, height, width):
@@ -30,13 +23,12 @@ def noise(seed, height, width):
 
 
 def by_pillow(pixels, **options):
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "JPEG", **options)
-    return out.getvalue()
+    return encoded(Image.fromarray(pixels), **options)
 
 
 def by_opencv(pixels, sampling, *options):
-    flags = [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, CV2_SAMPLING[sampling], *options]
+    sampled = getattr(cv2, "IMWRITE_JPEG_SAMPLING_FACTOR_" + sampling.replace(":", ""))
+    flags = [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, sampled, *options]
     return cv2.imencode(".jpg", pixels[:, :, ::-1], flags)[1].tobytes()
 
 
@@ -147,9 +139,6 @@ def test_one_colour_stays_one_colour(value):
             assert (seen == value).all(), (height, width, side)
 
 
-# ------------------------------------------------------------------------------------------------ halved by the decoder
-
-
 def halved(content, scale):
     """Another program's decoder at 1 / scale."""
     image = Image.open(io.BytesIO(content))
@@ -216,46 +205,13 @@ def test_it_scales_the_same_wherever_it_begins():
             assert np.array_equal(seen[0], whole[at : at + side, beside : beside + side])
 
 
-# --------------------------------------------------------------------------------------------------------------- damage
-
-
-DAMAGED = [by_pillow(noise(7, 40, 56), subsampling=2), by_pillow(noise(8, 40, 56), subsampling=1, progressive=True)]
-PLACES = st.floats(0, 1, exclude_max=True)  # in a file
-BOXES = [(0, 0, 40, 56), (10, 20, 8, 8), (30, 40, 10, 16), (39, 55, 1, 1)]
-
-
-def looked_at(content):
-    """Whatever it is: no crash, a known status, and no pixel of what is not in order."""
-    for may_scale in (False, True):
-        status, seen = kernel_views(content, 40, 56, BOXES, 5, may_scale=may_scale)
-        assert set(status.tolist()) <= {OK, REFUSED, WRONG_SIZE}
-        assert not seen[status != OK].any()
-    return status
-
-
-@settings(max_examples=400, deadline=None, derandomize=True)
-@given(st.sampled_from(DAMAGED), st.lists(st.tuples(PLACES, st.integers(0, 255)), max_size=6))
-def test_other_bytes_never_crash(content, changes):
-    content = bytearray(content)
-    for place, value in changes:
-        content[int(place * len(content))] = value
-    looked_at(bytes(content))
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.sampled_from(DAMAGED), PLACES, st.binary(max_size=30))
-def test_cut_and_continued_with_rubbish(content, place, rubbish):
-    end = max(1, int(place * len(content)))
-    status = looked_at(content[:end])
-    assert status[0] != OK  # the whole of it needs all rows
-    looked_at(content[:end] + rubbish + content[end:])
-    looked_at(content[:end] + rubbish)
-
-
 @pytest.mark.parametrize("kind", [kind for kind in small_jpegs() if kind != "CMYK"])
 def test_a_picture_of_another_size_is_none_of_its_pixels(kind):
     """A shard may misstate it, which the checksum of a sample cannot see: also as halved, or as that of a thumbnail."""
     sizes = (56, 40), (41, 56), (39, 56), (40, 55), (80, 112), (80, 56), (40, 112), (20, 28), (5, 7), (16, 16)
-    for height, width in sizes:
-        status, seen = kernel_views(small_jpegs()[kind], height, width, [(0, 0, height, width)], 8)
+    jpeg = small_jpegs()[kind]
+    for height, width in (*sizes, (40 + 256, 56)):
+        status, seen = kernel_views(jpeg, height, width, [(0, 0, height, width)], 8)
         assert status.tolist() == [WRONG_SIZE] and not seen.any()
+        assert decode(jpeg, height, width)[0] == check(jpeg, height, width) == WRONG_SIZE
+        assert not states_size(jpeg, height, width)

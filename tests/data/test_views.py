@@ -3,36 +3,27 @@
 import numpy as np
 import pytest
 import torch
-import torchvision.transforms.functional as pillow_functions
-from picture_shards import picture, write_pictures
+from loaders import SEED, joined, read, same
+from picture_shards import picture
 from PIL import Image
 from scipy.stats import ks_2samp
 from torchvision.transforms import RandomResizedCrop
 from views import whole_picture
 
 from vitscale.data.augmentation import ResizedTransform
-from vitscale.data.loader import Loader
 from vitscale.data.order import TrainOrder
-from vitscale.data.pixel_programs import PixelPrograms, kernel_weights
+from vitscale.data.pixel_programs import PixelPrograms
 from vitscale.data.views import ViewKind, draw_views, view_kinds
-from vitscale.ground.images import INSTRUCTION, Code, operate
+from vitscale.ground.images import Code
 from vitscale.recipe import ColorJitter, Data, GaussianBlur, Gray
 
-SHARDS, BATCH, SEED = [11, 6], 8, 5
+SHARDS, BATCH = [11, 6], 8
 NOTHING = PixelPrograms([], 24)
 KINDS = (ViewKind(2, 24, ResizedTransform((0.3, 1.0)), NOTHING), ViewKind(3, 9, ResizedTransform((0.05, 0.3)), NOTHING))
 
 
-@pytest.fixture(scope="module")
-def manifest(tmp_path_factory):
-    return write_pictures(tmp_path_factory.mktemp("views") / "train", SHARDS)
-
-
-def batches(manifest, rank=0, world=1, kinds=KINDS, **more):
-    order = TrainOrder(SHARDS, BATCH, SEED)
-    where = {"rank": rank, "world": world, "seed": SEED, "stop_step": 5, "digest": True}
-    with Loader(manifest, order, views=kinds, **where, **more) as loader:
-        return list(loader)
+def batches(manifest, rank=0, world=1, kinds=KINDS):
+    return read(manifest, TrainOrder(SHARDS, BATCH, 5), views=kinds, rank=rank, world=world, stop=5)
 
 
 def boxes(area, height, width, count=4000):
@@ -90,13 +81,7 @@ def test_every_view_is_what_pillow_makes_of_the_picture(manifest):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_views_are_the_same_on_every_world(manifest, world):
-    alone = batches(manifest)
-    parts = zip(*(batches(manifest, rank, world) for rank in range(world)), strict=True)
-    for whole, ranks in zip(alone, parts, strict=True):
-        for kind in range(len(KINDS)):
-            assert torch.equal(torch.cat([part.views[kind] for part in ranks]), whole.views[kind])
-            assert torch.equal(torch.cat([part.view_keys[kind] for part in ranks]), whole.view_keys[kind])
-        assert sum(part.digest for part in ranks) % 2**64 == whole.digest
+    assert same(joined(batches(manifest, rank, world) for rank in range(world)), batches(manifest))
 
 
 def test_a_view_does_not_depend_on_the_others(manifest):
@@ -104,39 +89,6 @@ def test_a_view_does_not_depend_on_the_others(manifest):
     more = (*KINDS, ViewKind(1, 24, ResizedTransform((0.9, 1.0)), NOTHING))
     for ours, others in zip(batches(manifest, kinds=KINDS[:1]), batches(manifest, kinds=more), strict=True):
         assert torch.equal(ours.views[0], others.views[0]) and ours.digest != others.digest
-
-
-def changed(pixels, code, *values):
-    program = np.zeros((1, 1), INSTRUCTION)
-    program["code"], program["values"][0, 0, : len(values)] = code, values
-    out = pixels[None].copy()
-    operate(out, program, np.zeros(1, np.int32))
-    return out[0]
-
-
-@pytest.mark.parametrize("hue", [0.1, -0.3, 0.5])
-def test_hues_are_turned_as_torchvision_turns_them(hue):
-    """On 300,000 colours here; of all 2^24 none differs (docs/LOG.md)."""
-    colours = np.random.default_rng(0).integers(0, 256, (548, 548, 3), np.uint8)
-    colours[0, :256] = np.arange(256)[:, None]
-    expected = pillow_functions.adjust_hue(Image.fromarray(colours), hue)
-    assert np.array_equal(changed(colours, Code.HUE, np.trunc(hue * 255) % 256), np.asarray(expected))
-
-
-@pytest.mark.parametrize("kernel", [3, 9])
-@pytest.mark.parametrize("deviation", [0.1, 0.7, 2.0])
-def test_a_kernel_blurs_as_torchvisions(kernel, deviation):
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 40, 3), np.uint8)
-    weights = kernel_weights(np.array([deviation]), kernel // 2)[0]
-    expected = pillow_functions.gaussian_blur(Image.fromarray(pixels), [kernel] * 2, [deviation] * 2)
-    difference = np.abs(changed(pixels, Code.KERNEL, kernel // 2, *weights).astype(int) - np.asarray(expected))
-    assert difference.max() <= 1 and (difference > 0).mean() < 0.05
-
-
-@pytest.mark.parametrize("values", [(5, 4096), (40, 4096), (-1, 4096), (1, 4000, 96), (1, 5000, -452)])
-def test_a_kernel_that_does_not_fit_is_refused(values):
-    with pytest.raises(ValueError, match="side"):
-        changed(np.zeros((8, 8, 3), np.uint8), Code.KERNEL, *values)
 
 
 def test_jitter_with_hue_has_all_orders_and_its_range():
@@ -159,7 +111,7 @@ def test_a_recipe_says_which_views_and_what_is_done_to_them():
         ],
     }
     data = Data.model_validate(content)
-    assert Data.model_validate(data.model_dump()) == data and "views" not in Data(train="train").model_dump()
+    assert "views" not in Data(train="train").model_dump()
     blurred, gray = (kind.programs(np.arange(4, dtype=np.uint64)) for kind in view_kinds(data))
     assert (blurred["code"] == Code.KERNEL).all() and (gray["code"] == Code.COLOR).all()
     assert [(kind.count, kind.side) for kind in view_kinds(data)] == [(2, 32), (4, 16)]

@@ -1,11 +1,13 @@
 """Files and folders are whole or absent whatever the disk answers; what killed processes left is removed; locks."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 from faulty_calls import run_with_fault
 from processes import start_python
+from small_files import files_in, write_files
 
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.durable import durable_file, durable_folder, make_folder, new_folder, remove_leftovers
@@ -60,18 +62,18 @@ def test_without_syncfs_each_file_is_flushed(tmp_path):
     assert {path.rpartition("/out/")[2] for path in flushed if "/out/" in path} >= {"deep", "deep/0", "deep/2"}
 
 
-@pytest.mark.parametrize(("call", "over"), [(1, "over"), (2, "over"), (1, "new"), (2, "new")])
-def test_a_file_that_is_not_on_the_disk_is_absent(tmp_path, call, over):
+@pytest.mark.parametrize(
+    ("call", "over", "old", "kept"),
+    [
+        *((call, over, {}, {}) for call in (1, 2) for over in ("over", "new")),
+        *((call, "over", {"file": b"old"}, {"file": kept}) for call, kept in ((1, b"old"), (2, b"new"))),
+    ],
+)
+def test_a_file_that_is_not_on_the_disk_is_absent_or_the_old_or_the_new_one(tmp_path, call, over, old, kept):
     """The first `fsync` is that of the file, the second that of its folder."""
+    write_files(tmp_path, *old.items())
     assert run_with_fault(f"fsync:error=EIO:when={call}", FILE, tmp_path / "file", over) == "5"
-    assert names(tmp_path) == []
-
-
-def test_a_file_that_was_replaced_is_the_old_or_the_new_one(tmp_path):
-    for call, content in ((1, "old"), (2, "new")):
-        (tmp_path / "file").write_text("old")
-        assert run_with_fault(f"fsync:error=EIO:when={call}", FILE, tmp_path / "file", "over") == "5"
-        assert names(tmp_path) == ["file"] and (tmp_path / "file").read_text() == content
+    assert files_in(tmp_path) == kept
 
 
 def test_the_names_of_new_folders_are_flushed(tmp_path):
@@ -108,12 +110,9 @@ def test_what_a_killed_process_left_is_removed_and_what_is_being_written_is_not(
         assert len(list(tmp_path.iterdir())) == 4
         killed.kill()
         killed.wait()
-        remove_leftovers(tmp_path, "other")
-        assert len(list(tmp_path.iterdir())) == 4
-        remove_leftovers(tmp_path, "file")
-        assert len(list(tmp_path.iterdir())) == 3
-        remove_leftovers(tmp_path)
-        assert len(list(tmp_path.iterdir())) == 2
+        for of_name, left in ((["other"], 4), (["file"], 3), ([], 2)):
+            remove_leftovers(tmp_path, *of_name)
+            assert len(list(tmp_path.iterdir())) == left
         alive.communicate("\n")
         assert alive.returncode == 0
     assert names(tmp_path) == ["file", "folder", "folder/deep", "folder/deep/x"]
@@ -124,35 +123,22 @@ def test_the_next_writer_removes_what_was_left_of_its_own_name(tmp_path, writer)
     with start_python(HELD, tmp_path) as killed:
         killed.stdout.readline()
         killed.kill()
-    if writer == "folder":
-        with durable_folder(tmp_path / "folder"):
-            pass
-    else:
-        with durable_file(tmp_path / "file", overwrite=False):
-            pass
+    write = {"folder": durable_folder, "file": partial(durable_file, overwrite=False)}[writer]
+    with write(tmp_path / writer):
+        pass
     assert len(list(tmp_path.glob(f".{writer}.*"))) == 0 and len(list(tmp_path.glob(".*.part"))) == 1
 
 
 def test_only_what_is_our_own_is_removed(tmp_path):
     """Links, pipes, other users' files, folders that no writer has made, and other names stay; and nothing waits."""
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    (outside / "lock").touch()
-    (outside / "precious").touch()
-    place = tmp_path / "place"
-    place.mkdir()
-    part = ".x.0123456{}.part"
+    part, outside = ".x.0123456{}.part", write_files(tmp_path / "outside", "lock", "precious")
+    place = write_files(tmp_path / "place", part.format(3) + "/y", ".x.0123.part", part.format("G"))
+    write_files(place, "x.01234567.part", ".x.01234567.part.bak")
     (place / part.format(0)).symlink_to(outside / "precious")
     (place / part.format(1)).symlink_to(outside)
     os.mkfifo(place / part.format(2))
-    (place / part.format(3)).mkdir()
-    (place / part.format(3) / "y").touch()
     (place / part.format(4)).mkdir()
     (place / part.format(4) / "lock").symlink_to(outside / "lock")
-    (place / ".x.0123.part").touch()
-    (place / ".x.0123456G.part").touch()
-    (place / "x.01234567.part").touch()
-    (place / ".x.01234567.part.bak").touch()
     if os.geteuid() == 0:
         (place / part.format(5)).touch()
         os.chown(place / part.format(5), 4001, 4001)
@@ -164,12 +150,8 @@ def test_only_what_is_our_own_is_removed(tmp_path):
 
 
 def test_a_link_in_what_was_left_is_removed_and_not_followed(tmp_path):
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "precious").touch()
-    left = tmp_path / ".x.01234567.part"
-    left.mkdir()
-    (left / "lock").touch()
-    (left / "x").symlink_to(tmp_path / "outside")
+    write_files(tmp_path, "outside/precious", ".x.01234567.part/lock")
+    (tmp_path / ".x.01234567.part" / "x").symlink_to(tmp_path / "outside")
     remove_leftovers(tmp_path)
     assert names(tmp_path) == ["outside", "outside/precious"]
 

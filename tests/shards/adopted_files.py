@@ -7,6 +7,7 @@ from pictures import make_picture
 from stock_beton import write_stock
 
 HEADER_BYTES, FIELD_BYTES = 24, 1041
+FIRST_ROW = HEADER_BYTES + 2 * FIELD_BYTES
 
 
 def pixels_of(seed, height, width):
@@ -23,10 +24,6 @@ def write_small(path):
     return write_stock(path, fields, rows)
 
 
-def first_row(content):
-    return HEADER_BYTES + 2 * FIELD_BYTES
-
-
 def table_of(content):
     return struct.unpack_from("<Q", content, 16)[0]
 
@@ -40,7 +37,7 @@ def patch(where, kind, value):
 
 def first_jpeg(content):
     """Position of the second sample's image, which is a JPEG."""
-    return struct.unpack_from("<Q", content, first_row(content) + 24 + 5)[0]
+    return struct.unpack_from("<Q", content, FIRST_ROW + 24 + 5)[0]
 
 
 def last_piece(content):
@@ -71,15 +68,15 @@ DAMAGES = {
     "unknown field": patch(HEADER_BYTES, "<B", 7),
     "two fields of one name": patch(HEADER_BYTES + FIELD_BYTES + 1, "16s", b"picture"),
     "table elsewhere": lambda content: patch(16, "<Q", table_of(content) - 1)(content),
-    "image mode": patch(first_row, "<B", 2),
-    "raw as a JPEG": patch(first_row, "<B", 0),
-    "a JPEG as raw": lambda content: patch(first_row(content) + 24, "<B", 1)(content),
-    "no width": lambda content: patch(first_row(content) + 1, "<H", 0)(content),
-    "raw of another width": lambda content: patch(first_row(content) + 1, "<H", 31)(content),
-    "a JPEG of another width": lambda content: patch(first_row(content) + 24 + 1, "<H", 40)(content),
-    "image outside": lambda content: patch(first_row(content) + 5, "<Q", 1 << 60)(content),
-    "image of another": lambda content: patch(first_row(content) + 5, "<Q", first_jpeg(content))(content),
-    "label": lambda content: patch(first_row(content) + 16, "<q", -2)(content),
+    "image mode": patch(FIRST_ROW, "<B", 2),
+    "raw as a JPEG": patch(FIRST_ROW, "<B", 0),
+    "a JPEG as raw": patch(FIRST_ROW + 24, "<B", 1),
+    "no width": patch(FIRST_ROW + 1, "<H", 0),
+    "raw of another width": patch(FIRST_ROW + 1, "<H", 31),
+    "a JPEG of another width": patch(FIRST_ROW + 24 + 1, "<H", 40),
+    "image outside": patch(FIRST_ROW + 5, "<Q", 1 << 60),
+    "image of another": lambda content: patch(FIRST_ROW + 5, "<Q", first_jpeg(content))(content),
+    "label": patch(FIRST_ROW + 16, "<q", -2),
     "piece outside": lambda content: patch(last_piece(content) + 8, "<Q", 1 << 63)(content),
     "piece without end": lambda content: patch(last_piece(content) + 16, "<Q", 1 << 63)(content),
     "piece too long": lambda content: patch(table_of(content) + 16, "<Q", 50_000)(content),

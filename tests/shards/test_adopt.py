@@ -11,12 +11,11 @@ import time
 import google_crc32c
 import numpy as np
 import pytest
-import xxhash
-from adopted_files import first_row, pixels_of, table_of
+from adopted_files import FIRST_ROW, pixels_of, table_of
 from messages import refusal
 from processes import start_python
 from shards_command import run
-from small_files import edit_manifest, write_files
+from small_files import edit_manifest, entry_of, write_files
 from stock_beton import write_stock
 
 from vitscale.data.shards import Manifest, StoredSample, write_shard
@@ -123,7 +122,7 @@ def test_samples_and_pieces_may_lie_in_any_order(small, tmp_path):
     with open_shard(before, 0) as shard:
         expected = [(shard.image(slot), shard.labels(slot)) for slot in range(9)]
     content = bytearray(small.read_bytes())
-    rows = np.frombuffer(content, "V24", 9, first_row(content))
+    rows = np.frombuffer(content, "V24", 9, FIRST_ROW)
     rows[:] = rows[::-1].copy()
     table = np.frombuffer(content, "<u8", offset=table_of(content)).reshape(9, 3)
     table[:, 0] = 8 - table[:, 0]
@@ -146,17 +145,11 @@ def test_the_manifest(small, tmp_path):
     assert data["schema_version"] == 2 and data["options"] == {
         "adopted": {"image_field": "picture", "label_field": "class"}
     }
-    assert (entry["path"], entry["bytes"], entry["samples"], entry["first_uid"]) == (
-        "../../val.beton", len(content), 9, 0,
-    )  # fmt: skip
-    assert entry["sha256"] == hashlib.sha256(content).hexdigest()
-    assert entry["xxh3_128"] == xxhash.xxh3_128_hexdigest(content)
-    checksums = (out / "val.crc.npy").read_bytes()
-    assert entry["adopted"] == {
-        "image_field": "picture",
-        "label_field": "class",
-        "checksums": {"path": "val.crc.npy", "sha256": hashlib.sha256(checksums).hexdigest()},
-    }
+    checksums = {"path": "val.crc.npy", "sha256": hashlib.sha256((out / "val.crc.npy").read_bytes()).hexdigest()}
+    adopted = {"image_field": "picture", "label_field": "class", "checksums": checksums}
+    expected = {"path": "../../val.beton", "samples": 9, "first_uid": 0, "adopted": adopted}
+    digests = {name: getattr(entry_of(content), name) for name in ("bytes", "sha256", "xxh3_128")}
+    assert entry == entry | expected | digests
     crc = np.load(out / "val.crc.npy")
     assert crc.dtype == np.uint32 and crc.shape == (9,)
     assert manifest.class_names == ("a", "b", "c", "d", "e")

@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from adopted_files import DAMAGES, first_jpeg, first_row, pixels_of
+from adopted_files import DAMAGES, FIRST_ROW, first_jpeg, pixels_of
 from messages import refusal
 from pictures import encoded, make_picture
 from PIL import Image
@@ -62,7 +62,7 @@ def test_damage_after_adoption_is_found(small, adopted, tmp_path):
     code, text = run("verify", tmp_path / "ds", "--decode")
     assert code == 0 and "whole: 1 shard, 9 samples, all decoded" in text
     whole = small.read_bytes()
-    for position, uids in ((first_jpeg(whole) + 30, [1]), (len(whole) - 24 * 9 - 1, []), (first_row(whole) + 16, [])):
+    for position, uids in ((first_jpeg(whole) + 30, [1]), (len(whole) - 24 * 9 - 1, []), (FIRST_ROW + 16, [])):
         small.write_bytes(whole)
         flip(small, position)
         damage = verify(adopted).damage
@@ -141,15 +141,11 @@ def test_views_find_file_and_checksums(adopted, tmp_path):
         assert shard.slots.tolist() == [0, 1, 2, 3] and len(shard.image(3)) == shard.file.size[3]
 
 
-def test_at_a_url(small, adopted, tmp_path):
-    upload(small, "memory://adopted/val.beton")
-    assert run("verify", upload(tmp_path / "ds", "memory://adopted/ds"))[0] == 0
-
-
 @pytest.mark.parametrize("is_remote", [False, True])
-def test_as_the_source_of_a_conversion(small, adopted, tmp_path, is_remote):
+def test_wherever_it_lies_it_is_verified_and_the_source_of_a_conversion(small, adopted, tmp_path, is_remote):
     upload(small, "memory://adopted/val.beton")
     where = upload(tmp_path / "ds", "memory://adopted/ds") if is_remote else str(tmp_path / "ds")
+    assert run("verify", where)[0] == 0
     source = open_dataset("SRC", [where], SourceOptions())
     items = list(source.items(0, Counter()))
     assert [item.labels for item in items] == [(("cat", "dog", "owl", "yak")[i % 4],) for i in range(9)]

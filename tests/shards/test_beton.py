@@ -56,10 +56,8 @@ def test_what_is_written_is_read(tmp_path, photos):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("labels", [False, True])
 def test_stock_ffcv_reads_it(tmp_path, labels, monkeypatch):
-    """FFCV's own Loader, as an independent reader of the format: pixels (also gray), labels, uids of several pages.
-
-    Once a small shard, whose first images share a page with the metadata, once one of more than 64 MiB.
-    """
+    """By its own Loader: once a small shard, whose first images share a page with the metadata, once one of more than
+    64 MiB."""
     monkeypatch.setenv("NUMBA_THREADING_LAYER", "omp")
     from ffcv.loader import Loader, OrderOption
 

@@ -69,15 +69,6 @@ def memory() -> Iterator[Source]:
     fsspec.filesystem("memory").rm("/cache-test", recursive=True)
 
 
-@pytest.fixture
-def files(tmp_path) -> Source:
-    """A URL that other processes read too."""
-    return Source(f"file://{tmp_path}/source")
-
-
-# ------------------------------------------------------------------------------------------------------------- keeping
-
-
 def test_a_shard_is_fetched_once_and_known_by_its_content(memory, tmp_path):
     cache = ShardCache(tmp_path / "cache", GENEROUS)
     url, entry = memory.put("a", seed=1)
@@ -194,9 +185,6 @@ def test_a_cache_that_is_removed_meanwhile_begins_anew(memory, tmp_path):
         assert holds(new.path, shard[1])
 
 
-# -------------------------------------------------------------------------------------------------------------- errors
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -260,9 +248,6 @@ def test_a_full_disk_is_no_limit_to_begin_with_and_an_error_in_the_end(memory, t
             pin.release()
 
 
-# ----------------------------------------------------------------------------------------------- threads and processes
-
-
 def test_many_threads_on_few_shards(memory, tmp_path):
     """Each sees its shard whole for as long as it has it pinned, in a cache that holds less than half of them."""
     shards = [memory.put(f"{seed}", seed, size=50_000) for seed in range(9)]
@@ -316,7 +301,8 @@ for url, entry in order.choices(shards, k=int(sys.argv[5])):
 """
 
 
-def test_processes_share_a_cache_that_is_too_small_also_when_some_are_killed(files, tmp_path):
+def test_processes_share_a_cache_that_is_too_small_also_when_some_are_killed(tmp_path):
+    files = Source(f"file://{tmp_path}/source")
     for seed in range(8):
         files.put(str(seed), seed, size=200_000)
     cache = tmp_path / "cache"

@@ -13,8 +13,9 @@ from small_files import files_in, flip_images, upload, write_files
 from stored_dataset import Photo, write_dataset
 from typer.testing import CliRunner
 
+from data_tools.views import write_subset
 from vitscale.cli.convert import app as convert_app
-from vitscale.data.shards import Manifest, SelectFirst, ShardFile
+from vitscale.data.shards import Manifest, ShardFile
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.ground.errors import DataError, RecipeError
 
@@ -24,15 +25,6 @@ PHOTOS = [Photo(f"{('cat', 'dog')[i % 2]}/{i:02d}.png", (i % 2,), seed=i) for i 
 def as_json(*arguments):
     code, text = run(*arguments, "--json")
     return code, json.loads(text)
-
-
-def first_of(manifest, out, count, shard=-1):
-    """The same dataset, but with the first `count` samples of one shard."""
-    out.mkdir()
-    entries = [e.model_copy(update={"path": f"../{manifest.directory.name}/{e.path}"}) for e in manifest.shards]
-    entries[shard] = entries[shard].model_copy(update={"select": SelectFirst(first=count)})
-    samples = sum(entry.num_selected for entry in entries)
-    return manifest.model_copy(update={"shards": tuple(entries), "num_samples": samples}).save(out)
 
 
 def test_help_is_there_without_the_libraries():
@@ -45,12 +37,9 @@ def test_help_is_there_without_the_libraries():
         assert f"  {command} " in printed
 
 
-# ------------------------------------------------------------------------------------------------------ info and verify
-
-
 def test_info(tmp_path):
     manifest = write_dataset(tmp_path / "ds", PHOTOS, 5, ("cat", "dog", "owl"))
-    view = first_of(manifest, tmp_path / "view", 1)
+    view = write_subset(str(tmp_path / "ds"), str(tmp_path / "view"), 11)
     code, text = run("info", tmp_path / "view", "--classes")
     assert code == 0 and manifest.sha256 not in text and view.sha256 in text
     size = sum(path.stat().st_size for path in (tmp_path / "ds").glob("*.beton"))
@@ -94,9 +83,6 @@ def test_what_is_no_dataset(tmp_path):
         run("info", tmp_path / "ds")
 
 
-# ----------------------------------------------------------------------------------------------------------------- head
-
-
 def test_head_draws_every_sample_whole(tmp_path):
     names = ["cat", "a class name far too long for the room that is under a picture", "日本", "[red]x[/red]"]
     shapes = [(300, 20), (20, 300), (64, 64), (5, 700), (900, 1000)]
@@ -132,12 +118,9 @@ def test_head_without_a_sheet_and_with_a_wrong_one(tmp_path):
         run("head", tmp_path / "ds", "--out", tmp_path / "absent" / "sheet.png")
 
 
-# --------------------------------------------------------------------------------------------------------------- export
-
-
 def test_export(tmp_path):
-    manifest = write_dataset(tmp_path / "ds", PHOTOS, 5, ("cat", "dog", "owl"))
-    first_of(manifest, tmp_path / "view", 1)
+    write_dataset(tmp_path / "ds", PHOTOS, 5, ("cat", "dog", "owl"))
+    write_subset(str(tmp_path / "ds"), str(tmp_path / "view"), 11)
     (tmp_path / "out").mkdir()
     code, text = run("export", tmp_path / "view", tmp_path / "out")
     assert code == 0 and "11 images" in text
@@ -205,16 +188,6 @@ def test_hostile_names_stay_inside_and_apart(tmp_path):
         "a_b-1/same/below.jpg",
         "a_b-1/below-7.jpg",
     ]
-
-
-def test_export_without_tables_names_by_uid(tmp_path):
-    manifest = write_generated_dataset(tmp_path / "ds", [4, 3])
-    run("export", tmp_path / "ds", tmp_path / "out")
-    files = files_in(tmp_path / "out")
-    with ShardFile(manifest.shard_path(1)) as shard:
-        name = manifest.class_names[int(shard.label[2])]
-        assert files[f"{name}/000000006.jpg"] == shard.read(2)
-    assert len(files) == 9
 
 
 def test_export_never_half(tmp_path):

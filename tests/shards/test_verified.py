@@ -3,7 +3,6 @@
 import os
 import random
 import select
-import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,8 +39,8 @@ def reads(monkeypatch) -> list[str]:
     return seen
 
 
-def turned(position: int = 1000) -> bytes:
-    return CONTENT[:position] + bytes([CONTENT[position] ^ 1]) + CONTENT[position + 1 :]
+def turned() -> bytes:
+    return CONTENT[:1000] + bytes([CONTENT[1000] ^ 1]) + CONTENT[1001:]
 
 
 def test_a_shard_is_read_once_as_long_as_it_stays_as_it_is(shard, reads, tmp_path):
@@ -96,15 +95,14 @@ def test_swapped_shards_are_noticed(shard, tmp_path):
 
 def test_missing_cut_and_unreadable_shards_are_data_errors(shard, reads, tmp_path):
     path, entry = shard
-    os.truncate(path, 1000)
-    with pytest.raises(DataError, match=r"1,000 .*300,000 "):
-        verify_once(path, entry, tmp_path / "markers")
-    path.unlink()
-    with pytest.raises(DataError, match=r"shard\.beton"):
-        verify_once(path, entry, tmp_path / "markers")
-    path.mkdir()
-    with pytest.raises(DataError, match=r"shard\.beton"):
-        verify_once(path, entry, tmp_path / "markers")
+    for change, named in (
+        (lambda: os.truncate(path, 1000), "1,000 .*300,000 "),
+        (path.unlink, r"shard\.beton"),
+        (path.mkdir, r"shard\.beton"),
+    ):
+        change()
+        with pytest.raises(DataError, match=named):
+            verify_once(path, entry, tmp_path / "markers")
     assert reads == []
 
 
@@ -126,7 +124,6 @@ def test_markers_that_cannot_be_written_cost_time_and_one_warning(shard, reads, 
         verify_once(path, entry, tmp_path / "file" / "markers")
     assert len(reads) == 3
     assert len(caplog.records) == 1 and "data.cache.dir sets another folder" in caplog.text
-    shutil.copy(path, tmp_path / "damaged")
     (tmp_path / "damaged").write_bytes(turned())
     with pytest.raises(DataError):
         verify_once(tmp_path / "damaged", entry, tmp_path / "file" / "markers")
