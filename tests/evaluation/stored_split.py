@@ -33,8 +33,8 @@ def loader(folder: Path, policy: str, rank: int = 0, world: int = 1):
     return lambda: Loader(manifest, order, reading=reading, **options)
 
 
-def evaluators(folder: Path, policy: str, rank: int = 0, world: int = 1) -> list:
-    """Of both kinds; the few-shot one draws from the split and is tested on it."""
-    make = loader(folder, policy, rank, world)
-    few = FewShot("stored-few", make, make, CLASS_NAMES, shots=(1, 5), l2=1.0)
-    return [Validation("stored", make, CrossEntropy("sigmoid", 0.9, 0.01).per_sample_loss), few]
+def evaluators(folder: Path, policies: tuple[str, str], rank: int = 0, world: int = 1) -> list:
+    """Of both kinds, a policy each; the few-shot one draws from the split and is tested on it."""
+    whole, drawn = (loader(folder, policy, rank, world) for policy in policies)
+    few = FewShot("stored-few", drawn, drawn, CLASS_NAMES, shots=(1, 5), l2=1.0)
+    return [Validation("stored", whole, CrossEntropy("sigmoid", 0.9, 0.01).per_sample_loss), few]

@@ -16,8 +16,6 @@ from vitscale.recipe import Normalise
 from vitscale.recipe.families import REGISTRY
 
 FAMILIES = {family(name): name for name in sorted(REGISTRY) if family(name) not in ("R+ViT", "R26+ViT")}
-
-
 QUICK = ("ViT", "Swin")  # `make test-all` runs the others, too
 
 

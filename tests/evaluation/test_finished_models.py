@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from commands import command
 from models.weights.exported import TINY, described, valued
 
 from vitscale.data.shards.generated import CLASS_NAMES
@@ -49,17 +48,13 @@ def test_pixels_are_normalised_as_the_weights_ask(home, tmp_path):
     torch.testing.assert_close(model.predict(images()).logits, expected)
 
 
-def test_another_resolution_is_resampled_and_told(home):
-    model = FinishedModel(home / "safetensors.safetensors", weights=OfWeights(image_size=96))
-    assert model.image_size == 96 and model.policy()["positions"] != "as trained"
-    assert FinishedModel(home / "run").policy()["positions"] == "as trained"
-
-
 @pytest.mark.parametrize("source", ["npz.npz", "timm.safetensors", "hf", "safetensors.safetensors"])
 def test_the_rule_of_the_weights_origin_is_in_the_policy(home, source):
     """Ours is the authors'; timm and transformers would resample otherwise, and a result says so."""
     model = None if source.startswith("safetensors") else TINY
-    policy = FinishedModel(home / source, weights=OfWeights(model, image_size=96)).policy()
+    resampled = FinishedModel(home / source, weights=OfWeights(model, image_size=96))
+    policy = resampled.policy()
+    assert resampled.image_size == 96 and policy["positions"] != "as trained"
     assert (policy["positions"] == policy["positions_of_origin"]) == (source in ("npz.npz", "safetensors.safetensors"))
     as_it_is = FinishedModel(home / source, weights=OfWeights(model)).policy()
     assert as_it_is["positions"] == as_it_is["positions_of_origin"] == "as trained"
@@ -89,24 +84,6 @@ def test_a_model_larger_than_its_device_is_spread(parts, dtype):
     with torch.no_grad():
         assert are_equal(spread(pixels), whole(pixels))
         assert torch.equal(spread.block_tokens(pixels, 4).tokens, whole.block_tokens(pixels, 4).tokens)
-
-
-def test_what_cannot_be_looked_at(home, tmp_path):
-    bare, run = home / "npz.npz", home / "run"
-    for arguments, exit_code, word in [
-        ([bare], 2, "--model"),
-        ([bare, "--model", "ViT-B/16"], 3, "another model"),
-        ([bare, "--model", "ViT-B/16", "--step", 3], 2, "--step"),
-        ([home / "safetensors.safetensors"], 2, "--data"),
-        ([run, "--model", "ViT-B/16"], 2, "--model"),
-        ([run, "--batch", 3], 2, "evaluation.batch"),
-        ([run, "--max-memory", 0], 2, "--max-memory"),
-        ([run, "--max-memory", 1e-6], 2, "0.00 GB"),
-        ([tmp_path / "nothing"], 2, "nothing"),
-        ([tmp_path], 2, "recipe.yaml"),
-    ]:
-        code, message = command("evaluate", *arguments).answer
-        assert code == exit_code and word in message, (arguments, code, message)
 
 
 def test_class_names_that_do_not_fit(home):

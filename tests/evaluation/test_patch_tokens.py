@@ -100,7 +100,6 @@ def predict(images: torch.Tensor) -> Outputs:
 
 
 def test_ten_thousand_images_take_the_memory_of_a_batch(tmp_path):
-    """Nearly a gigabyte of tokens."""
     seen = []
 
     def batches():
