@@ -36,7 +36,6 @@ def test_a_plan_adds_up_what_its_runs_cost():
 
 
 def test_sizes_come_from_manifests_else_from_the_study_else_from_the_command_line(tmp_path):
-    """One of four data sets is there."""
     write_generated_dataset(tmp_path / "here" / "train", [64])
     told = {"samples": 320, "classes": 7}
     datasets = {
@@ -59,7 +58,6 @@ def test_sizes_come_from_manifests_else_from_the_study_else_from_the_command_lin
 
 
 def test_a_study_of_which_nothing_is_known_has_no_cost(tmp_path):
-    """An error, not a sum of nothing."""
     datasets = {"not": {**SPLITS, "train": "away/train"}}
     settings = {"data.root": str(tmp_path), "schedule.duration": {"epochs": 2}, "precision": "bf16"}
     study = write_study(tmp_path, {"a": {"settings": settings, "datasets": datasets}})
