@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from models.small_models import AUTHORS_COUNTS
 
-from vitscale.flops import exaflops, mfu, model_work, training_flops_per_image
+from vitscale.flops import mfu, model_work
 from vitscale.ground.operations import taps_inside
 from vitscale.recipe.families import model_of
 
@@ -63,11 +63,6 @@ def test_taps_inside_by_sliding_a_window(kernel_size, stride):
             padded = np.pad(np.ones(size, int), (before, after))
             windows = np.lib.stride_tricks.sliding_window_view(padded, kernel_size)[::stride]
             assert windows.sum() == taps_inside(size, kernel_size, stride)
-
-
-def test_a_training_step_is_three_forward_passes():
-    assert training_flops_per_image(10) == 60
-    assert exaflops(10**9, 1e9) == pytest.approx(6.0)
 
 
 def test_mfu_is_a_fraction_of_all_devices():

@@ -63,9 +63,7 @@ def test_a_launch_told_to_end_while_it_waits_ends_the_others(tmp_path, told):
     with ExitStack() as stack:
         cluster = Cluster(tmp_path, stack, nodes=3)
         launches = [cluster.start(0, DONE), cluster.start(1, DONE)]
-        for line in launches[0].stderr:
-            if "node 1 of 3 is there" in line:
-                break
+        assert any("node 1 of 3 is there" in line for line in launches[0].stderr)
         launches[told].send_signal(signal.SIGTERM)
         assert [code for code, _ in ends(*launches)] == [85, 85]
 
@@ -101,9 +99,7 @@ def test_a_node_that_falls_silent_is_lost_and_may_come_again(cluster, silent):
     launches = [cluster.start(0, FOREVER, DONE), cluster.start(1, FOREVER, DONE)]
     wait_until(lambda: len(cluster.pids()) == 2)
     launches[silent].send_signal(signal.SIGSTOP)
-    for line in launches[1 - silent].stderr:
-        if "has not answered for" in line:
-            break
+    assert any("has not answered for" in line for line in launches[1 - silent].stderr)
     launches[silent].send_signal(signal.SIGCONT)
     assert [code for code, _ in ends(*launches)] == [0, 0]
 

@@ -65,20 +65,15 @@ def test_the_command_says_it_with_energy_and_price(run_dir):
     assert row["device_hours"] == pytest.approx(8 * 40 / 3600) and row["cost"] == pytest.approx(3 * 8 * 40 / 3600)
 
 
-def test_a_torn_line_is_told_of(run_dir):
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 20, "lo')
-    run = Run(run_dir)
-    assert run.cost.step == 15 and any("damaged lines" in note for note in run.notes)
-
-
 @pytest.mark.parametrize("step", ["1e400", "9" * 400, "9" * 5000, "true", '"16"', "[" * 100_000])
 def test_lines_that_no_trainer_writes_are_damaged(run_dir, step):
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(f'{{"step": {step}, "step_time_s": 1.0, "exaflops": 0.2}}\n')
         file.write(f'{{"step": 16, "step_time_s": {step}, "exaflops": 0.2}}\n')
         file.write(f'{{"step": {step}, "eval/validation/top1": 0.25}}\n{{"step": [1], "eval/validation/top1": 0.25}}\n')
-    assert Run(run_dir).cost.step == 15
+        file.write('{"step": 20, "lo')
+    run = Run(run_dir)
+    assert run.cost.step == 15 and any("damaged lines" in note for note in run.notes)
 
 
 def test_a_run_that_was_resumed_on_another_number_of_devices(run_dir):
@@ -122,24 +117,18 @@ def test_the_newest_index_by_its_step(run_dir):
     assert Run(run_dir).cost.world_size == 3
 
 
-@pytest.mark.parametrize(
-    ("spoil", "error", "word"),
-    [
-        (lambda run: (run / "recipe.yaml").unlink(), RecipeError, "recipe.yaml"),
-        (lambda run: (run / "DONE").write_text("{"), DataError, "DONE"),
-        (lambda run: (run / "DONE").write_text("[" * 100_000), DataError, "DONE"),
-    ],
-)
-def test_broken_records(run_dir, spoil, error, word):
-    spoil(run_dir)
-    with pytest.raises(error, match=word):
-        run = Run(run_dir)
-        _ = run.cost, run.done
+@pytest.mark.parametrize("content", ["{", "[" * 100_000])
+def test_broken_records(run_dir, content):
+    (run_dir / "DONE").write_text(content)
+    with pytest.raises(DataError, match="DONE"):
+        _ = Run(run_dir).done
+    (run_dir / "recipe.yaml").unlink()
+    with pytest.raises(RecipeError, match=r"recipe\.yaml"):
+        Run(run_dir)
 
 
 @pytest.mark.parametrize(("best_step", "top1"), [(None, 0.25), (10, 0.5), (15, 0.25), (12, None)])
 def test_the_evaluation_is_that_of_the_selected_step(run_dir, best_step, top1):
-    """Of step 12 there is none."""
     finish(run_dir, {"validation/top1": 0.25}, **({} if best_step is None else {"best_step": best_step}))
     assert Run(run_dir).evaluation.get("validation/top1") == top1
 
