@@ -1,4 +1,4 @@
-"""The bank of attentive heads against torch's own attention, and on tasks with known answers."""
+"""The bank of attentive heads against torch's own attention."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from vitscale.evaluation.attentive import AttentiveHead, best_attentive, logits_
 from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.fewshot import development
 from vitscale.evaluation.finished import FinishedModel, OfWeights
-from vitscale.evaluation.heads import RATES, Layout, accuracy, best_of_bank
+from vitscale.evaluation.heads import RATES, accuracy
 from vitscale.evaluation.probes import Splits
 from vitscale.evaluation.representation import FEWSHOT_CROP, Measuring, default_counts, measure
 from vitscale.ground.errors import DataError
@@ -20,18 +20,11 @@ K, T, D = 3, 5, 128
 EVERY = torch.arange(300)
 
 
-def found_by_one_token(count, seed):
-    """Tokens of pairs of opposite noise, so that their mean is the same for all classes, beside one marked token."""
+def samples(count, seed):
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(0, K, (count,), generator=generator)
-    tokens = torch.randn(count, T, D, generator=generator)
-    codes = 3 * torch.randn(K, D, generator=torch.Generator().manual_seed(7))
-    place = torch.randint(0, T - 1, (count,), generator=generator)
-    rows = torch.arange(count)
-    tokens[rows, place] = codes[y]
-    tokens[rows, place, 0] = 20.0  # the mark
-    tokens[rows, -1] -= tokens.sum(dim=1)  # the mean of tokens is 0, whatever the class
-    return tokens, y
+    centres = torch.randn(K, T, D, generator=torch.Generator().manual_seed(7))
+    return centres[y] + 10 * torch.randn(count, T, D, generator=generator), y
 
 
 def accuracy_of(head, x, y, rows):
@@ -74,7 +67,7 @@ def plain_loop(x, y, rate, steps, seed):
 
 @pytest.mark.parametrize("rates", [(1e-3,), (1e-4, 1e-3, 1e-2)])
 def test_every_head_is_what_a_plain_loop_with_torch_s_attention_trains(rates):
-    (x, y), (test_x, test_y) = found_by_one_token(300, 1), found_by_one_token(200, 2)
+    (x, y), (test_x, test_y) = samples(300, 1), samples(200, 2)
     heads = train_attentive(Splits(x, y, x, y, K), EVERY, rates, steps=25, seed=3)
     for head, rate, logits in zip(heads, rates, logits_of(heads, test_x), strict=True):
         expected = plain_loop(x, y, rate, 25, seed=3)(test_x)
@@ -84,18 +77,8 @@ def test_every_head_is_what_a_plain_loop_with_torch_s_attention_trains(rates):
         assert accuracy_of(head, test_x, test_y, torch.arange(200)) == right
 
 
-def test_it_finds_what_no_mean_of_tokens_shows():
-    (x, y), (test_x, test_y) = found_by_one_token(600, 1), found_by_one_token(300, 2)
-    assert x.mean(dim=1).abs().max() < 1e-5
-    held = development(y, torch.arange(600))
-    rate, share = best_attentive(Splits(x, y, test_x, test_y, K), held, steps=60)
-    assert rate in RATES and share == 1.0
-    means = Splits(x.mean(dim=1), y, test_x.mean(dim=1), test_y, K)
-    assert best_of_bank(means, held, Layout(1, D, has_patches=False), steps=60)[1] < 0.5
-
-
 def test_the_bank_is_chosen_on_the_development_part_alone_and_no_head_depends_on_others():
-    (x, y), (test_x, test_y) = found_by_one_token(300, 1), found_by_one_token(100, 2)
+    (x, y), (test_x, test_y) = samples(300, 1), samples(100, 2)
     held = EVERY % 10 == 0
     rate, share = best_attentive(Splits(x, y, test_x, test_y, K), held, steps=8)
     scores = {}
@@ -118,9 +101,8 @@ def test_a_finished_model_is_measured_by_its_patches(home, monkeypatch):
     tasks = [(str(home / "data" / "train"), str(home / "data" / "test"))]
     monkeypatch.setattr("vitscale.evaluation.heads.FEWEST_STEPS", 8)
     (task,) = measure(model, tasks, Measuring("attentive", default_counts("attentive"), 1, 1.0))["tasks"].values()
-    parts = [
-        extract_features(model.loader(model.dataset(name), FEWSHOT_CROP), model.predict_patches) for name in tasks[0]
-    ]
+    loaders = [model.loader(model.dataset(name), FEWSHOT_CROP) for name in tasks[0]]
+    parts = [extract_features(loader, model.predict_patches) for loader in loaders]
     splits = [each for part in parts for each in (part.features.flatten(1, 2), part.labels)]
     classes = len(model.dataset(tasks[0][0]).class_names)
     rate, share = best_attentive(Splits(*splits, classes), development(parts[0].labels, parts[0].uids))

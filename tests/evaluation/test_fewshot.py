@@ -1,4 +1,4 @@
-"""Few-shot regression against scikit-learn's ridge, and which samples are drawn."""
+"""Ridge and logistic regression against scikit-learn's, and which samples few-shot evaluation draws."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,8 @@ import torch
 from toy_split import model, split
 
 from vitscale.evaluation import PAPER_L2S, FewShot, SharedL2FewShot
-from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.fewshot import select_shots
-from vitscale.evaluation.probes import Splits
+from vitscale.evaluation.probes import Splits, logistic_probe, solve, whitened
 from vitscale.evaluation.ridge import RidgePath, best_shared_l2, fewshot_accuracy
 
 K = 4
@@ -41,6 +40,38 @@ def test_weights_and_accuracies_equal_scikit_learn_s(samples, width):
     assert max(accuracies) > 0.4  # chance is 0.25
 
 
+def test_the_optimum_is_scikit_learn_s_from_anew_and_from_a_weaker_one():
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    train_x, train_y = features(300, 12, seed=1)
+    x, _ = whitened(torch.from_numpy(train_x), torch.from_numpy(train_x))
+    y, start = torch.from_numpy(train_y), None
+    for strength in (1e-3, 1.0, 100.0):
+        peer = linear_model.LogisticRegression(C=strength, tol=1e-10, max_iter=10_000).fit(x.numpy(), train_y)
+        start = solve(x, y, K, strength, start, tolerance=1e-9)
+        for ours in (start, solve(x, y, K, strength, tolerance=1e-9)):
+            np.testing.assert_allclose(ours.weight.numpy(), peer.coef_, atol=1e-4)
+            shift = peer.intercept_ - ours.bias.numpy()  # a constant in all biases changes nothing
+            np.testing.assert_allclose(shift, shift.mean(), atol=1e-4)
+
+
+def test_the_strength_is_chosen_on_the_development_part_alone():
+    arrays = *features(300, 12, seed=1), *features(1000, 12, seed=2)
+    train_x, train_y, test_x, test_y = map(torch.from_numpy, arrays)
+    development = torch.arange(300) % 10 == 0
+    strengths = (1e-4, 1e-2, 1.0)
+    chosen, share = logistic_probe(Splits(train_x, train_y, test_x, test_y, K), development, strengths)
+    fit_x, held_x = whitened(train_x[~development], train_x[development])
+    scores = [
+        solve(fit_x, train_y[~development], K, strength).accuracy(held_x, train_y[development])
+        for strength in strengths
+    ]
+    assert chosen == strengths[int(np.argmax(scores))]
+    shuffled = logistic_probe(Splits(train_x, train_y, test_x, test_y.flip(0), K), development, strengths)
+    assert shuffled[0] == chosen and shuffled[1] != share
+    x, held = whitened(train_x, test_x)
+    assert share == solve(x, train_y, K, chosen).accuracy(held, test_y)
+
+
 def test_shared_l2_has_the_best_mean_rank():
     # The middle strength is nobody's best and the best for all together; a mean of accuracies would choose the first.
     assert best_shared_l2(torch.tensor([[0.90, 0.20, 0.10], [0.30, 0.32, 0.31], [0.50, 0.52, 0.53]])) == 1
@@ -71,14 +102,6 @@ def test_draws_are_even():
     for seed in range(500):
         hits[select_shots(labels, uids, 10, 1, seed)] += 1
     assert (hits / 500 - 0.2).abs().max() < 0.08  # 4.5 standard deviations
-
-
-def test_features_are_sorted_and_without_fillers():
-    data = split(37, K, seed=1)
-    found = extract_features(data.loader(8), model(K))
-    order = data.uids.argsort()
-    assert torch.equal(found.uids, data.uids[order]) and torch.equal(found.labels, data.labels[order])
-    torch.testing.assert_close(found.features, model(K)(data.images[order]).pooled.float())
 
 
 def fewshot(name="one", train_seed=1, class_names="abcd", **options):

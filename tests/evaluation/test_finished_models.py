@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from models.weights.exported import TINY, described, valued
+from finished_runs import evaluate_run
+from models.weights.exported import LINEAR, TINY, described, finished_run, valued
 
-from vitscale.data.shards.generated import CLASS_NAMES
+from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
 from vitscale.evaluation.finished import FinishedModel, OfWeights
 from vitscale.evaluation.placing import join, place
-from vitscale.ground.errors import RecipeError
+from vitscale.ground.errors import DataError, RecipeError
 from vitscale.models import Outputs
 from vitscale.models.weights import describe, open_weights, write_weights
 from vitscale.recipe import Normalise
 
-SAMPLES = 37  # no number of processes divides it
 IMAGENET = Normalise(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
 
 
@@ -89,3 +89,30 @@ def test_a_model_larger_than_its_device_is_spread(parts, dtype):
 def test_class_names_that_do_not_fit(home):
     with pytest.raises(RecipeError, match=r"\b2 class"):
         FinishedModel(home / "timm.safetensors", weights=OfWeights(TINY, class_names=["a", "b"]))
+
+
+def test_its_data_are_found_from_another_folder_than_the_run_began_in(tmp_path, monkeypatch):
+    """Or it says where it looked."""
+    monkeypatch.delenv("VITSCALE_DATA_ROOT", raising=False)
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    write_generated_dataset(project / "DATA" / "test", [13], seed=1)
+    elsewhere.mkdir()
+    settings = {"data": {"root": "DATA"}, "evaluation": {"validation": "test"}, "precision": "fp32"}
+    model = valued(described(TINY, 64, len(CLASS_NAMES)))
+    run = finished_run(project / "run", model, LINEAR, names=CLASS_NAMES, **settings)
+    monkeypatch.chdir(project)
+    there = evaluate_run(run)
+    model = FinishedModel(run)  # as for --data: a name below data.root, or else a folder here
+    assert model.dataset("DATA/test").sha256 == model.dataset("test").sha256
+    with pytest.raises(DataError, match="DATA/DATA/absent"):
+        model.dataset("DATA/absent")
+    monkeypatch.chdir(elsewhere)
+    assert evaluate_run(run) == there
+    with pytest.raises(DataError, match=f"{elsewhere}/NONE/test"):
+        evaluate_run(run, ["data.root=NONE"])
+    (project / "DATA").rename(project / "moved")
+    with pytest.raises(DataError, match=rf"{elsewhere}/DATA/test"):
+        evaluate_run(run)
+    assert evaluate_run(run, [f"data.root={project}/moved"]) == there
+    (elsewhere / "DATA").symlink_to(project / "moved")
+    assert evaluate_run(run) == there

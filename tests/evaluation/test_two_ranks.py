@@ -4,12 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
-import stored_split
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from toy_split import model, split
+from damaged_dataset import write_damaged
+from toy_split import SIDE, model, split
 
+from vitscale.data.augmentation import EvalTransform
+from vitscale.data.loader import Loader
+from vitscale.data.order import EvalOrder
+from vitscale.data.settings import Reading
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.generated import CLASS_NAMES
 from vitscale.evaluation import FewShot, NearestNeighbours, SharedL2FewShot, Validation, evaluate
 from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.linear import AttentiveHeads, LinearHeads
@@ -21,6 +27,24 @@ K = 7
 CLASSES = list("abcdefg")
 # In evaluation no sample stands in for another: "substitute" leaves it out too.
 POLICIES = {"damaged": ("mask", "substitute"), "without": ("error", "error")}
+SHARDS = [30, 21, 11]
+DAMAGED = {0: [0], 1: [7, 20]}  # slot 0 of shard 0 is the one that fillers repeat
+
+
+def stored_loader(folder, policy, rank=0, world=1):
+    """A function that begins a pass over samples of seven classes, eight a rank at a time."""
+    manifest = Manifest.load(folder)
+    order = EvalOrder([entry.num_selected for entry in manifest.shards], 8 * world)
+    options = {"image_size": SIDE, "transform": EvalTransform(), "rank": rank, "world": world}
+    reading = Reading(bad_samples=policy).for_evaluation()
+    return lambda: Loader(manifest, order, reading=reading, **options)
+
+
+def of_stored(folder, policies, rank=0, world=1):
+    """Two evaluators, a policy each; the few-shot one draws from the split and is tested on it."""
+    whole, drawn = (stored_loader(folder, policy, rank, world) for policy in policies)
+    few = FewShot("stored-few", drawn, drawn, CLASS_NAMES, shots=(1, 5), l2=1.0)
+    return [Validation("stored", whole, CrossEntropy("sigmoid", 0.9, 0.01).per_sample_loss), few]
 
 
 def evaluators(rank, world, folder, stored="damaged"):
@@ -34,7 +58,7 @@ def evaluators(rank, world, folder, stored="damaged"):
         NearestNeighbours("knn", *loaders, CLASSES, (5, 20)),
         LinearHeads("linear", *loaders, CLASSES, steps=20),
         AttentiveHeads("attentive", *loaders, CLASSES, steps=20),
-        *stored_split.evaluators(Path(folder) / "split" / stored, POLICIES[stored], rank, world),
+        *of_stored(Path(folder) / "split" / stored, POLICIES[stored], rank, world),
     ]
 
 
@@ -67,7 +91,7 @@ def worker(rank, world, folder):
 
 
 def test_two_ranks_equal_one_that_sees_a_split_without_what_is_damaged(tmp_path):
-    stored_split.write(tmp_path / "split")
+    write_damaged(tmp_path / "split", SHARDS, DAMAGED)
     mp.spawn(worker, args=(2, str(tmp_path)), nprocs=2)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second
@@ -80,16 +104,16 @@ def test_two_ranks_equal_one_that_sees_a_split_without_what_is_damaged(tmp_path)
 
 
 def test_features_are_those_of_the_split_without_what_is_damaged(tmp_path):
-    stored_split.write(tmp_path)
+    write_damaged(tmp_path, SHARDS, DAMAGED)
     found = {
-        name: extract_features(stored_split.loader(tmp_path / name, policy), model(K))
+        name: extract_features(stored_loader(tmp_path / name, policy), model(K))
         for name, policy in (("sound", "error"), ("damaged", "mask"), ("without", "error"))
     }
     gone = [0, 30 + 7, 30 + 20]
-    assert found["without"].uids.tolist() == [uid for uid in range(sum(stored_split.SHARDS)) if uid not in gone]
+    assert found["without"].uids.tolist() == [uid for uid in range(sum(SHARDS)) if uid not in gone]
     for name in ("features", "labels", "uids"):
         expected = getattr(found["without"], name)
         assert torch.equal(getattr(found["damaged"], name), expected)
         assert torch.equal(getattr(found["sound"], name)[found["without"].uids], expected)
     with pytest.raises(DataError, match=r"shard-0000[01]\.beton"):  # unless the recipe says otherwise
-        evaluate(stored_split.evaluators(tmp_path / "damaged", ("error", "error")), model(K))
+        evaluate(of_stored(tmp_path / "damaged", ("error", "error")), model(K))

@@ -18,13 +18,10 @@ ROOT = Path(vitscale.__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def render(cluster: str, *, options: dict[str, str] | None = None, **job) -> list[str]:
-    what = Pretraining("h14_jft", ("seed=3",), Path("runs/x y"), ranks=job.pop("ranks", None), stop_at=7)
-    return find_cluster(cluster).render(Job(what, options=options or {}, **job)).splitlines()
-
-
 def test_local_shows_the_command_of_every_rank():
-    lines = [shlex.split(line) for line in render("local", ranks=2, nodes=2, node_rank=1, master="a")[1:]]
+    what = Pretraining("h14_jft", ("seed=3",), Path("runs/x y"), ranks=2, stop_at=7)
+    shown = find_cluster("local").render(Job(what, options={}, nodes=2, node_rank=1, master="a"))
+    lines = [shlex.split(line) for line in shown.splitlines()[1:]]
     assert [line[: line.index(sys.executable)] for line in lines] == [
         ["WORLD_SIZE=4", "LOCAL_WORLD_SIZE=2", "MASTER_ADDR=a", "MASTER_PORT=PORT", f"RANK={2 + i}", f"LOCAL_RANK={i}"]
         for i in (0, 1)

@@ -149,16 +149,10 @@ def test_a_name_that_nobody_knows_is_waited_for_as_nodes_are(tmp_path):
         assert first.meet(1, is_asked_for=True) is None
 
 
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "many_nodes.py"
-
-
-def crowd(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(PROGRAM), "--json", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_more_nodes_than_files_that_may_be_open_meet_and_end_together():
-    result = crowd("--nodes", 100, "--open-files", 64, "--doubled", 4, "--slow", 4, "--silence", 10)
+    program = Path(__file__).parents[2] / "benchmarks" / "many_nodes.py"
+    options = ["--json", "--nodes", "100", "--open-files", "64", "--doubled", "4", "--slow", "4", "--silence", "10"]
+    result = subprocess.run([sys.executable, program, *options], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["world_size"] == 800 and found["accounts"] == 100 and found["refused"] == 4

@@ -1,7 +1,6 @@
 """Runs that were never trained, with records by the writers that real runs have; and studies of them."""
 
 import hashlib
-import json
 import signal
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -140,18 +139,3 @@ def part(root: Path, names: Sequence[str], **more: object) -> dict:
         "refit": {"seeds": [0, 1]},
         **more,
     }
-
-
-def numbers_in(content: object) -> set[str]:
-    """Every number in a JSON document, with all its digits."""
-    found: set[str] = set()
-    stack = [content]
-    while stack:
-        one = stack.pop()
-        if isinstance(one, dict):
-            stack += one.values()
-        elif isinstance(one, list):
-            stack += one
-        elif isinstance(one, int | float) and not isinstance(one, bool):
-            found.add(json.dumps(one))
-    return found

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 from browser import Read, open_page
-from report.made_runs import WritingEngine, numbers_in, part, write_data, write_run, write_study
+from commands import command
+from report.made_runs import WritingEngine, part, write_data, write_run, write_study
 from scipy.stats import norm
-from typer.testing import CliRunner
 
 from vitscale.about.report import gather, page, write_report
-from vitscale.cli.main import app
 from vitscale.flops.published import table_2, table_9
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.vtab import TASKS
@@ -64,18 +63,15 @@ def made(study) -> tuple[dict, str, Read]:
     return reported(study)
 
 
-def value_of(shown: str) -> float:
-    return float(shown.replace(",", "").removesuffix("%").strip())
-
-
 def check_numbers(content: dict, read: Read) -> None:
     """Each number of the tables is one of results.json, and what is shown is that number, rounded, or in percent."""
-    known = numbers_in(content)
+    known: set[str] = set()
+    json.loads(json.dumps(content), parse_int=known.add, parse_float=known.add)
     assert read.numbers
     for shown, digits in read.numbers:
         assert digits in known, shown
-        exact = float(digits)
-        assert any(value_of(shown) == pytest.approx(exact * scale, rel=6e-3, abs=6e-3) for scale in (1, 100))
+        value, exact = float(shown.replace(",", "").removesuffix("%").strip()), float(digits)
+        assert any(value == pytest.approx(exact * scale, rel=6e-3, abs=6e-3) for scale in (1, 100))
 
 
 def test_a_study_with_a_failed_and_an_unfinished_entry(made, tmp_path):
@@ -306,24 +302,20 @@ def test_what_is_no_source_is_told(study, pretrained, tmp_path):
 
 
 def test_the_command_writes_both_files_and_replaces_only_a_report(study, tmp_path):
-    def call(*arguments: object) -> tuple[int, BaseException | None]:
-        done = CliRunner().invoke(app, ["report", *map(str, arguments)])
-        return done.exit_code, done.exception
-
     out = tmp_path / "report"
-    assert call(study, "-o", out)[0] == 0 and call(study, "-o", out, "--title", "Again")[0] == 0
+    for more in ([], ["--title", "Again"]):
+        assert command("report", study, "-o", out, *more).returncode == 0
     content = json.loads((out / "results.json").read_text())
     assert content["title"] == "Again" and "Again" in Read((out / "index.html").read_text()).words
     before = (study / "results.json").read_bytes()
-    assert isinstance(call(study, "-o", study)[1], RecipeError) and (study / "results.json").read_bytes() == before
-    assert isinstance(call(study, "-o", study / "transfer-pets-lr0.3")[1], RecipeError)
-    assert isinstance(call(study, "-o", out / "index.html")[1], RecipeError)
+    for place in (study, study / "transfer-pets-lr0.3", out / "index.html"):
+        assert command("report", study, "-o", place).returncode == RecipeError.exit_code
     with pytest.raises(RecipeError):
         write_report(study, gather([study]), "")
+    assert (study / "results.json").read_bytes() == before
 
 
 def test_without_matplotlib_nothing_is_read(study, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    done = CliRunner().invoke(app, ["report", str(study), "-o", str(tmp_path / "out")])
-    assert isinstance(done.exception, RecipeError) and "pip install" in str(done.exception)
-    assert not (tmp_path / "out").exists()
+    code, message = command("report", study, "-o", tmp_path / "out").answer
+    assert code == RecipeError.exit_code and "pip install" in message and not (tmp_path / "out").exists()

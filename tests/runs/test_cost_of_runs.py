@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from commands import command
 
 from vitscale.cli.flops import app as flops
 from vitscale.ground.errors import DataError, RecipeError
@@ -59,8 +59,8 @@ def test_what_a_run_under_way_has_cost(run_dir):
 
 
 def test_the_command_says_it_with_energy_and_price(run_dir):
-    command = ["--run", str(run_dir), "--hardware", "h100", "--price", "3", "--format", "json"]
-    (row,) = json.loads(CliRunner().invoke(flops, command).output)
+    said = command("--run", run_dir, "--hardware", "h100", "--price", 3, "--format", "json", app=flops).stdout
+    (row,) = json.loads(said)
     assert row["exaflops"] == 0.15 and row["mfu"] == pytest.approx(0.3) and row["devices"] == 8
     assert row["device_hours"] == pytest.approx(8 * 40 / 3600) and row["cost"] == pytest.approx(3 * 8 * 40 / 3600)
 

@@ -3,11 +3,9 @@
 import json
 
 import pytest
-from click.testing import Result
+from commands import Ended, command
 from studies.tiny import SPLITS, write_study
-from typer.testing import CliRunner
 
-from vitscale.cli.main import app
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.flops.estimate import estimate
 from vitscale.ground.errors import RecipeError
@@ -16,13 +14,13 @@ from vitscale.recipe import load_recipe
 AXIAL = ("axial_b32_jft", "axial_b16_jft", "axial_r50_jft", "b32_jft", "b16_jft", "r50x1_jft")
 
 
-def plan(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["study", "plan", *arguments, "--hardware", "h100", "--json"])
+def plan(*arguments: object) -> Ended:
+    return command("study", "plan", *arguments, "--hardware", "h100", "--json")
 
 
-def planned(*arguments: str) -> dict:
+def planned(*arguments: object) -> dict:
     result = plan(*arguments)
-    assert result.exception is None
+    assert result.returncode == 0, result.message
     return json.loads(result.stdout)
 
 
@@ -47,7 +45,7 @@ def test_sizes_come_from_manifests_else_from_the_study_else_from_the_command_lin
     settings = {"data.root": str(tmp_path), "schedule.duration": {"epochs": 2}, "precision": "bf16"}
     part = {"grid": [{"optimizer.lr": [0.1, 0.2]}], "selection": {}, "refit": {"seeds": [0]}}
     study = write_study(tmp_path, {"a": {**part, "settings": settings, "datasets": datasets}})
-    plan = planned(str(study), "--samples", "160")
+    plan = planned(study, "--samples", "160")
     images = {one["name"]: one["images"] for one in plan["entries"]}
     for lr in ("0.1", "0.2"):
         assert images[f"a-here-lr{lr}"] == 128
@@ -61,5 +59,5 @@ def test_a_study_of_which_nothing_is_known_has_no_cost(tmp_path):
     datasets = {"not": {**SPLITS, "train": "away/train"}}
     settings = {"data.root": str(tmp_path), "schedule.duration": {"epochs": 2}, "precision": "bf16"}
     study = write_study(tmp_path, {"a": {"settings": settings, "datasets": datasets}})
-    result = plan(str(study))
-    assert isinstance(result.exception, RecipeError) and "away/train" in str(result.exception) and not result.stdout
+    result = plan(study)
+    assert result.returncode == RecipeError.exit_code and "away/train" in result.message and not result.stdout
