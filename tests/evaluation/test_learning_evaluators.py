@@ -152,17 +152,14 @@ def test_asking_for_room_fills_none(sets):
         build_evaluators(small_recipe(model, data=data, evaluation=asked), [])
 
 
-def test_fewer_samples_than_settings_need_are_refused():
-    few = split(9, K, seed=2)
-    with pytest.raises(DataError, match="9 training samples"):
-        evaluate([LinearHeads("linear", few.loader(8), few.loader(8), CLASSES, 5)], model(K))
-
-
 @pytest.mark.parametrize("kind", ["linear", "attentive"])
-def test_they_are_refused_before_training(sets, kind):
+def test_fewer_samples_than_settings_need_are_refused_also_before_training(sets, kind):
     write_generated_dataset(sets / "few", [9], seed=1)
     with pytest.raises(DataError, match=f"{kind} evaluator '{kind}': 9 training samples"):
         build_evaluators(make_recipe(sets, heads(kind=kind, train="few")), [])
+    few = split(9, K, seed=2).loader(8)
+    with pytest.raises(DataError, match="9 training samples"):
+        evaluate([LinearHeads("linear", few, few, CLASSES, 5)], model(K))
 
 
 def test_a_recipe_asks_for_them_and_chooses_by_them(sets):

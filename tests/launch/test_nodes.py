@@ -128,7 +128,6 @@ def test_launches_that_do_not_belong_together_are_refused(cluster):
     ("devices", "batch", "ranks"),
     [
         ([8, 8], 4096, [8, 8]),
-        ([3], 4096, [2]),
         ([8, 7], 4096, [4, 4]),  # not 15, 14, 12 or 10
         ([8, 1], 90, [8, 1]),
         ([8, 2], 90, [8, 2]),

@@ -90,15 +90,12 @@ def test_steps_are_no_progress_where_there_are_checkpoints(tmp_path):
     assert launch(tmp_path, *((body,) for body in steps), max_restarts=1) == (1, 2)
 
 
-def test_a_run_that_was_done_before(tmp_path):
+def test_a_run_that_is_to_stop_early_or_was_done_before(tmp_path):
+    assert launch(tmp_path, ("pass",), stops_early=True) == (0, 1)
+    assert launch(tmp_path, ("pass", "sys.exit(75)"), stops_early=True, max_restarts=0) == (75, 1)
     (tmp_path / "DONE").write_text("{}")
     assert launch(tmp_path, ("pass",)) == (0, 1)
     assert launch(tmp_path, ("sys.exit(2)",)) == (2, 1)
-
-
-def test_a_run_that_is_to_stop_early_is_not_done(tmp_path):
-    assert launch(tmp_path, ("pass",), stops_early=True) == (0, 1)
-    assert launch(tmp_path, ("pass", "sys.exit(75)"), stops_early=True, max_restarts=0) == (75, 1)
 
 
 def test_a_run_that_was_told_to_end_is_not_restarted(tmp_path):

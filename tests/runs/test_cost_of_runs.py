@@ -45,10 +45,6 @@ def write_metrics(directory, lines):
     (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def finish(directory, evaluation, **more):
-    (directory / "DONE").write_text(json.dumps({"step": 15, "exaflops": 0.15, "evaluation": evaluation} | more))
-
-
 def test_what_a_run_under_way_has_cost(run_dir):
     run = Run(run_dir)
     cost = run.cost
@@ -127,13 +123,15 @@ def test_broken_records(run_dir, content):
         Run(run_dir)
 
 
-@pytest.mark.parametrize(("best_step", "top1"), [(None, 0.25), (10, 0.5), (15, 0.25), (12, None)])
-def test_the_evaluation_is_that_of_the_selected_step(run_dir, best_step, top1):
-    finish(run_dir, {"validation/top1": 0.25}, **({} if best_step is None else {"best_step": best_step}))
-    assert Run(run_dir).evaluation.get("validation/top1") == top1
-
-
-@pytest.mark.parametrize("top1", [None, "0.5", float("nan"), 10**400, [0.5]])
-def test_what_is_no_number_is_no_evaluation(run_dir, top1):
-    finish(run_dir, {"validation/top1": top1})
-    assert Run(run_dir).evaluation == {}
+@pytest.mark.parametrize(
+    ("best_step", "top1", "found"),
+    [
+        *((None, 0.25, 0.25), (10, 0.25, 0.5), (15, 0.25, 0.25)),
+        (12, 0.25, None),  # of which there is none
+        *((None, no_number, None) for no_number in (None, "0.5", float("nan"), 10**400, [0.5])),
+    ],
+)
+def test_the_evaluation_is_that_of_the_selected_step(run_dir, best_step, top1, found):
+    done = {"step": 15, "exaflops": 0.15, "evaluation": {"validation/top1": top1}, "best_step": best_step}
+    (run_dir / "DONE").write_text(json.dumps({key: value for key, value in done.items() if value is not None}))
+    assert Run(run_dir).evaluation == ({} if found is None else {"validation/top1": found})
