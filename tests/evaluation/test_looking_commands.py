@@ -26,6 +26,13 @@ SAMPLES = 37  # of the test set: no number of processes divides it
 BOTH = ["--train", "train", "--test", "test"]
 
 
+def assert_refused(*cases: tuple[list[object], int, str]) -> None:
+    """Commands, their exit codes, and words of their messages."""
+    for arguments, exit_code, word in cases:
+        code, message = command(*arguments).answer
+        assert code == exit_code and word in message, (arguments, code, message)
+
+
 def of_folders(place: Path) -> list[object]:
     return ["--train", place / "train", "--test", place / "test"]
 
@@ -183,13 +190,11 @@ def test_folders_of_features_that_do_not_serve(home, tmp_path):
     train, test, other = tmp_path / "train", tmp_path / "test", tmp_path / "other"
     for out, name, view in ((train, "train", "fewshot"), (test, "test", "fewshot"), (other, "test", "evaluation")):
         command("features", home / "run", name, "--out", out, "--view", view)
-    for arguments, exit_code, word in [
-        (["--train", train, "--test", home / "data/test"], 3, "vitscale features"),
-        (["--train", train, "--test", other], 3, "crop"),
-        (["--train", train, "--test", test, "--batch", 3], 2, "--batch"),
-    ]:
-        code, message = command("fewshot", *arguments).answer
-        assert code == exit_code and word in message, (arguments, code, message)
+    assert_refused(
+        (["fewshot", "--train", train, "--test", home / "data/test"], 3, "vitscale features"),
+        (["fewshot", "--train", train, "--test", other], 3, "crop"),
+        (["fewshot", "--train", train, "--test", test, "--batch", 3], 2, "--batch"),
+    )
     content = (test / "labels.npy").read_bytes()
     (test / "labels.npy").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     code, message = command("fewshot", "--train", train, "--test", test).answer
@@ -272,7 +277,7 @@ def test_bad_input(home, tmp_path):
     run, timm, bare, recipe = home / "run", home / "timm.safetensors", home / "npz.npz", home / "run" / "recipe.yaml"
     names = tmp_path / "names.txt"
     names.write_text("a\nb\nc\nd\ne\nf\ng\n")
-    for arguments, exit_code, word in [
+    assert_refused(
         (["evaluate", run, "--out", tmp_path / "out"], 2, "--data"),
         (["evaluate", run, "--data", "test", "--real", "timm"], 2, "1,000 classes"),
         (["evaluate", run, "--data", "tset"], 3, "test"),
@@ -293,6 +298,4 @@ def test_bad_input(home, tmp_path):
         (["evaluate", run, "--max-memory", 1e-6], 2, "0.00 GB"),
         (["evaluate", tmp_path / "nothing"], 2, "nothing"),
         (["evaluate", tmp_path], 2, "recipe.yaml"),
-    ]:
-        code, message = command(*arguments).answer
-        assert code == exit_code and word in message, (arguments, code, message)
+    )
