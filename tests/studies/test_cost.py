@@ -45,14 +45,14 @@ def test_sizes_come_from_manifests_else_from_the_study_else_from_the_command_lin
     settings = {"data.root": str(tmp_path), "schedule.duration": {"epochs": 2}, "precision": "bf16"}
     part = {"grid": [{"optimizer.lr": [0.1, 0.2]}], "selection": {}, "refit": {"seeds": [0]}}
     study = write_study(tmp_path, {"a": {**part, "settings": settings, "datasets": datasets}})
-    plan = planned(study, "--samples", "160")
-    images = {one["name"]: one["images"] for one in plan["entries"]}
+    found = planned(study, "--samples", "160")
+    images = {one["name"]: one["images"] for one in found["entries"]}
     for lr in ("0.1", "0.2"):
         assert images[f"a-here-lr{lr}"] == 128
         assert images[f"a-told-lr{lr}"] == 640
         assert images[f"a-asked-lr{lr}"] == 320
         assert images[f"a-not-lr{lr}"] is None
-    assert plan["device_hours"] == pytest.approx(sum(one["device_hours"] or 0 for one in plan["entries"]))
+    assert found["device_hours"] == pytest.approx(sum(one["device_hours"] or 0 for one in found["entries"]))
     unknown = {"a": {"settings": settings, "datasets": {"not": datasets["not"]}}}
     result = plan(write_study(tmp_path, unknown))  # an error, not a sum of nothing
     assert result.returncode == RecipeError.exit_code and "away/train" in result.message and not result.stdout
