@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,18 +15,15 @@ from vitscale.recipe import Normalise
 from vitscale.recipe.families import REGISTRY
 
 FAMILIES = {family(name): name for name in sorted(REGISTRY) if family(name) not in ("R+ViT", "R26+ViT")}
-
-
 QUICK = ("ViT", "Swin")  # `make test-all` runs the others, too
 
 
-@pytest.fixture(params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
-def weights(request, tmp_path) -> Path:
-    description = replace(described(small_block(FAMILIES[request.param])), normalise=Normalise())
-    return write(valued(description), description, "safetensors", tmp_path)
-
-
-def test_it_is_measured_looked_into_planned_and_written(weights, home, tmp_path):
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_it_is_measured_looked_into_planned_and_written(name, home, tmp_path):
+    description = replace(described(small_block(FAMILIES[name])), normalise=Normalise())
+    weights = write(valued(description), description, "safetensors", tmp_path)
     data = {split: home / "data" / split for split in ("train", "test")}
     model = vs.load(weights)
     anatomy = model.backbone.anatomy()

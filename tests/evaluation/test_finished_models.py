@@ -2,18 +2,17 @@
 
 import pytest
 import torch
-from commands import command
-from models.weights.exported import TINY, described, valued
+from finished_runs import evaluate_run
+from models.weights.exported import LINEAR, TINY, described, finished_run, valued
 
-from vitscale.data.shards.generated import CLASS_NAMES
+from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
 from vitscale.evaluation.finished import FinishedModel, OfWeights
 from vitscale.evaluation.placing import join, place
-from vitscale.ground.errors import RecipeError
+from vitscale.ground.errors import DataError, RecipeError
 from vitscale.models import Outputs
 from vitscale.models.weights import describe, open_weights, write_weights
 from vitscale.recipe import Normalise
 
-SAMPLES = 37  # no number of processes divides it
 IMAGENET = Normalise(mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225])
 
 
@@ -49,17 +48,13 @@ def test_pixels_are_normalised_as_the_weights_ask(home, tmp_path):
     torch.testing.assert_close(model.predict(images()).logits, expected)
 
 
-def test_another_resolution_is_resampled_and_told(home):
-    model = FinishedModel(home / "safetensors.safetensors", weights=OfWeights(image_size=96))
-    assert model.image_size == 96 and model.policy()["positions"] != "as trained"
-    assert FinishedModel(home / "run").policy()["positions"] == "as trained"
-
-
 @pytest.mark.parametrize("source", ["npz.npz", "timm.safetensors", "hf", "safetensors.safetensors"])
 def test_the_rule_of_the_weights_origin_is_in_the_policy(home, source):
     """Ours is the authors'; timm and transformers would resample otherwise, and a result says so."""
     model = None if source.startswith("safetensors") else TINY
-    policy = FinishedModel(home / source, weights=OfWeights(model, image_size=96)).policy()
+    resampled = FinishedModel(home / source, weights=OfWeights(model, image_size=96))
+    policy = resampled.policy()
+    assert resampled.image_size == 96 and policy["positions"] != "as trained"
     assert (policy["positions"] == policy["positions_of_origin"]) == (source in ("npz.npz", "safetensors.safetensors"))
     as_it_is = FinishedModel(home / source, weights=OfWeights(model)).policy()
     assert as_it_is["positions"] == as_it_is["positions_of_origin"] == "as trained"
@@ -91,24 +86,33 @@ def test_a_model_larger_than_its_device_is_spread(parts, dtype):
         assert torch.equal(spread.block_tokens(pixels, 4).tokens, whole.block_tokens(pixels, 4).tokens)
 
 
-def test_what_cannot_be_looked_at(home, tmp_path):
-    bare, run = home / "npz.npz", home / "run"
-    for arguments, exit_code, word in [
-        ([bare], 2, "--model"),
-        ([bare, "--model", "ViT-B/16"], 3, "another model"),
-        ([bare, "--model", "ViT-B/16", "--step", 3], 2, "--step"),
-        ([home / "safetensors.safetensors"], 2, "--data"),
-        ([run, "--model", "ViT-B/16"], 2, "--model"),
-        ([run, "--batch", 3], 2, "evaluation.batch"),
-        ([run, "--max-memory", 0], 2, "--max-memory"),
-        ([run, "--max-memory", 1e-6], 2, "0.00 GB"),
-        ([tmp_path / "nothing"], 2, "nothing"),
-        ([tmp_path], 2, "recipe.yaml"),
-    ]:
-        code, message = command("evaluate", *arguments).answer
-        assert code == exit_code and word in message, (arguments, code, message)
-
-
 def test_class_names_that_do_not_fit(home):
     with pytest.raises(RecipeError, match=r"\b2 class"):
         FinishedModel(home / "timm.safetensors", weights=OfWeights(TINY, class_names=["a", "b"]))
+
+
+def test_its_data_are_found_from_another_folder_than_the_run_began_in(tmp_path, monkeypatch):
+    """Or it says where it looked."""
+    monkeypatch.delenv("VITSCALE_DATA_ROOT", raising=False)
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    write_generated_dataset(project / "DATA" / "test", [13], seed=1)
+    elsewhere.mkdir()
+    settings = {"data": {"root": "DATA"}, "evaluation": {"validation": "test"}, "precision": "fp32"}
+    model = valued(described(TINY, 64, len(CLASS_NAMES)))
+    run = finished_run(project / "run", model, LINEAR, names=CLASS_NAMES, **settings)
+    monkeypatch.chdir(project)
+    there = evaluate_run(run)
+    model = FinishedModel(run)  # as for --data: a name below data.root, or else a folder here
+    assert model.dataset("DATA/test").sha256 == model.dataset("test").sha256
+    with pytest.raises(DataError, match="DATA/DATA/absent"):
+        model.dataset("DATA/absent")
+    monkeypatch.chdir(elsewhere)
+    assert evaluate_run(run) == there
+    with pytest.raises(DataError, match=f"{elsewhere}/NONE/test"):
+        evaluate_run(run, ["data.root=NONE"])
+    (project / "DATA").rename(project / "moved")
+    with pytest.raises(DataError, match=rf"{elsewhere}/DATA/test"):
+        evaluate_run(run)
+    assert evaluate_run(run, [f"data.root={project}/moved"]) == there
+    (elsewhere / "DATA").symlink_to(project / "moved")
+    assert evaluate_run(run) == there

@@ -15,6 +15,7 @@ from vitscale.cli.convert import app
 from vitscale.data.augmentation import EvalTransform
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
+from vitscale.data.shards.opening import sample_names
 from vitscale.evaluation.metrics import (
     Calibration,
     MeanPerClass,
@@ -139,25 +140,19 @@ def test_scores_count_every_sample_once_and_nothing_else():
         dict(Scores("data", data.loader(8), [TopK(1)], 3, 41).run(model(K)))
 
 
-@pytest.fixture
-def validation_set(tmp_path) -> Manifest:
+def test_real_labels_are_joined_by_name(tmp_path):
     """Four pictures that are called as images of ImageNet's validation set."""
+    pytest.importorskip("timm")
     for number in (1, 2, 3, 50_000):
         path = tmp_path / "images" / f"n{number:08d}" / f"ILSVRC2012_val_{number:08d}.jpg"
         path.parent.mkdir(parents=True)
         path.write_bytes(encoded(make_picture(number % 256, 40, 40), quality=90))
     assert command(tmp_path / "images", tmp_path / "data", "--workers", 1, app=app).returncode == 0
-    return Manifest.load(tmp_path / "data")
-
-
-def test_real_labels_are_joined_by_name(validation_set, tmp_path):
-    pytest.importorskip("timm")
+    validation_set = Manifest.load(tmp_path / "data")
     real = ReaL.of(real_labels_of_timm(), validation_set)
     lists = json.loads(real_labels_of_timm().read_text())
     assert lists[0] == [] and lists[1] == [970, 795] and len(lists) == 50_000
     by_class = {name: lists[int(name[1:]) - 1] for name in validation_set.class_names}
-    from vitscale.data.shards.opening import sample_names
-
     uids, names = zip(*sample_names(validation_set), strict=True)
     for name, uid in zip(names, uids, strict=True):
         expected = next(labels for folder, labels in by_class.items() if folder in name)

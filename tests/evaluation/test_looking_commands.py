@@ -14,17 +14,23 @@ from commands import command, on_processes
 from messages import assert_messages
 from scipy.stats import binomtest
 
+import vitscale as vs
 from data_tools.views import write_subset
 from vitscale.cli.fewshot import table_of
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.generated import CLASS_NAMES
 from vitscale.data.shards.opening import open_shard
-from vitscale.evaluation.features import extract_features
 from vitscale.evaluation.finished import FinishedModel
-from vitscale.ground.errors import DataError
 
 SAMPLES = 37  # of the test set: no number of processes divides it
 BOTH = ["--train", "train", "--test", "test"]
+
+
+def assert_refused(*cases: tuple[list[object], int, str]) -> None:
+    """Commands, their exit codes, and words of their messages."""
+    for arguments, exit_code, word in cases:
+        code, message = command(*arguments).answer
+        assert code == exit_code and word in message, (arguments, code, message)
 
 
 def of_folders(place: Path) -> list[object]:
@@ -163,37 +169,18 @@ def test_names_of_strangers_are_text_to_a_spreadsheet_and_a_terminal(home, tmp_p
     assert "\x1b" not in (out / "predictions.csv").read_text() + (out / "confusion.csv").read_text()
 
 
-def test_a_sample_that_a_process_loses_is_an_error(home):
-    """Another number than the manifest's is no result."""
-    model = FinishedModel(home / "run")
-    manifest = model.dataset("test")
-
-    def loses_one():
-        for number, batch in enumerate(model.loader(manifest)()):
-            batch.mask[0] = number > 0
-            yield batch
-
-    with pytest.raises(DataError, match=r"\b36\b"):
-        extract_features(loses_one, model.predict, manifest.num_samples)
-
-
-@pytest.mark.parametrize(("method", "keys"), [("knn", ["all/10nn", "all/20nn"]), ("logistic", ["all"])])
-def test_other_methods(home, method, keys):
-    shown = command("fewshot", home / "run", *BOTH, "--method", method, "--json")
-    task = json.loads(shown.stdout)["tasks"]["train"]
-    assert [key for key in task if key.startswith("all")] == keys and all(task[key]["mean"] > 0.5 for key in keys)
-    assert command("fewshot", home / "run", *BOTH, "--method", method).returncode == 0
-
-
 def test_folders_of_features_give_what_the_model_does(home, place):
-    """Every method, without the model; the folders know by which view of the images they came about."""
     folders, datasets = [*of_folders(place), "--json"], [*BOTH, "--json"]
     for method, shots in (("ridge", "1,5,all"), ("knn", "all"), ("logistic", "all")):
         options = ["--method", method, "--shots", shots]
         found = json.loads(command("fewshot", *folders, *options).stdout)
         expected = json.loads(command("fewshot", home / "run", *datasets, *options).stdout)
-        assert found["tasks"][str(place / "train")] == expected["tasks"]["train"]
-        assert found["policy"] == expected["policy"]
+        task = found["tasks"][str(place / "train")]
+        assert task == expected["tasks"]["train"] and found["policy"] == expected["policy"]
+        of_all = [key for key in task if key.startswith("all")]
+        assert of_all == (["all/10nn", "all/20nn"] if method == "knn" else ["all"])
+        assert all(task[key]["mean"] > 0.5 for key in of_all)
+        assert command("fewshot", home / "run", *BOTH, *options).returncode == 0
     answer = json.loads(command("fewshot", *folders, "--method", "heads").stdout)
     heads = answer["tasks"][str(place / "train")]["all"]
     assert heads["blocks"] == 1 and not heads["patches"] and heads["mean"] > 0.5
@@ -203,13 +190,11 @@ def test_folders_of_features_that_do_not_serve(home, tmp_path):
     train, test, other = tmp_path / "train", tmp_path / "test", tmp_path / "other"
     for out, name, view in ((train, "train", "fewshot"), (test, "test", "fewshot"), (other, "test", "evaluation")):
         command("features", home / "run", name, "--out", out, "--view", view)
-    for arguments, exit_code, word in [
-        (["--train", train, "--test", home / "data/test"], 3, "vitscale features"),
-        (["--train", train, "--test", other], 3, "crop"),
-        (["--train", train, "--test", test, "--batch", 3], 2, "--batch"),
-    ]:
-        code, message = command("fewshot", *arguments).answer
-        assert code == exit_code and word in message, (arguments, code, message)
+    assert_refused(
+        (["fewshot", "--train", train, "--test", home / "data/test"], 3, "vitscale features"),
+        (["fewshot", "--train", train, "--test", other], 3, "crop"),
+        (["fewshot", "--train", train, "--test", test, "--batch", 3], 2, "--batch"),
+    )
     content = (test / "labels.npy").read_bytes()
     (test / "labels.npy").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     code, message = command("fewshot", "--train", train, "--test", test).answer
@@ -256,21 +241,17 @@ def test_a_shared_strength_is_chosen_on_all_tasks_or_on_the_others(home):
 
 def test_predict_agrees_with_evaluation(home, place, on_two):
     """The stored JPEGs of the test set, as files: the most probable classes make evaluation's accuracy."""
-    manifest, labels = Manifest.load(home / "data" / "test"), {}
-    for index in range(2):
-        with open_shard(manifest, index) as shard:
-            for slot in shard.slots:
-                path = place / "photos" / f"{int(shard.file.uid[slot]):03d}.jpg"
-                labels[str(path)] = CLASS_NAMES[int(shard.file.label[slot])]
+    stored = vs.Dataset(home / "data" / "test")
+    labels = {str(place / "photos" / f"{each.uid:03d}.jpg"): CLASS_NAMES[each.label] for each in stored}
     lines = [json.loads(line) for line in on_two["predict"].splitlines()]
     assert [line["file"] for line in lines] == sorted(labels)
     right = sum(line["top"][0]["class"] == labels[line["file"]] for line in lines)
     values = json.loads(command("evaluate", home / "run", "--data", "test", "--json").stdout)
     assert values["samples"] == SAMPLES and values["top1"] == right / SAMPLES
-    assert values["policy"]["classes"] == "same" and values["policy"]["dataset"] == manifest.sha256
+    assert values["policy"]["classes"] == "same" and values["policy"]["dataset"] == stored.manifest.sha256
     # The run was trained by the sigmoid loss, which has every class by itself.
     model = FinishedModel(home / "run")
-    batch = next(iter(model.loader(manifest)()))
+    batch = next(iter(model.loader(stored.manifest)()))
     expected = model.predict(batch.images).logits[0].sigmoid()
     first = next(line for line in lines if line["file"].endswith(f"{int(batch.uids[0]):03d}.jpg"))
     found = {entry["class"]: entry["probability"] for entry in first["top"]}
@@ -293,21 +274,28 @@ def test_what_is_no_image_is_told_and_the_others_are_answered(home, tmp_path):
 
 
 def test_bad_input(home, tmp_path):
-    run, timm, recipe = home / "run", home / "timm.safetensors", home / "run" / "recipe.yaml"
-    data = BOTH
+    run, timm, bare, recipe = home / "run", home / "timm.safetensors", home / "npz.npz", home / "run" / "recipe.yaml"
     names = tmp_path / "names.txt"
     names.write_text("a\nb\nc\nd\ne\nf\ng\n")
-    for arguments, exit_code, word in [
+    assert_refused(
         (["evaluate", run, "--out", tmp_path / "out"], 2, "--data"),
         (["evaluate", run, "--data", "test", "--real", "timm"], 2, "1,000 classes"),
         (["evaluate", run, "--data", "tset"], 3, "test"),
         (["evaluate", timm, "--model", recipe, "--class-names", names, "--data", home / "data/test"], 3, "classes"),
-        (["fewshot", run, *data, "--shots", "0"], 2, "--shots"),
-        (["fewshot", run, *data, "--l2", "-1"], 2, "--l2"),
-        (["fewshot", run, *data, "--l2", "others"], 2, "one"),
-        (["fewshot", run, *data, "--l2", "2", "--method", "knn"], 2, "ridge"),
+        (["fewshot", run, *BOTH, "--shots", "0"], 2, "--shots"),
+        (["fewshot", run, *BOTH, "--l2", "-1"], 2, "--l2"),
+        (["fewshot", run, *BOTH, "--l2", "others"], 2, "one"),
+        (["fewshot", run, *BOTH, "--l2", "2", "--method", "knn"], 2, "ridge"),
         (["fewshot", run, "--train", "train", "--train", "test", "--test", "test"], 2, "--test"),
         (["predict", run, tmp_path / "nothing.jpg"], 3, "nothing.jpg"),
-    ]:
-        code, message = command(*arguments).answer
-        assert code == exit_code and word in message, (arguments, code, message)
+        (["evaluate", bare], 2, "--model"),
+        (["evaluate", bare, "--model", "ViT-B/16"], 3, "another model"),
+        (["evaluate", bare, "--model", "ViT-B/16", "--step", 3], 2, "--step"),
+        (["evaluate", home / "safetensors.safetensors"], 2, "--data"),
+        (["evaluate", run, "--model", "ViT-B/16"], 2, "--model"),
+        (["evaluate", run, "--batch", 3], 2, "evaluation.batch"),
+        (["evaluate", run, "--max-memory", 0], 2, "--max-memory"),
+        (["evaluate", run, "--max-memory", 1e-6], 2, "0.00 GB"),
+        (["evaluate", tmp_path / "nothing"], 2, "nothing"),
+        (["evaluate", tmp_path], 2, "recipe.yaml"),
+    )

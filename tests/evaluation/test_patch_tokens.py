@@ -12,6 +12,7 @@ import torch
 from commands import command, on_processes
 from models.test_feature_maps import SWIN
 from models.weights.exported import described, valued, write
+from toy_split import Batch
 
 import vitscale as vs
 from vitscale.evaluation import features
@@ -24,9 +25,8 @@ SAMPLES = 37
 
 
 def written(folder: Path) -> tuple[np.ndarray, dict]:
-    return np.concatenate([np.load(path) for path in sorted(folder.glob("tokens-*.npy"))]), json.loads(
-        (folder / "meta.json").read_text()
-    )
+    tokens = [np.load(path) for path in sorted(folder.glob("tokens-*.npy"))]
+    return np.concatenate(tokens), json.loads((folder / "meta.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -85,13 +85,11 @@ def test_features_are_not_tokens(home, tmp_path, monkeypatch):
     assert done.returncode == 2 and not (tmp_path / "none").exists()
 
 
-class Batch:
+def batch(first: int) -> Batch:
     """Eight images of a dataset, which their uids tell apart."""
-
-    def __init__(self, first: int) -> None:
-        self.uids = torch.arange(first, first + 8)
-        self.images = self.uids[:, None, None, None].to(torch.uint8).expand(-1, 2, 2, 3)
-        self.labels, self.mask = torch.zeros(8, dtype=torch.int64), torch.ones(8, dtype=torch.bool)
+    uids = torch.arange(first, first + 8)
+    images = uids[:, None, None, None].to(torch.uint8).expand(-1, 2, 2, 3)
+    return Batch(0, 0, images, torch.zeros(8, dtype=torch.int64), uids, torch.ones(8, dtype=torch.bool))
 
 
 def predict(images: torch.Tensor) -> Outputs:
@@ -100,13 +98,12 @@ def predict(images: torch.Tensor) -> Outputs:
 
 
 def test_ten_thousand_images_take_the_memory_of_a_batch(tmp_path):
-    """Nearly a gigabyte of tokens."""
     seen = []
 
     def batches():
         for first in range(0, 10_000, 8):
             seen.append(psutil.Process().memory_info().rss)
-            yield Batch(first)
+            yield batch(first)
 
     count = write_features(batches, predict, tmp_path / "out", {}, 10_000, names=dict)
     assert count == 10_000 and max(seen) - seen[10] < 30 << 20
@@ -120,17 +117,17 @@ def test_nothing_is_there_after_a_kill_and_the_next_call_writes_all(tmp_path):
         "def batches():\n"
         "    for first in range(0, 800, 8):\n"
         "        if first == 400: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "        yield it.Batch(first)\n"
+        "        yield it.batch(first)\n"
         "it.write_features(batches, it.predict, it.Path(sys.argv[1]), {}, 800, names=dict)\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "out"), *sys.path], check=False)
     assert done.returncode == -9 and not (tmp_path / "out").exists()
-    write_features(lambda: map(Batch, range(0, 800, 8)), predict, tmp_path / "out", {}, 800, names=dict)
+    write_features(lambda: map(batch, range(0, 800, 8)), predict, tmp_path / "out", {}, 800, names=dict)
     assert len(written(tmp_path / "out")[0]) == 800
 
 
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path):
     expected = 10**12
     with pytest.raises(DataError, match=r"98,304,000,000,000,000 bytes"):
-        write_features(lambda: map(Batch, range(0, 8, 8)), predict, tmp_path / "out", {}, expected, names=dict)
+        write_features(lambda: map(batch, range(0, 8, 8)), predict, tmp_path / "out", {}, expected, names=dict)
     assert not (tmp_path / "out").exists()

@@ -1,6 +1,5 @@
 """`vitscale fewshot --masks`: the probe against scikit-learn and by hand, and masks as strangers make them."""
 
-import io
 import json
 import os
 import shutil
@@ -74,7 +73,9 @@ def png(width: int, height: int, bits: int, kind: int, rows: bytes) -> bytes:
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
     header = struct.pack(">IIBBBBB", width, height, bits, kind, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    palette = chunk(b"PLTE", bytes(48)) if kind == 3 else b""
+    chunks = chunk(b"IHDR", header) + palette + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + chunks
 
 
 def test_the_mean_of_a_small_example_is_that_by_hand():
@@ -126,8 +127,7 @@ def test_logits_are_interpolated_between_the_middles_of_patches():
     assert across == [0] * 5 + [1] * 3  # from 3 at 1.5 pixels to -1 at 5.5: zero at 4.5
 
 
-def test_the_command_segments(place):
-    """Colours are easy: the probe finds them from random weights, up to the patches at their borders."""
+def test_the_command_segments_colours_by_random_weights_up_to_their_borders(place):
     done = probed(place, place / "masks")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -157,41 +157,22 @@ def test_other_forms_of_the_same_masks_give_the_same(place, masks):
 
 
 def test_masks_in_linked_folders_are_found_once(place, masks, tmp_path):
-    expected = Masks.of(masks, Manifest.load(place / "train")).files
     linked = tmp_path / "linked"
     linked.mkdir()
     for folder in masks.iterdir():
         (linked / folder.name).symlink_to(folder)
     (linked / "again").symlink_to(linked)
-    found = Masks.of(linked, Manifest.load(place / "train")).files
-    assert {uid: path.resolve() for uid, (path, *_) in found.items()} == {
-        uid: path.resolve() for uid, (path, *_) in expected.items()
-    }
+    expected, found = (Masks.of(folder, Manifest.load(place / "train")).files for folder in (masks, linked))
+    assert found.keys() == expected.keys()
+    assert all(path.resolve() == expected[uid][0].resolve() for uid, (path, *_) in found.items())
 
 
 @pytest.mark.parametrize(("bits", "values"), [(1, [0, 1, 1, 0]), (2, [0, 3, 2, 1]), (4, [9, 15, 0, 3])])
 @pytest.mark.parametrize("kind", [0, 3], ids=["gray", "palette"])
 def test_numbers_of_few_bits_are_what_they_are(bits, values, kind, tmp_path):
     packed = sum(value << (8 * -(-4 * bits // 8) - bits * (at + 1)) for at, value in enumerate(values))
-    content = png(4, 1, bits, kind, b"\0" + packed.to_bytes(-(-4 * bits // 8), "big"))
-    if kind == 3:  # a palette belongs before the pixels
-        at = content.index(b"IDAT") - 4
-        colours = struct.pack(">I", 48) + b"PLTE" + bytes(48)
-        content = content[:at] + colours + struct.pack(">I", zlib.crc32(colours[4:])) + content[at:]
-    (tmp_path / "m.png").write_bytes(content)
+    (tmp_path / "m.png").write_bytes(png(4, 1, bits, kind, b"\0" + packed.to_bytes(-(-4 * bits // 8), "big")))
     assert read_mask(tmp_path / "m.png").tolist() == [values]
-
-
-def colours(path: Path) -> None:
-    Image.open(path).convert("RGB").save(path)
-
-
-def truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-40])
-
-
-def huge(path: Path) -> None:
-    path.write_bytes(png(12_000, 12_000, 8, 0, bytes(1000)))
 
 
 def flipped(path: Path) -> None:
@@ -206,17 +187,6 @@ def animated(path: Path) -> None:
     image.save(path, save_all=True, append_images=[Image.fromarray(255 - np.asarray(image))])
 
 
-def two_headers(path: Path) -> None:
-    other = png(8, 8, 8, 2, bytes(8 * 25))
-    path.write_bytes(png(8, 8, 8, 0, b"")[:33] + other[8:])
-
-
-def no_png(path: Path) -> None:
-    with io.BytesIO() as file:
-        Image.open(path).save(file, "TIFF")
-        path.write_bytes(file.getvalue())
-
-
 def pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
@@ -227,43 +197,40 @@ def another_shape(path: Path) -> None:
     image.resize((image.width + 40, image.height)).save(path)
 
 
-def beyond(path: Path) -> None:
-    Image.fromarray(np.full(Image.open(path).size[::-1], 9, np.uint8)).save(path)
-
-
-def far_beyond(path: Path) -> None:
-    Image.fromarray(np.full(Image.open(path).size[::-1], 60_000, np.uint16)).save(path)
-
-
-def missing(path: Path) -> None:
-    path.unlink()
+def filled(path: Path, value: int, kind: type = np.uint8) -> None:
+    Image.fromarray(np.full(Image.open(path).size[::-1], value, kind)).save(path)
 
 
 def twice(path: Path) -> None:
     for folder in ("a", "b"):
-        (path.parent.parent.parent / folder).mkdir()
-        shutil.copy(path, path.parent.parent.parent / folder / path.name)
+        (path.parents[2] / folder).mkdir()
+        shutil.copy(path, path.parents[2] / folder / path.name)
     path.unlink()
 
 
 def nothing(path: Path) -> None:
-    shutil.rmtree(path.parent.parent.parent)
-    path.parent.parent.parent.mkdir()
-
-
-def no_folder(path: Path) -> None:
-    shutil.rmtree(path.parent.parent.parent)
+    shutil.rmtree(path.parents[2])
+    path.parents[2].mkdir()
 
 
 @pytest.mark.parametrize(
     ("damage", "split", "named"),
     [
-        *((colours, "train", "RGB"), (truncated, "test", "decoded"), (huge, "train", "12000 x 12000")),
-        *((flipped, "train", "decoded"), (animated, "train", "animated"), (two_headers, "train", "headers")),
-        *((no_png, "test", "no PNG"), (pipe, "train", "regular"), (another_shape, "train", "same shape")),
-        *((beyond, "test", "class 9"), (far_beyond, "train", "class 60000")),
-        *((missing, "test", "no mask for 1 of the 8 images"), (twice, "train", "two masks")),
-        *((nothing, "train", "no PNG"), (no_folder, "train", "no such folder")),
+        (lambda path: Image.open(path).convert("RGB").save(path), "train", "RGB"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-40]), "test", "decoded"),
+        (lambda path: path.write_bytes(png(12_000, 12_000, 8, 0, bytes(1000))), "train", "12000 x 12000"),
+        (
+            lambda path: path.write_bytes(png(8, 8, 8, 0, b"")[:33] + png(8, 8, 8, 2, bytes(200))[8:]),
+            "train",
+            "headers",
+        ),
+        (lambda path: Image.open(path).save(path, "TIFF"), "test", "no PNG"),
+        (lambda path: filled(path, 9), "test", "class 9"),
+        (lambda path: filled(path, 60_000, np.uint16), "train", "class 60000"),
+        *((flipped, "train", "decoded"), (animated, "train", "animated"), (pipe, "train", "regular")),
+        *((another_shape, "train", "same shape"), (twice, "train", "two masks"), (nothing, "train", "no PNG")),
+        (Path.unlink, "test", "no mask for 1 of the 8 images"),
+        (lambda path: shutil.rmtree(path.parents[2]), "train", "no such folder"),
     ],
 )
 def test_wrong_masks_are_refused_by_name(damage, split, named, place, masks):
@@ -271,7 +238,7 @@ def test_wrong_masks_are_refused_by_name(damage, split, named, place, masks):
     damage(path)
     done = probed(place, masks)
     assert done.returncode == 3 and named in done.message
-    assert path.name in done.message or damage in (nothing, no_folder)
+    assert path.name in done.message or damage is nothing or named == "no such folder"
 
 
 def test_two_images_do_not_share_a_mask(tmp_path):
@@ -288,7 +255,7 @@ def test_two_images_do_not_share_a_mask(tmp_path):
 def test_what_is_no_class_counts_nowhere(place, masks):
     """All of a training mask, and a stripe of a test mask that would be wrong."""
     for path in sorted(masks.rglob("*.png"))[:2]:
-        Image.fromarray(np.full(Image.open(path).size[::-1], 255, np.uint8)).save(path)
+        filled(path, 255)
     done = json.loads(probed(place, masks, "--mask-classes", 3).stdout)
     (task,) = done["tasks"].values()
     assert task["miou"]["mean"] > 0.8
@@ -296,14 +263,9 @@ def test_what_is_no_class_counts_nowhere(place, masks):
     assert probed(place, masks, "--mask-classes", 2, "--ignore", 2).returncode == 3  # 255 is a class now
 
 
-@pytest.mark.parametrize(
-    "more", [["--shots", "5"], ["--method", "knn"], ["--l2", "3"]], ids=lambda more: more[0].strip("-")
-)
-def test_settings_of_other_classifiers_are_refused(more, place):
-    assert probed(place, place / "masks", *more).returncode == 2
-
-
-def test_masks_need_a_model_with_patches_and_images_with_names(place, home, monkeypatch):
+def test_masks_need_a_model_with_patches_images_with_names_and_no_other_classifier(place, home, monkeypatch):
+    for more in (["--shots", "5"], ["--method", "knn"], ["--l2", "3"]):
+        assert probed(place, place / "masks", *more).returncode == 2
     both = ["--train", home / "data/train", "--test", home / "data/test", "--masks", place / "masks"]
     assert command("fewshot", *both).returncode == 2
     assert command("fewshot", home / "safetensors.safetensors", *both).returncode == 3

@@ -5,12 +5,11 @@ import shutil
 import pytest
 from training.ranks import BASE
 
+import vitscale as vs
 from data_tools.views import parse_parts, write_parts, write_subset
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.beton import StoredSample, field_names, write_shard
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.data.shards.info import overlap
-from vitscale.data.shards.manifest import ShardEntry
 from vitscale.data.shards.opening import open_shard
 from vitscale.evaluation.splits import check_splits
 from vitscale.ground.errors import DataError
@@ -28,8 +27,7 @@ def root(tmp_path_factory):
     shutil.copytree(root / "other", root / "moved")
     (root / "mixed").mkdir()
     shards = [entry.model_copy(update={"path": f"../whole/{entry.path}"}) for entry in whole.shards[:1]]
-    content = {name: getattr(whole, name) for name in Manifest.model_fields}
-    Manifest(**content | {"num_samples": 30, "shards": tuple(shards)}).save(root / "mixed")
+    whole.model_copy(update={"num_samples": 30, "shards": tuple(shards)}).save(root / "mixed")
     return root
 
 
@@ -52,22 +50,13 @@ def test_common_samples_are_counted(root, a, b):
 
 
 def test_equal_bytes_in_other_shards_are_found(root, tmp_path):
-    """Two pictures of the second dataset, stored again among others."""
-    manifest = Manifest.load(root / "other")
+    """Two pictures of the second dataset, stored again."""
+    manifest, folder = Manifest.load(root / "other"), tmp_path / "images" / "kind"
+    folder.mkdir(parents=True)
     with open_shard(manifest, 0, with_keys=False) as shard:
-        copies = [
-            StoredSample(shard.image(slot), int(shard.file.height[slot]), int(shard.file.width[slot]), 0, uid)
-            for uid, slot in enumerate((3, 7))
-        ]
-    write_shard(tmp_path / "shard-00000.beton", copies, len(copies))
-    entry = ShardEntry.of_file(tmp_path / "shard-00000.beton", samples=2, first_uid=0)
-    again = Manifest(
-        fields=field_names(with_labels=False),
-        num_samples=2,
-        class_names=manifest.class_names,
-        shuffle_seed=0,
-        shards=(entry,),
-    ).save(tmp_path)
+        for slot in (3, 7):
+            (folder / f"{slot}.jpg").write_bytes(shard.image(slot))
+    again = vs.convert(folder.parent, tmp_path / "data", workers=1).manifest
     assert overlap(again, manifest) == (0, 2) and overlap(manifest, again) == (0, 2)
     assert overlap(again, Manifest.load(root / "whole")) == (0, 0)
 

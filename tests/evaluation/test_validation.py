@@ -1,4 +1,4 @@
-"""Validation figures against a plain numpy computation, with fillers, ties, NaN and wrong labels."""
+"""Validation figures against a plain numpy computation, with fillers, ties and NaN; what evaluators refuse."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,8 @@ from messages import refusal
 from torch.nn import functional as F
 from toy_split import Split, model, split
 
-from vitscale.evaluation import Validation, evaluate
+from vitscale.evaluation import FewShot, NearestNeighbours, SharedL2FewShot, Validation
+from vitscale.evaluation.linear import LinearHeads
 from vitscale.ground.errors import DataError
 from vitscale.models import Outputs
 from vitscale.objectives.classification import CrossEntropy
@@ -37,7 +38,7 @@ def test_accuracy_and_loss_equal_numpy(samples, batch_size):
     data, predict = split(samples, 5 if samples < 7 else 7, seed=1), model(7)
     logits, labels = predict(data.images).logits, data.labels
     ranked = np.argsort(-logits.numpy(), axis=1)
-    found = dict(Validation("val", data.loader(batch_size), SOFTMAX).run(predict))
+    found = dict(Validation("val", data.loader(batch_size), SOFTMAX, samples).run(predict))
     assert found["top1"] == np.mean(ranked[:, 0] == labels.numpy())
     assert found["top5"] == np.mean((ranked[:, :5] == labels.numpy()[:, None]).any(axis=1))
     assert found["loss"] == pytest.approx(float(F.cross_entropy(logits, labels)), rel=1e-5)
@@ -61,30 +62,27 @@ def test_nan_is_a_wrong_answer():
     assert found["top1"] == 0.5 and np.isnan(found["loss"])
 
 
-@pytest.mark.parametrize("wrong", [-1, 7])
-def test_a_label_outside_the_classes_is_an_error(wrong):
-    data = split(20, 7, seed=3)
-    data.labels[4] = wrong
-    with pytest.raises(DataError, match=r"'val'.*\b1 of 20\b.*0\.\.6"):
-        dict(Validation("val", data.loader(8), SOFTMAX).run(model(7)))
-
-
 def test_an_empty_split_is_an_error():
     with refusal(DataError, "evaluation", "no samples"):
         dict(Validation("val", lambda: [], SOFTMAX).run(model(7)))
 
 
-@pytest.mark.parametrize("seen", [19, 21])
-def test_a_sample_that_is_lost_or_counted_twice_is_an_error(seen):
-    found = dict(Validation("val", split(20, 7, seed=3).loader(8), SOFTMAX, 20).run(model(7)))
-    assert found == dict(Validation("val", split(20, 7, seed=3).loader(8), SOFTMAX).run(model(7)))
-    with pytest.raises(DataError, match=rf"'val'.*\b{seen}\b.*\b20\b"):
-        dict(Validation("val", split(seen, 7, seed=3).loader(8), SOFTMAX, 20).run(model(7)))
-
-
-def test_evaluate_prefixes_the_name():
-    data = split(20, 7, seed=3)
-    evaluators = [Validation(name, data.loader(8), SOFTMAX) for name in ("val", "minival")]
-    assert set(evaluate(evaluators, model(7))) == {
-        f"{name}/{metric}" for name in ("val", "minival") for metric in ("loss", "top1", "top5")
-    }
+@pytest.mark.parametrize(
+    ("label", "samples", "words"),
+    [(-1, 60, r"\b1\b.*0\.\.6"), (7, 60, r"\b1\b.*0\.\.6"), (0, 59, "59.*60"), (0, 61, "61.*60"), (0, 0, "no samples")],
+)
+@pytest.mark.parametrize("which", ["training", "test"])
+def test_every_evaluator_refuses_samples_that_are_mislabelled_lost_or_counted_twice(which, label, samples, words):
+    spoilt, classes, count = split(samples or 60, 7, seed=3), list("abcdefg"), 60 if samples else None
+    spoilt.labels[4] = label
+    of_spoilt = spoilt.loader(8) if samples else list
+    train, test = (of_spoilt if side == which else split(60, 7, seed=3).loader(8) for side in ("training", "test"))
+    counts = {"train_samples": count, "test_samples": count}
+    few = FewShot("it", train, test, classes, shots=(1,), **counts)
+    evaluators = [few, SharedL2FewShot("it", [few]), LinearHeads("it", train, test, classes, 5, **counts)]
+    evaluators.append(NearestNeighbours("it", train, test, classes, (5,), **counts))
+    if which == "test":
+        evaluators.append(Validation("it", test, SOFTMAX, count))
+    for evaluator in evaluators:
+        with pytest.raises(DataError, match=rf"'it'.*{words}"):
+            dict(evaluator.run(model(7)))

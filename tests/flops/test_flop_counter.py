@@ -1,21 +1,20 @@
 """Padding-counted MACs of both passes, what activation checkpointing repeats of them, and the parameters: exactly as
 torch finds them in our models."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
+import torch
+from small_recipes import small_recipe
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from vitscale.flops import recipe_work
+from vitscale.models import build_model
+from vitscale.objectives import build_objective
 from vitscale.recipe import Recipe, validate_recipe
 from vitscale.recipe.families import REGISTRY
-
-torch = pytest.importorskip("torch")
-
-from small_recipes import small_recipe  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-
-from vitscale.models import build_model  # noqa: E402
-from vitscale.objectives import Objective, build_objective  # noqa: E402
 
 SMALL = {"name": "ViT-Ti/16", "depth": 2}
 AXIAL = SMALL | {"attention": "axial"}
@@ -46,28 +45,22 @@ def recipe_of(model: dict, image_size: int, recompute_every: int = 0) -> Recipe:
     return small_recipe(model, data={"image_size": image_size}, batch=1, parallelism=parallelism)
 
 
-def counted(recipe: Recipe) -> tuple[int, int, int]:
+def counted_of(module: torch.nn.Module, compute: Callable[[], torch.Tensor]) -> tuple[int, int, int]:
     """FLOPs of the forward and of the backward pass, and the parameters."""
+    # A fused attention is counted by a formula of its own, whose backward pass computes the scores once more.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        result = compute()
+        forward = counter.get_total_flops()
+        result.sum().backward()
+    return forward, counter.get_total_flops() - forward, sum(p.numel() for p in module.parameters())
+
+
+def counted(recipe: Recipe) -> tuple[int, int, int]:
     size = recipe.data.image_size
     with torch.device("meta"):
         model = build_model(recipe, 1000)
         images = torch.empty(1, size, size, 3)
-    # A fused attention is counted by a formula of its own, whose backward pass computes the scores once more.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        logits = model(images).logits
-        forward = counter.get_total_flops()
-        logits.sum().backward()
-    return forward, counter.get_total_flops() - forward, sum(p.numel() for p in model.parameters())
-
-
-def counted_of_objective(objective: Objective) -> tuple[int, int, int]:
-    """The same of an objective, for an image of 64 pixels."""
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        images, labels = torch.zeros(1, 64, 64, 3), torch.zeros(1, dtype=torch.int64)
-        losses = objective([images[:, None]], labels, objective.plan(np.zeros(1, np.int64), 0)).per_sample
-        forward = counter.get_total_flops()
-        losses.sum().backward()
-    return forward, counter.get_total_flops() - forward, sum(p.numel() for p in objective.parameters())
+    return counted_of(model, lambda: model(images).logits)
 
 
 def check(recipe: Recipe) -> None:
@@ -179,6 +172,7 @@ def test_objectives_that_see_or_predict_some_patches(model, objective, every):
     content = recipe_of(SMALL | {"patch_size": 8, **model}, 64, every).dump()
     content["objective"] = objective if "kind" in objective else content["objective"] | objective
     recipe = validate_recipe(content, "this test")
-    found = counted_of_objective(build_objective(recipe, 1000).train())
-    work = recipe_work(recipe, 1000)
+    built, work = build_objective(recipe, 1000).train(), recipe_work(recipe, 1000)
+    image, label = torch.zeros(1, 1, 64, 64, 3), torch.zeros(1, dtype=torch.int64)
+    found = counted_of(built, lambda: built([image], label, built.plan(np.zeros(1, np.int64), 0)).per_sample)
     assert (2 * work.macs, 2 * (work.backward_macs + work.recomputed(every).macs), work.params) == found

@@ -4,38 +4,23 @@ import pytest
 
 from vitscale.flops.hardware import DEVICES, peak_flops
 
+PEAKS = {
+    989.4: ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"],
+    **{756: ["NVIDIA H100 PCIe"], 835.5: ["NVIDIA H100 NVL"], 2250: ["NVIDIA B200"], 2500: ["NVIDIA GB200"]},
+    312: ["NVIDIA A100-SXM4-40GB", "A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "NVIDIA A100-PCIE-40GB"],
+    **{125: ["NVIDIA A10"], 362.05: ["NVIDIA L40S"], 181.05: ["NVIDIA L40"], 121: ["NVIDIA L4"]},
+    **{165.2: ["NVIDIA GeForce RTX 4090"], 71: ["NVIDIA GeForce RTX 3090"]},
+}
 
-@pytest.mark.parametrize(
-    ("name", "teraflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835.5),
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA GH200 480GB", 989.4),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA GB200", 2500),
-        ("NVIDIA A100-SXM4-40GB", 312),
-        ("A100-SXM4-80GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA A100-PCIE-40GB", 312),
-        ("NVIDIA A10", 125),
-        ("NVIDIA L40S", 362.05),
-        ("NVIDIA L40", 181.05),
-        ("NVIDIA L4", 121),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA GeForce RTX 3090", 71),
-    ],
-)
+
+@pytest.mark.parametrize(("name", "teraflops"), [(name, peak) for peak, names in PEAKS.items() for name in names])
 def test_bf16_peaks(name, teraflops):
-    assert peak_flops(name, "bf16") == teraflops * 1e12
-    assert peak_flops(name, "fp16") == teraflops * 1e12
+    assert peak_flops(name, "bf16") == peak_flops(name, "fp16") == teraflops * 1e12
 
 
 @pytest.mark.parametrize("name", ["Tesla V100-SXM2-32GB", "Tesla T4"])
 def test_no_bf16_before_ampere(name):
-    assert peak_flops(name, "bf16") is None
-    assert peak_flops(name, "fp16") is not None
+    assert peak_flops(name, "bf16") is None and peak_flops(name, "fp16") is not None
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,3 @@ def test_standard_deviations_belong_to_means():
     assert (rows["BiT-L"].imagenet_real, rows["BiT-L"].imagenet_real_std) == (90.54, None)
     assert rows["Noisy Student"].cifar10 is None
     assert [row.tpuv3_core_days for row in table_2()] == [2500, 680, 230, 9900, 12300]
-
-
-def test_table_8_prints_fractions():
-    assert {row.position for row in table_8()} == {"none", "1d", "2d", "relative"}
-    assert all(0.61 < row.imagenet_5shot < 0.65 for row in table_8())

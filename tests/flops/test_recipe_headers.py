@@ -76,21 +76,22 @@ def test_results(estimates):
         assert printed_results(file) == (table, expected), file
 
 
-def test_every_run_of_the_tables_is_printed(estimates):
+def test_every_run_of_the_tables_has_a_recipe_and_is_printed(estimates):
     """By the recipe that repeats it; where two do, as for two studies, by one of them at least."""
-    rows, printed, published = {}, set(), set()
+    rows, printed, published = set(), set(), set()
     for file, one in estimates.items():
         if (found := transfer_row(one.recipe, one.images)) is not None:
-            rows[id(found[1])] = found[1]
+            rows.add(id(found[1]))
             printed |= {id(found[1])} if printed_results(file) is not None else set()
         if one.published is not None and "(the paper's: " in header_of(file):
             published.add(id(one.published))
-    assert printed == set(rows)
+    expected = [*table_6(), *(row for row in table_7() if row.optimizer == "sgd")]
+    expected += [row for row in table_5() if row.pretraining != "jft300m"]
+    assert printed == rows == {id(row) for row in expected}
     assert published == {id(row) for row in table_6()}
 
 
 def test_results_of_table_8(estimates):
-    """Every row is printed, and by a recipe that measures it."""
     printed = {}
     for file, one in estimates.items():
         values = re.findall(r"ImageNet 5-shot ([\d.]*\d) \(Table 8\)", header_of(file))
@@ -111,10 +112,3 @@ def test_results_of_table_2(estimates):
     of = {row.model: row.imagenet for row in table_2() if row.pretraining == "jft300m"}
     expected = {("h14_jft", "ViT-H/14"), ("l16_jft_14ep", "ViT-L/16")}
     assert printed == {(stem, model): [of[model]] for stem, model in expected}
-
-
-def test_every_run_of_the_tables_has_a_recipe(estimates):
-    found = {id(row[1]) for one in estimates.values() if (row := transfer_row(one.recipe, one.images)) is not None}
-    expected = [*table_6(), *(row for row in table_7() if row.optimizer == "sgd")]
-    expected += [row for row in table_5() if row.pretraining != "jft300m"]
-    assert found == {id(row) for row in expected}

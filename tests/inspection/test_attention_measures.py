@@ -1,19 +1,16 @@
-"""How far attention reaches, how spread it is, its rollout: against NumPy, timm, and attention of a known radius."""
-
-import math
+"""How far attention reaches, how spread it is, its rollout: by NumPy on what timm and transformers report."""
 
 import numpy as np
 import pytest
 import torch
-from inspection.numpy_attention import attention_distance, attention_of_blocks, rollout
 from models.weights.exported import TINY, described, valued, write
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from vitscale.evaluation.inspection import attention
-from vitscale.evaluation.inspection.attention import Attending, AttentionMeter, chunks, distances, watching
+from vitscale.evaluation.inspection.attention import chunks, watching
 from vitscale.evaluation.inspection.looking import look, parts_of
 from vitscale.ground.errors import RecipeError
-from vitscale.models.anatomy import Anatomy, AttentionLayer
 
 IMAGES = torch.randint(0, 256, (7, 64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 HYBRID = {"blocks": [1, 1], "width_factor": 1, "patch_size": 1, "width": 48, "depth": 2, "mlp_dim": 96, "num_heads": 3}
@@ -37,43 +34,45 @@ def predictor(model):
     return lambda images: model(images.float() / 127.5 - 1)
 
 
-def test_distance_entropy_and_rollout_are_those_of_numpy():
-    model, found = inside(TINY | {"registers": 2})
-    kept = {}
-    with torch.no_grad():
-        model(IMAGES.float() / 127.5 - 1, intermediates=kept)
-    expected = attention_of_blocks(model, [kept["embedded"], kept["block_0"]])
-    for weights, (layer, reach) in zip(expected, found.reach.items(), strict=True):
-        assert layer in ("1", "2")
-        np.testing.assert_allclose(reach.distance, attention_distance(weights, 8, 8, 3), rtol=1e-4)
-        entropy = -(weights * np.log(weights)).sum(-1)[:, :, 3:].mean(-1)
-        np.testing.assert_allclose(reach.entropy, entropy, rtol=1e-4)
-        np.testing.assert_allclose(reach.on_patches, weights[:, :, 3:, 3:].sum(-1).mean(-1), rtol=1e-4)
-    np.testing.assert_allclose(found.rollout, rollout(expected, 3)[:5], rtol=1e-3)
-    for weights, shown in zip(expected, found.maps.values(), strict=True):
-        np.testing.assert_allclose(shown, weights.mean(1)[:5, 0, 3:], rtol=1e-3)
+def attention_distance(attention: np.ndarray, grid: int, stride: int, before: int) -> np.ndarray:
+    """Pixels (B, A): the mean over asking patches of the distance to patches, by attention to patches."""
+    row, column = np.divmod(np.arange(grid**2), grid)
+    apart = stride * np.hypot(row[:, None] - row, column[:, None] - column)
+    patches = attention[:, :, before:, before:]
+    return ((patches * apart).sum(-1) / patches.sum(-1)).mean(-1)
 
 
-def test_attention_is_what_timm_extracts(tmp_path):
-    timm_utils = pytest.importorskip("timm.utils")
-    import timm
+def rollout(attention: list[np.ndarray]) -> np.ndarray:
+    """(B, T, T): the product over layers (Abnar and Zuidema, 2020; appendix D.7)."""
+    identity = np.eye(attention[0].shape[-1])
+    joint = identity
+    for weights in attention:
+        mixed = weights.mean(axis=1) + identity
+        joint = (mixed / mixed.sum(-1, keepdims=True)) @ joint
+    return joint
 
+
+def test_measures_are_those_of_numpy_on_the_attention_that_timm_extracts(tmp_path):
+    timm, timm_utils = pytest.importorskip("timm"), pytest.importorskip("timm.utils")
     block = TINY | {"qk_norm": True, "registers": 2, "class_position": False}
-    description = described(block)
-    model = valued(description)
+    model, found = inside(block)
     config_of = model.foreign().timm()
-    from safetensors.torch import load_file
-
     theirs = timm.create_model(config_of.name, num_classes=7, **config_of.arguments).eval()
-    theirs.load_state_dict(load_file(write(model, description, "timm", tmp_path)))
+    theirs.load_state_dict(load_file(write(model, described(block), "timm", tmp_path)))
     for layer in theirs.blocks:
         layer.attn.fused_attn = False
     extract = timm_utils.AttentionExtract(theirs, names=["blocks.*.attn.attn_drop"], mode="eval", method="hook")
     with torch.no_grad():
-        expected = list(extract((IMAGES.float() / 127.5 - 1).permute(0, 3, 1, 2)).values())
-    _, found = inside(block)
-    for weights, reach in zip(expected, found.reach.values(), strict=True):
-        np.testing.assert_allclose(reach.distance, attention_distance(weights.numpy(), 8, 8, 3), rtol=1e-3)
+        extracted = extract((IMAGES.float() / 127.5 - 1).permute(0, 3, 1, 2)).values()
+    expected = [weights.double().numpy() for weights in extracted]
+    assert list(found.reach) == ["1", "2"]
+    for weights, reach, shown in zip(expected, found.reach.values(), found.maps.values(), strict=True):
+        np.testing.assert_allclose(reach.distance, attention_distance(weights, 8, 8, 3), rtol=1e-4)
+        entropy = -(weights * np.log(weights)).sum(-1)[:, :, 3:].mean(-1)
+        np.testing.assert_allclose(reach.entropy, entropy, rtol=1e-4)
+        np.testing.assert_allclose(reach.on_patches, weights[:, :, 3:, 3:].sum(-1).mean(-1), rtol=1e-4)
+        np.testing.assert_allclose(shown, weights.mean(1)[:5, 0, 3:], rtol=1e-3)
+    np.testing.assert_allclose(found.rollout, rollout(expected)[:5, 0, 3:], rtol=1e-3)
 
 
 def test_attention_within_windows_is_what_transformers_reports(tmp_path):
@@ -81,11 +80,10 @@ def test_attention_within_windows_is_what_transformers_reports(tmp_path):
     transformers = pytest.importorskip("transformers")
     block = {"name": "Swin-T", "width": 32, "num_heads": 2, "blocks": [2, 2, 2], "window": 4}
     model, found = inside(block, parts=("attention", "norms"))
-    description = described(block)
     shifts = [layer.windows.shift for layer in model.anatomy().attention]
     assert shifts == [0, 2, 0, 2, 0, 0]
     peer = transformers.SwinForImageClassification.from_pretrained(
-        write(model, description, "hf", tmp_path), attn_implementation="eager"
+        write(model, described(block), "hf", tmp_path), attn_implementation="eager"
     )
     with torch.no_grad():
         seen = peer((IMAGES.float() / 127.5 - 1).permute(0, 3, 1, 2), output_attentions=True)
@@ -102,34 +100,6 @@ def test_attention_within_windows_is_what_transformers_reports(tmp_path):
         of_map = np.roll(of_map, (shifts[2 * stage + 1],) * 2, (1, 2)).reshape(len(IMAGES), -1)
         np.testing.assert_allclose(shown, of_map[: len(shown)], rtol=1e-3, atol=1e-7)
     assert [values.shape[1] for values in found.norms.values()] == [256, 256, 64, 64, 16, 16]
-
-
-@pytest.mark.parametrize("radius", [1, 2, 3])
-def test_attention_of_a_known_radius_reaches_so_far(radius):
-    """Every patch attends, evenly, to those `radius` steps away in its row or column, and to the first token."""
-    grid, stride = 7, 16
-    apart = distances(grid, stride, "grid")
-    allowed = (apart == radius * stride).float()
-    bias = torch.zeros(1, 1, 1 + grid**2, 1 + grid**2)
-    bias[0, 0, 1:, 1:] = allowed.log()
-    zero = torch.zeros(2, 3, 1 + grid**2, 4)
-    meter = AttentionMeter(
-        Anatomy({}, [AttentionLayer("1", torch.nn.Identity(), "grid")], grid=grid, stride=stride, before=1)
-    )
-    meter.begin(2)
-    meter.observe("1", Attending(zero, zero, bias))
-    (reach,) = meter.reach["1"]
-    torch.testing.assert_close(reach.distance, torch.full((2, 3), float(radius * stride)))
-    neighbours = allowed.sum(dim=1)
-    torch.testing.assert_close(reach.entropy[0, 0], (neighbours + 1).log().mean())
-    torch.testing.assert_close(reach.on_patches[0, 0], (neighbours / (neighbours + 1)).mean())
-
-
-def test_even_attention_reaches_the_mean_distance_of_a_square():
-    """0.5214 of a side for a continuous square (Robbins' constant); a fine grid comes near to it."""
-    side = 48
-    robbins = (2 + math.sqrt(2) + 5 * math.asinh(1)) / 15
-    assert distances(side, 1, "grid").mean().item() / side == pytest.approx(robbins, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -179,12 +149,8 @@ def test_axial_attention_is_that_of_a_grid_which_sees_lines_alone():
 
     with torch.no_grad(), watching({layer.module: layer.name for layer in model.anatomy().attention}, keep):
         predictor(model)(IMAGES)
-    identity = np.eye(n * n)
-    joint = identity
-    for weights in whole:
-        joint = (weights[:, 0] + identity) / 2 @ joint
     _, found = inside(VARIANTS["axial"])
-    np.testing.assert_allclose(found.rollout, joint.mean(axis=1)[:5], rtol=1e-4)
+    np.testing.assert_allclose(found.rollout, rollout(whole).mean(axis=1)[:5], rtol=1e-4)
     for weights, reach in zip(whole, found.reach.values(), strict=True):
         heads = reach.distance.mean(dim=1, keepdim=True)
         np.testing.assert_allclose(heads, attention_distance(weights, n, 8, 0), rtol=1e-4)

@@ -29,18 +29,11 @@ def main() -> int:
             if layout is None:
                 return []
             found = ranks(Path(run_dir), *[bodies[min(attempt, len(bodies) - 1)]] * layout.ranks)
+            world = {"WORLD_SIZE": str(layout.world_size), "MASTER_PORT": str(layout.port)}
+            numbered = ((one, one.rank + layout.first_rank) for one in found)
             return [
-                RankCommand(
-                    rank.rank + layout.first_rank,
-                    rank.command,
-                    {
-                        **rank.environment,
-                        "RANK": str(rank.rank + layout.first_rank),
-                        "WORLD_SIZE": str(layout.world_size),
-                        "MASTER_PORT": str(layout.port),
-                    },
-                )
-                for rank in found
+                RankCommand(rank, one.command, {**one.environment, **world, "RANK": str(rank)})
+                for one, rank in numbered
             ]
 
         return Launch(Path(run_dir), prepare, supervisor, others, first_pause_s=0.05, max_restarts=2).run()

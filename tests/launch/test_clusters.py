@@ -18,13 +18,10 @@ ROOT = Path(vitscale.__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def render(cluster: str, *, options: dict[str, str] | None = None, **job) -> list[str]:
-    what = Pretraining("h14_jft", ("seed=3",), Path("runs/x y"), ranks=job.pop("ranks", None), stop_at=7)
-    return find_cluster(cluster).render(Job(what, options=options or {}, **job)).splitlines()
-
-
 def test_local_shows_the_command_of_every_rank():
-    lines = [shlex.split(line) for line in render("local", ranks=2, nodes=2, node_rank=1, master="a")[1:]]
+    what = Pretraining("h14_jft", ("seed=3",), Path("runs/x y"), ranks=2, stop_at=7)
+    shown = find_cluster("local").render(Job(what, options={}, nodes=2, node_rank=1, master="a"))
+    lines = [shlex.split(line) for line in shown.splitlines()[1:]]
     assert [line[: line.index(sys.executable)] for line in lines] == [
         ["WORLD_SIZE=4", "LOCAL_WORLD_SIZE=2", "MASTER_ADDR=a", "MASTER_PORT=PORT", f"RANK={2 + i}", f"LOCAL_RANK={i}"]
         for i in (0, 1)
@@ -33,26 +30,22 @@ def test_local_shows_the_command_of_every_rank():
 
 
 def test_the_command_for_other_nodes_is_understood(tmp_path):
-    """By the command line itself: what it would run there is what was asked for here."""
-    what = Pretraining("h14_jft", ("seed=3",), Path("runs/x"), 2, "never", time_limit_minutes=5, stop_at=7, smoke=True)
+    settings = ("seed=3", "optimizer.lr=0.1")
+    what = Pretraining("h14_jft", settings, Path("runs/x"), 2, "never", time_limit_minutes=5, stop_at=7, smoke=True)
     command = launch_command(Job(what), [sys.executable, "-m", "vitscale"], nodes=3, node_rank="2", master="a:7")
     shown = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, env=ENVIRONMENT, check=True).stdout
     last = shlex.split(shown.splitlines()[-1])
     assert {"WORLD_SIZE=6", "RANK=5", "MASTER_ADDR=a"} <= set(last)
     script = last[last.index("--recipe") :]
-    expected = "--recipe h14_jft --run-dir runs/x --set seed=3 --resume never --stop-at 7 --smoke --time-limit"
-    assert " ".join(script[:-1]) == expected
+    expected = "--recipe h14_jft --run-dir runs/x --set seed=3 --set optimizer.lr=0.1 --resume never --stop-at 7"
+    assert " ".join(script[:-1]) == f"{expected} --smoke --time-limit"
 
 
 @pytest.mark.parametrize(
-    ("cluster", "options", "run_dir"),
-    [
-        ("slurm", {"python": 'apptainer exec "a b'}, "run"),
-        ("slurm", {"srun": "--x='"}, "run"),
-        ("slurm", {}, "a\nrm -rf b"),
-    ],
+    ("options", "run_dir"),
+    [({"python": 'apptainer exec "a b'}, "run"), ({"srun": "--x='"}, "run"), ({}, "a\nrm -rf b")],
 )
-def test_what_would_be_other_words_or_lines_is_refused(cluster, options, run_dir):
+def test_what_would_be_other_words_or_lines_is_refused(options, run_dir):
     what = Pretraining("h14_jft", ranks=1, run_dir=Path(run_dir), smoke=True)
-    with refusal(RecipeError, "launch", f"{cluster} {options} {run_dir!r}", {Path.cwd(): "HERE"}):
-        find_cluster(cluster).render(Job(what, options=options))
+    with refusal(RecipeError, "launch", f"slurm {options} {run_dir!r}", {Path.cwd(): "HERE"}):
+        find_cluster("slurm").render(Job(what, options=options))

@@ -11,7 +11,7 @@ from messages import refusal
 
 from vitscale.ground.errors import RecipeError
 from vitscale.launch import ThisNode, find_place, read_environment
-from vitscale.launch.environment import expand_nodes, split_address
+from vitscale.launch.environment import expand_nodes
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
 OPEN_MPI = {
@@ -142,6 +142,7 @@ LAUNCH_STEP = STEP | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
         ({}, (1, None, None), None),
         ({}, (2, 1, "a:7"), ThisNode(1, 2, "a", 7, 60)),
         ({}, (2, 0, "[::1]:7"), ThisNode(0, 2, "::1", 7, 60)),
+        ({}, (2, 0, "[fe80::1]"), ThisNode(0, 2, "fe80::1", 29600, 60)),
         (LAUNCH_STEP, (None, None, None), ThisNode(1, 2, "gpu07", 13456, 60)),
         (LAUNCH_STEP, (None, None, "ib0:5"), ThisNode(1, 2, "ib0", 5, 60)),
         (LAUNCH_STEP, (4, 3, "a"), ThisNode(3, 4, "a", 29600, 60)),
@@ -167,11 +168,6 @@ def test_a_place_that_is_not_clear_is_refused(environment, variables, given):
     environment(variables)
     with refusal(RecipeError, "launch", f"{variables} {given}"):
         find_place(*given, wait_s=60)
-
-
-def test_addresses():
-    assert split_address("node1") == ("node1", 29600)
-    assert split_address("[fe80::1]") == ("fe80::1", 29600)
 
 
 READ = "from vitscale.launch import read_environment; print(tuple(read_environment()))"

@@ -63,9 +63,7 @@ def test_a_launch_told_to_end_while_it_waits_ends_the_others(tmp_path, told):
     with ExitStack() as stack:
         cluster = Cluster(tmp_path, stack, nodes=3)
         launches = [cluster.start(0, DONE), cluster.start(1, DONE)]
-        for line in launches[0].stderr:
-            if "node 1 of 3 is there" in line:
-                break
+        assert any("node 1 of 3 is there" in line for line in launches[0].stderr)
         launches[told].send_signal(signal.SIGTERM)
         assert [code for code, _ in ends(*launches)] == [85, 85]
 
@@ -101,9 +99,7 @@ def test_a_node_that_falls_silent_is_lost_and_may_come_again(cluster, silent):
     launches = [cluster.start(0, FOREVER, DONE), cluster.start(1, FOREVER, DONE)]
     wait_until(lambda: len(cluster.pids()) == 2)
     launches[silent].send_signal(signal.SIGSTOP)
-    for line in launches[1 - silent].stderr:
-        if "has not answered for" in line:
-            break
+    assert any("has not answered for" in line for line in launches[1 - silent].stderr)
     launches[silent].send_signal(signal.SIGCONT)
     assert [code for code, _ in ends(*launches)] == [0, 0]
 
@@ -132,7 +128,6 @@ def test_launches_that_do_not_belong_together_are_refused(cluster):
     ("devices", "batch", "ranks"),
     [
         ([8, 8], 4096, [8, 8]),
-        ([3], 4096, [2]),
         ([8, 7], 4096, [4, 4]),  # not 15, 14, 12 or 10
         ([8, 1], 90, [8, 1]),
         ([8, 2], 90, [8, 2]),
@@ -153,16 +148,10 @@ def test_a_name_that_nobody_knows_is_waited_for_as_nodes_are(tmp_path):
         assert first.meet(1, is_asked_for=True) is None
 
 
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "many_nodes.py"
-
-
-def crowd(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(PROGRAM), "--json", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_more_nodes_than_files_that_may_be_open_meet_and_end_together():
-    result = crowd("--nodes", 100, "--open-files", 64, "--doubled", 4, "--slow", 4, "--silence", 10)
+    program = Path(__file__).parents[2] / "benchmarks" / "many_nodes.py"
+    options = ["--json", "--nodes", "100", "--open-files", "64", "--doubled", "4", "--slow", "4", "--silence", "10"]
+    result = subprocess.run([sys.executable, program, *options], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["world_size"] == 800 and found["accounts"] == 100 and found["refused"] == 4

@@ -42,6 +42,7 @@ def test_as_many_ranks_as_devices_that_divide_the_batch(capfd):
     assert sizes([8, 7, 3, 1], run_dir=Path("anywhere")) == [8, 4, 2, 1]
     shown = capfd.readouterr().err
     assert "7 CUDA devices instead of 8" in shown and "uses 4 of 7 CUDA devices" in shown
+    assert sizes([0, 0]) == [1, 1]  # on CPUs
 
 
 def test_what_is_refused_leaves_no_directory_and_its_cause_is_told_once(tmp_path):
@@ -53,10 +54,6 @@ def test_what_is_refused_leaves_no_directory_and_its_cause_is_told_once(tmp_path
     assert not run_dir.parent.exists()
     lines = done.stderr.splitlines()
     assert sum("rank 0" in line for line in lines) == sum(line.startswith("error: ") for line in lines) == 1, lines
-
-
-def test_one_rank_on_cpus():
-    assert sizes([0, 0]) == [1, 1]
 
 
 def test_ranks_that_are_asked_for_are_not_counted():
@@ -74,23 +71,6 @@ def test_devices_that_cannot_be_counted():
 
 def arguments(ranks: PretrainingRanks, attempt: int) -> list[str]:
     return list(ranks(attempt)[0].command[2:])
-
-
-def test_what_the_trainer_is_told(tmp_path):
-    what = Pretraining(
-        "h14_jft", ("seed=3", "optimizer.lr=0.1"), tmp_path / "run", ranks=1, resume="never", stop_at=7, smoke=True
-    )
-    expected = [
-        "--recipe",
-        "h14_jft",
-        "--run-dir",
-        str(tmp_path / "run"),
-        "--set",
-        "seed=3",
-        "--set",
-        "optimizer.lr=0.1",
-    ]
-    assert arguments(PretrainingRanks(what), 0) == [*expected, "--resume", "never", "--stop-at", "7", "--smoke"]
 
 
 @pytest.mark.parametrize("held_a_run", [False, True])

@@ -2,14 +2,15 @@
 
 import itertools
 import json
+import os
 import random
+import re
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from processes import signal_when
+from processes import signal_when, wait_until
 from small_ranks import ranks
 
 from vitscale.ground import errors
@@ -20,7 +21,7 @@ from vitscale.launch.ends import End, cause
 DONE = "note('DONE', '{}')"
 
 
-def launch(run_dir: Path, *attempts: tuple[str, ...], max_restarts: int = 3, **options):
+def launch(run_dir: Path, *attempts: tuple[str, ...], max_restarts: int = 3, grace_s: float = 0.3, **options):
     """(exit code, attempts) of a launch whose n-th attempt has these bodies; the last one repeats."""
     run_dir.mkdir(exist_ok=True)
     started = []
@@ -30,7 +31,7 @@ def launch(run_dir: Path, *attempts: tuple[str, ...], max_restarts: int = 3, **o
         started.append(attempt)
         return ranks(run_dir, *attempts[min(attempt, len(attempts) - 1)])
 
-    with Supervisor(grace_s=0.3) as supervisor:
+    with Supervisor(grace_s=grace_s) as supervisor:
         code = Launch(
             run_dir, prepare, supervisor, max_restarts=max_restarts, first_pause_s=options.pop("pause", 0.01), **options
         ).run()
@@ -89,15 +90,12 @@ def test_steps_are_no_progress_where_there_are_checkpoints(tmp_path):
     assert launch(tmp_path, *((body,) for body in steps), max_restarts=1) == (1, 2)
 
 
-def test_a_run_that_was_done_before(tmp_path):
+def test_a_run_that_is_to_stop_early_or_was_done_before(tmp_path):
+    assert launch(tmp_path, ("pass",), stops_early=True) == (0, 1)
+    assert launch(tmp_path, ("pass", "sys.exit(75)"), stops_early=True, max_restarts=0) == (75, 1)
     (tmp_path / "DONE").write_text("{}")
     assert launch(tmp_path, ("pass",)) == (0, 1)
     assert launch(tmp_path, ("sys.exit(2)",)) == (2, 1)
-
-
-def test_a_run_that_is_to_stop_early_is_not_done(tmp_path):
-    assert launch(tmp_path, ("pass",), stops_early=True) == (0, 1)
-    assert launch(tmp_path, ("pass", "sys.exit(75)"), stops_early=True, max_restarts=0) == (75, 1)
 
 
 def test_a_run_that_was_told_to_end_is_not_restarted(tmp_path):
@@ -108,22 +106,21 @@ def test_a_run_that_was_told_to_end_is_not_restarted(tmp_path):
         assert launch(run_dir, (told.format(own),)) == (code, 1)
 
 
-def test_a_second_signal_is_75(tmp_path, monkeypatch):
+def test_a_second_signal_ends_ranks_that_ignore_the_first_without_showing_stacks(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("vitscale.launch.supervisor._SAME_REQUEST_SECONDS", 0)
-    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); note('ready'); time.sleep(100)"
-    arguments = ([tmp_path / "ready"], signal.SIGTERM, signal.SIGINT)
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN); note(f'ready-{rank}'); time.sleep(100)"
+    arguments = ([tmp_path / "ready-0", tmp_path / "ready-1"], signal.SIGTERM, signal.SIGINT)
     threading.Thread(target=signal_when, args=arguments, daemon=True).start()
-    assert launch(tmp_path, (body,)) == (75, 1)
+    assert launch(tmp_path, (body, body)) == (75, 1)
+    ends = [line["returncode"] for line in journal(tmp_path) if line["event"] == "rank ended"]
+    assert ends == [-signal.SIGKILL] * 2 and "most recent call first" not in capfd.readouterr().err
 
 
 def test_a_pause_ends_when_told_to(tmp_path):
-    def restarts() -> bool:
-        return (tmp_path / "launch.jsonl").exists() and journal(tmp_path)[-1]["event"] == "restart"
-
     def tell() -> None:
-        while not restarts():
-            time.sleep(0.01)
-        signal_when([], signal.SIGTERM)
+        file = tmp_path / "launch.jsonl"
+        wait_until(lambda: file.exists() and journal(tmp_path)[-1]["event"] == "restart")
+        os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=tell, daemon=True).start()
     code, _ = launch(tmp_path, ("sys.exit(75)",), pause=60)
@@ -136,9 +133,12 @@ def test_pauses_grow(tmp_path):
     assert [line["pause_s"] for line in journal(tmp_path) if line["event"] == "restart"] == [0.01, 0.02, 0.04]
 
 
-def test_the_journal_tells_the_story(tmp_path):
-    launch(tmp_path, ("beat(3); sys.exit(75)", "beat(4); os.kill(os.getpid(), signal.SIGKILL)"), (DONE,))
-    lines = journal(tmp_path)
+def test_the_journal_tells_the_story(tmp_path, capfd):
+    survivor, killed = "wait_for('gone'); beat(3); sys.exit(75)", "beat(4); note('gone'); os.kill(os.getpid(), 9)"
+    launch(tmp_path, (survivor, killed), (DONE,), grace_s=10)
+    lines, shown = journal(tmp_path), capfd.readouterr().err
+    assert re.search(r"launch: rank 1 \(pid \d+\) was killed by SIGKILL after step 4 \(training\), on ", shown)
+    assert "rank 0" in shown and "exit code 75 (to be repeated) after step 3" in shown
     assert [line["event"] for line in lines] == [
         *("started", "rank ended", "rank ended", "restart", "started", "rank ended", "finished")
     ]

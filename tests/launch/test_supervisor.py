@@ -33,20 +33,6 @@ def test_each_rank_is_a_session_of_its_own_with_signals_as_usual(tmp_path):
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == ["[True, set()]"] * 2
 
 
-def test_a_killed_rank_is_named_and_the_others_may_end_by_themselves(tmp_path, capfd):
-    ends, _ = run(
-        tmp_path,
-        "wait_for('gone'); beat(8); sys.exit(75)",
-        "beat(7); note('gone'); os.kill(os.getpid(), signal.SIGKILL)",
-        grace_s=10,
-    )
-    first = cause(ends)
-    assert first is not None and (first.rank, first.returncode, first.step) == (1, -signal.SIGKILL, 7)
-    shown = capfd.readouterr().err
-    assert f"launch: rank 1 (pid {first.pid}) was killed by SIGKILL after step 7 (training), on " in shown
-    assert "rank 0" in shown and "exit code 75 (to be repeated) after step 8" in shown
-
-
 def test_who_does_not_end_shows_its_stacks_and_is_killed_with_its_children(tmp_path, capfd):
     stubborn = (
         "signal.signal(signal.SIGTERM, signal.SIG_IGN); child = subprocess.Popen(['sleep', '100'])\n"
@@ -160,15 +146,6 @@ def test_a_rank_that_starts_after_the_signal_is_told_too(tmp_path):
     with Supervisor(silence_s=5) as supervisor:
         ends = supervisor.run(Starts(ranks(tmp_path, body, body, body)))
     assert {end.returncode for end in ends} <= {85, -signal.SIGTERM} and len(ends) == 3
-
-
-def test_a_second_signal_ends_ranks_that_ignore_the_first(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("vitscale.launch.supervisor._SAME_REQUEST_SECONDS", 0)
-    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER
-    in_thread([tmp_path / "ready-0", tmp_path / "ready-1"], signal.SIGTERM, signal.SIGINT)
-    ends, supervisor = run(tmp_path, body, body)
-    assert supervisor.at_once and [end.returncode for end in ends] == [-signal.SIGKILL] * 2
-    assert "most recent call first" not in capfd.readouterr().err
 
 
 def test_one_request_may_come_twice(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ import sys
 import pytest
 from browser import Read, open_page
 
-from vitscale.ground.errors import RecipeError
 from vitscale.ground.page import SERIES, Drawing, Facts, Folded, Section, Table, Text, draw, page_text
 from vitscale.ground.table import Column, ResultTable, number
 
@@ -50,13 +49,6 @@ def test_text_is_text_and_nothing_is_outside(text):
     assert read.numbers == [("98.77", "0.987654")] * 2
 
 
-def test_it_opens_without_a_word_of_the_console(text, tmp_path):
-    file = tmp_path / "page.html"
-    file.write_text(text)
-    opened = open_page(file, tmp_path / "profile")
-    assert opened.console == [] and Read(opened.document).rows == Read(text).rows
-
-
 @pytest.mark.parametrize("planted", ["<script>no()</script>", '<img src="http://example.com/x.png">'])
 def test_what_a_page_forbids_itself_is_seen(text, tmp_path, planted):
     file = tmp_path / "page.html"
@@ -90,9 +82,3 @@ def test_a_number_that_is_none_is_no_page():
     view = ResultTable([Column("a", "a")], [{"a": float("nan")}])
     with pytest.raises(ValueError):
         page_text("", "", [Section("", [Table(view)])])
-
-
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(RecipeError, match="pip install"):
-        figure()

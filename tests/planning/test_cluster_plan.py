@@ -3,12 +3,11 @@
 import json
 
 import pytest
+from commands import command
 from messages import assert_messages
 from toy_recipes import make_recipe
-from typer.testing import CliRunner
 
 from vitscale.about.planning import Cluster, ClusterPlan, make_cluster, make_plan
-from vitscale.cli.main import app
 from vitscale.flops.estimate import estimate
 from vitscale.flops.hardware import find_device
 from vitscale.ground.errors import RecipeError
@@ -47,18 +46,14 @@ def test_tensors_of_few_blocks_and_batches_are_those_of_all(again, depth):
         assert exact.transient <= between(micro).transient * 1.01
 
 
-def run(*arguments: object):
-    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
-
-
 def test_the_command_says_what_it_assumes_and_costs_what_six_n_t_says():
     small = ["--set", "model.depth=2", "--set", "batch.global=64"]
-    result = run("h14_jft", "--devices", 16, "--hardware", "H100", *small)
-    assert result.exit_code == 0, result.output
+    code, said = command("plan", "h14_jft", "--devices", 16, "--hardware", "H100", *small).answer
+    assert code == 0, said
     for words in ("best", "Assumed:", "8 devices a node", "40% MFU", "kB a stored image", "On paper"):
-        assert words in result.output
+        assert words in said
     arguments = ("--devices", 16, "--hardware", "h100", "--mfu", 0.3, "--price", 2, "--json")
-    found = json.loads(run("h14_jft", *arguments, *small).output)
+    found = json.loads(command("plan", "h14_jft", *arguments, *small).stdout)
     assert {(one["zero_stage"], one["activation_checkpointing"]) for one in found["choices"]} == {
         (stage, again) for stage in range(4) for again in range(3)
     }
@@ -84,6 +79,6 @@ def test_the_command_says_what_it_assumes_and_costs_what_six_n_t_says():
     ],
 )
 def test_mistakes_are_named(arguments):
-    result = run("h14_jft", *arguments)
-    assert isinstance(result.exception, RecipeError)
-    assert_messages("cluster-plan", {" ".join(map(str, arguments)): str(result.exception).splitlines()[0]})
+    code, message = command("plan", "h14_jft", *arguments).answer
+    assert code == RecipeError.exit_code
+    assert_messages("cluster-plan", {" ".join(map(str, arguments)): message.splitlines()[0]})

@@ -1,5 +1,7 @@
 """The estimate by its parts, and the micro-batch that fits."""
 
+from pathlib import Path
+
 import pytest
 from toy_recipes import make_recipe
 
@@ -9,6 +11,7 @@ from vitscale.training.deepspeed.config import derive_config
 
 WIDE = {"patch_size": 14, "width": 4096, "depth": 2, "mlp_dim": 16384, "num_heads": 32}
 SMALL = {"name": "ViT-Ti/16", "depth": 3}
+IN_FRONT = {"background": False}
 PARAMETERS = 2 * 12 * 4096**2 + 4096 * (4096 + 588 + 257 + 1000)  # of it, without biases and norms
 
 
@@ -22,23 +25,16 @@ def test_states_are_the_rule_of_thumb():
 
 
 def test_offloading_moves_the_optimizer_to_the_host():
-    on_device, on_host = (
-        expected_memory(
-            # Wide, as with an offloaded optimizer DeepSpeed's buckets of a constant size are on the device.
-            make_recipe(WIDE, parallelism={"offload": where}, checkpoint={"background": False}),
-            1000,
-            1,
-            device="cuda",
-        )
-        for where in ("none", "optimizer")
-    )
+    # Wide, as with an offloaded optimizer DeepSpeed's buckets of a constant size are on the device.
+    recipes = (make_recipe(WIDE, parallelism={"offload": on}, checkpoint=IN_FRONT) for on in ("none", "optimizer"))
+    on_device, on_host = (expected_memory(recipe, 1000, 1, device="cuda") for recipe in recipes)
     assert on_device.optimizer > 0 and on_device.host_optimizer == 0
     assert on_host.optimizer == 0 and on_host.host_optimizer >= on_device.optimizer
     assert on_host.host_bytes > on_device.host_bytes and on_host.device_bytes < on_device.device_bytes
 
 
 def test_average_and_background_copy_follow_the_masters():
-    plain = expected_memory(make_recipe(SMALL, 96, checkpoint={"background": False}), 10, 1)
+    plain = expected_memory(make_recipe(SMALL, 96, checkpoint=IN_FRONT), 10, 1)
     averaged = expected_memory(make_recipe(SMALL, 96, ema={}), 10, 1)
     masters = plain.optimizer // 3
     assert averaged.ema == masters and plain.ema == plain.host_checkpoint == 0
@@ -84,8 +80,15 @@ def test_elements_in_flight_are_those_that_training_asks_for():
     assert memory(as_asked) == memory({}) != memory(more)
 
 
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+
+
 def test_memory_of_a_machine_and_of_its_control_groups(tmp_path, monkeypatch):
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    assert available_memory(tmp_path) is None and has_bf16_instructions(tmp_path) is None
     files = {
         "proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    8192 kB\n",
         **{"proc/cpuinfo": "flags\t\t: fpu avx512f avx512_bf16\n", "proc/self/cgroup": "0::/slice/job\n"},
@@ -94,9 +97,7 @@ def test_memory_of_a_machine_and_of_its_control_groups(tmp_path, monkeypatch):
         **{"sys/fs/cgroup/slice/job/memory.max": "max\n", "sys/fs/cgroup/slice/job/memory.current": "1\n"},
         "sys/fs/cgroup/slice/job/memory.stat": "inactive_file 0\n",
     }
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
+    write(tmp_path, files)
     assert available_memory(tmp_path) == 3_000_000
     assert has_bf16_instructions(tmp_path) is True
     (tmp_path / "sys/fs/cgroup/slice/memory.max").write_text("max\n")
@@ -106,17 +107,7 @@ def test_memory_of_a_machine_and_of_its_control_groups(tmp_path, monkeypatch):
 
 
 def test_an_old_control_group_limits_too(tmp_path):
-    folder = tmp_path / "sys/fs/cgroup/memory/slurm"
-    folder.mkdir(parents=True)
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("11:cpu,cpuacct:/x\n4:memory:/slurm\n")
-    (folder / "memory.limit_in_bytes").write_text("5000\n")
-    (folder / "memory.usage_in_bytes").write_text("3000\n")
-    (folder / "memory.stat").write_text("total_inactive_file 500\n")
+    write(tmp_path, {"proc/self/cgroup": "11:cpu,cpuacct:/x\n4:memory:/slurm\n"})
+    found = {"limit_in_bytes": "5000\n", "usage_in_bytes": "3000\n", "stat": "total_inactive_file 500\n"}
+    write(tmp_path, {f"sys/fs/cgroup/memory/slurm/memory.{name}": content for name, content in found.items()})
     assert available_memory(tmp_path) == 2500
-
-
-def test_a_machine_that_says_nothing_is_unknown(tmp_path, monkeypatch):
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    assert available_memory(tmp_path) is None
-    assert has_bf16_instructions(tmp_path) is None

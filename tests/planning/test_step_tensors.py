@@ -80,14 +80,12 @@ def check(case: tuple[dict[str, Any], int, dict[str, Any]], micro_batch: int) ->
     assert counted.transient >= 0
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_what_is_saved_is_what_a_computed_pass_saves(name):
-    check(QUICK[name], micro_batch=3)
-
-
-@pytest.mark.parametrize("name", ["Ti16", "axial", "axial-resnet"])
-def test_one_image_needs_fewer_copies_than_two(name):
-    check(QUICK[name], micro_batch=1)
+# One image needs fewer copies than two.
+@pytest.mark.parametrize(
+    ("name", "images"), [*((name, 3) for name in QUICK), ("Ti16", 1), ("axial", 1), ("axial-resnet", 1)]
+)
+def test_what_is_saved_is_what_a_computed_pass_saves(name, images):
+    check(QUICK[name], images)
 
 
 @pytest.mark.slow

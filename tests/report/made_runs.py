@@ -1,12 +1,12 @@
 """Runs that were never trained, with records by the writers that real runs have; and studies of them."""
 
 import hashlib
-import json
 import signal
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import yaml
+from studies import tiny
 
 from vitscale.about.studies.expansion import expand
 from vitscale.about.studies.reading import load_study
@@ -22,16 +22,7 @@ from vitscale.runs.done import write_done
 from vitscale.runs.metrics import MetricsLines
 
 STEPS = 40
-RECIPE = """
-model: {patch_size: 8, width: 64, depth: 1, mlp_dim: 64, num_heads: 1, head: linear}
-data: {train: train, image_size: 16, threads: 1, crop: {area: [0.5, 1.0]}}
-batch: {global: 16, micro_max: 16}
-objective: {loss: softmax}
-optimizer: {name: adamw, lr: 1e-3}
-schedule: {duration: {steps: 40}}
-precision: fp32
-logging: {trackers: []}
-"""
+RECIPE = tiny.RECIPE.replace("steps: 4", f"steps: {STEPS}")
 VERSIONS = {"vitscale": "0.1.0", "torch": "2.13.0"}
 
 
@@ -45,12 +36,9 @@ def write_data(root: Path, name: str, *, against: Sequence[str] = (), splits: Se
             manifest.model_copy(update={"options": options, "num_removed": 3}).save(folder)
         if against and split == "full":
             blank = {"distance": None, "correlation": None, "cosine": None, "variant": None, "tier": "bytes"}
+            blank["test_set"] = against[0]
             rows = [
-                {
-                    **{"train_uid": uid, "train_key": f"a{uid}", "test_set": against[0], "test_key": key},
-                    **blank,
-                    "removed": out,
-                }
+                {**blank, "train_uid": uid, "train_key": f"a{uid}", "test_key": key, "removed": out}
                 for uid, key, out in ((1, "x", True), (1, "y", True), (2, "x", True), (5, "x", False))
             ]
             write_tables(folder / "dedup.parquet", [DECISIONS.empty_table().from_pylist(rows, DECISIONS)], DECISIONS)
@@ -58,8 +46,8 @@ def write_data(root: Path, name: str, *, against: Sequence[str] = (), splits: Se
 
 def write_run(
     directory: Path,
-    recipe: str | Path,
     settings: Sequence[str] = (),
+    recipe: str | Path | None = None,
     *,
     until: int = STEPS,
     metrics: Mapping[str, float] | None = None,
@@ -67,32 +55,27 @@ def write_run(
 ) -> None:
     """The directory of a run, finished unless `until` is before its end.
 
-    Its metrics follow from its name unless they are given, its compute is so many `exaflops` a step.
+    Its metrics follow from its name unless they are given, its compute is so many `exaflops` a step. Without `recipe`
+    it is of RECIPE, which is written beside it.
     """
-    loaded = load_recipe(str(recipe), list(settings))
     directory.mkdir(parents=True)
+    if recipe is None:
+        recipe = directory.parent / "tiny.yaml"
+        recipe.write_text(RECIPE)
+    loaded = load_recipe(str(recipe), list(settings))
     (directory / "recipe.yaml").write_text(yaml.safe_dump(loaded.dump(), sort_keys=False))
     top1 = int(hashlib.sha256(directory.name.encode()).hexdigest()[:6], 16) / 16**6
     lines = MetricsLines(directory / "metrics.jsonl", 0)
     for step in range(10, until + 1, 10):
-        values = {
-            "loss": 2.0 / step,
-            "lr": 1e-3 * step,
-            "step_time_s": 1.5,
-            "exaflops": exaflops * step,
-            "world_size": 2,
-        }
-        lines.training(step, values)
+        values = {"loss": 2.0 / step, "lr": 1e-3 * step, "exaflops": exaflops * step}
+        lines.training(step, {**values, "step_time_s": 1.5, "world_size": 2})
     evaluation = {"validation/top1": top1, "validation/loss": 1 - top1} if metrics is None else dict(metrics)
     if until > STEPS // 2 and metrics is None:
         lines.evaluation(STEPS // 2, {"validation/top1": top1 / 2, "validation/loss": 1 - top1 / 2})
     lines.evaluation(until, evaluation)
     manifest = Manifest.load(loaded.dataset_path(loaded.data.train))
-    data = {
-        "num_samples": manifest.num_samples,
-        "class_names": list(manifest.class_names),
-        "manifest_sha256": manifest.sha256,
-    }
+    data = {"num_samples": manifest.num_samples, "class_names": list(manifest.class_names)}
+    data["manifest_sha256"] = manifest.sha256
     index = CheckpointIndex(until, 2, {"w": [1]}, ["master"], until, loaded.dump(), data, VERSIONS)
     folder = directory / "checkpoints" / f"step-{until:08d}"
     folder.mkdir(parents=True)
@@ -121,11 +104,11 @@ class WritingEngine:
                 (what.run_dir / "launch.log").write_text("error: <b>no</b> data\n")
                 self._ended[name] = 3
             elif name in self._halves:
-                write_run(what.run_dir, what.recipe, what.settings, until=20)
+                write_run(what.run_dir, what.settings, what.recipe, until=20)
                 del self._ended[name]
                 signal.raise_signal(signal.SIGTERM)  # as a scheduler does while it runs
             else:
-                write_run(what.run_dir, what.recipe, what.settings)
+                write_run(what.run_dir, what.settings, what.recipe)
 
     def ended(self) -> Mapping[str, int]:
         ended, self._ended = self._ended, {}
@@ -139,10 +122,7 @@ class WritingEngine:
 
 def write_study(folder: Path, parts: dict, engine: WritingEngine | None = None) -> Path:
     """The folder of a study that has been run."""
-    (folder / "tiny.yaml").write_text(RECIPE)
-    file = folder / "study.yaml"
-    file.write_text(yaml.safe_dump({"parts": parts}, sort_keys=False))
-    out = folder / "out"
+    file, out = tiny.write_study(folder, parts, recipe=RECIPE), folder / "out"
     expansion = expand(load_study(file), out, (), folder)
     StudyRun(expansion, out, engine or WritingEngine(), About("study", str(file), "local")).run()
     return out
@@ -152,7 +132,6 @@ def part(root: Path, names: Sequence[str], **more: object) -> dict:
     """Two candidates on data sets, of which the winner is run twice more."""
     splits = ("train", "dev", "full", "test")
     return {
-        "recipe": "tiny.yaml",
         "settings": {"data.root": str(root)},
         "grid": [{"optimizer.lr": [0.001, 0.3]}],
         "datasets": {name.rpartition("/")[2]: {split: f"{name}/{split}" for split in splits} for name in names},
@@ -160,18 +139,3 @@ def part(root: Path, names: Sequence[str], **more: object) -> dict:
         "refit": {"seeds": [0, 1]},
         **more,
     }
-
-
-def numbers_in(content: object) -> set[str]:
-    """Every number in a JSON document, with all its digits."""
-    found: set[str] = set()
-    stack = [content]
-    while stack:
-        one = stack.pop()
-        if isinstance(one, dict):
-            stack += one.values()
-        elif isinstance(one, list):
-            stack += one
-        elif isinstance(one, int | float) and not isinstance(one, bool):
-            found.add(json.dumps(one))
-    return found

@@ -39,10 +39,10 @@ def reported(tmp_path_factory) -> tuple[dict, str]:
         places = [f"data.root={root}", f"data.train={name}/full"]
         before, tuned = root / f"pre-{name}", root / f"tuned-{name}"
         measured = {"fewshot/imagenet/5shot": FEWSHOT[name]}
-        write_run(before, recipe, [*places, f"evaluation.fewshot={few}"], metrics=measured, exaflops=EXAFLOPS[name])
+        write_run(before, [*places, f"evaluation.fewshot={few}"], recipe, metrics=measured, exaflops=EXAFLOPS[name])
         places = [f"data.root={root}", "data.train=imagenet/full", "evaluation.validation=imagenet/test"]
         measured = {"validation/top1": TOP1[name]}
-        write_run(tuned, recipe, [*places, f"init.from={before}"], metrics=measured, exaflops=0.5)
+        write_run(tuned, [*places, f"init.from={before}"], recipe, metrics=measured, exaflops=0.5)
         runs += [before, tuned]
     content = gather(runs)
     return json.loads(json.dumps(content.plain(), allow_nan=False)), page(content)

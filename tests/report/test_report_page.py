@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 from browser import Read, open_page
-from report.made_runs import RECIPE, WritingEngine, numbers_in, part, write_data, write_run, write_study
+from commands import command
+from report.made_runs import WritingEngine, part, write_data, write_run, write_study
 from scipy.stats import norm
-from typer.testing import CliRunner
 
 from vitscale.about.report import gather, page, write_report
-from vitscale.cli.main import app
 from vitscale.flops.published import table_2, table_9
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.vtab import TASKS
@@ -36,8 +35,7 @@ def root(tmp_path_factory) -> Path:
 def pretrained(root, tmp_path_factory) -> Path:
     """A run that others begin with."""
     folder = tmp_path_factory.mktemp("before")
-    (folder / "tiny.yaml").write_text(RECIPE)
-    write_run(folder / "i21k", folder / "tiny.yaml", [f"data.root={root}", "data.train=imagenet21k/full"])
+    write_run(folder / "i21k", [f"data.root={root}", "data.train=imagenet21k/full"])
     return folder / "i21k"
 
 
@@ -65,18 +63,15 @@ def made(study) -> tuple[dict, str, Read]:
     return reported(study)
 
 
-def value_of(shown: str) -> float:
-    return float(shown.replace(",", "").removesuffix("%").strip())
-
-
 def check_numbers(content: dict, read: Read) -> None:
     """Each number of the tables is one of results.json, and what is shown is that number, rounded, or in percent."""
-    known = numbers_in(content)
+    known: set[str] = set()
+    json.loads(json.dumps(content), parse_int=known.add, parse_float=known.add)
     assert read.numbers
     for shown, digits in read.numbers:
         assert digits in known, shown
-        exact = float(digits)
-        assert any(value_of(shown) == pytest.approx(exact * scale, rel=6e-3, abs=6e-3) for scale in (1, 100))
+        value, exact = float(shown.replace(",", "").removesuffix("%").strip()), float(digits)
+        assert any(value == pytest.approx(exact * scale, rel=6e-3, abs=6e-3) for scale in (1, 100))
 
 
 def test_a_study_with_a_failed_and_an_unfinished_entry(made, tmp_path):
@@ -108,19 +103,11 @@ def test_means_are_the_studys(study, made):
     own = json.loads((study / "results.json").read_text())
     content, _, _ = made
     (summary,) = [s for s in own["summaries"] if (s["part"], s["dataset"], s["split"]) == ("transfer", "pets", "test")]
-    (result,) = [
-        r
-        for r in content["results"]
-        if (r["part"], r["task"], r["split"], r["metric"]) == ("transfer", "pets", "test", "validation/top1")
-    ]
+    of = {(r["part"], r["task"], r["split"], r["metric"]): r for r in content["results"]}
+    result, half = (of["transfer", task, "test", "validation/top1"] for task in ("pets", "flowers"))
     values = summary["metrics"]["validation/top1"]
     assert (result["mean"], result["std"], result["n"]) == (values["mean"], values["std"], 2)
     assert result["seeds"] == [0, 1] and result["runs"] == summary["entries"]
-    (half,) = [
-        r
-        for r in content["results"]
-        if (r["part"], r["task"], r["split"], r["metric"]) == ("transfer", "flowers", "test", "validation/top1")
-    ]
     assert (half["n"], half["n_planned"], half["std"]) == (1, 2, None)
 
 
@@ -157,14 +144,10 @@ def test_what_was_left_out_for_which_test_set(made):
 
 
 def test_what_is_below_the_current_folder_is_named_without_it(root, study, pretrained, made, monkeypatch):
-    assert {one["where"].removeprefix(f"{root}/") for one in made[0]["datasets"]} == {
-        f"{one['name']}/manifest.json" for one in made[0]["datasets"]
-    }
+    assert all(one["where"] == f"{root}/{one['name']}/manifest.json" for one in made[0]["datasets"])
     monkeypatch.chdir(root.parent)
     content, text, _ = reported(study)
-    assert {one["where"] for one in content["datasets"]} == {
-        f"{root.name}/{one['name']}/manifest.json" for one in content["datasets"]
-    }
+    assert all(one["where"] == f"{root.name}/{one['name']}/manifest.json" for one in content["datasets"])
     assert f"{root}/" not in text
     assert f"init.from={pretrained.relative_to(root.parent)}" in text
     monkeypatch.chdir(study.parent)
@@ -203,8 +186,7 @@ def test_beside_table_2(made):
 def test_vtab_has_both_means(root, tmp_path):
     for task in TASKS:
         write_data(root, f"vtab/{task}", against=[f"vtab/{task}"])
-    (tmp_path / "tiny.yaml").write_text(RECIPE)
-    write_run(tmp_path / "before", tmp_path / "tiny.yaml", [f"data.root={root}", "data.train=pets/full"])
+    write_run(tmp_path / "before", [f"data.root={root}", "data.train=pets/full"])
     parts = part(root, [f"vtab/{task}" for task in TASKS], selection={"metric": "dev/top1", "shared": True})
     parts["settings"]["init.from"] = str(tmp_path / "before")
     out = write_study(tmp_path, {"vtab": parts})
@@ -231,10 +213,9 @@ def test_vtab_has_both_means(root, tmp_path):
 
 
 def test_runs_of_two_seeds_are_one_result(root, tmp_path):
-    (tmp_path / "tiny.yaml").write_text(RECIPE)
     settings = [f"data.root={root}", "data.train=pets/full", "evaluation.validation=pets/test"]
     for seed, of_device in ((3, "batch.micro_max=4"), (4, "parallelism.compile=true")):
-        write_run(tmp_path / f"seed{seed}", tmp_path / "tiny.yaml", [*settings, of_device, f"seed={seed}"])
+        write_run(tmp_path / f"seed{seed}", [*settings, of_device, f"seed={seed}"])
     content, _, read = reported(tmp_path / "seed3", tmp_path / "seed4")
     (result,) = [r for r in content["results"] if r["metric"] == "validation/top1"]
     assert result["n"] == 2 and result["seeds"] == [3, 4] and content["paper"] == []
@@ -244,21 +225,15 @@ def test_runs_of_two_seeds_are_one_result(root, tmp_path):
 def test_branches_of_trunks_of_several_seeds_are_one_result_and_no_transfer(root, tmp_path):
     write_data(root, "cifar10")
     settings = {"data.root": str(root), "data.train": "cifar10/full", "evaluation.validation": "cifar10/test"}
-    trunk = {"recipe": "tiny.yaml", "settings": {**settings, "schedule.decay": "constant"}, "seeds": [0, 1]}
-    branch = {
-        "recipe": "tiny.yaml",
-        "from": ["trunk"],
-        "take": ["seed"],
-        "settings": {**settings, "init": {"step": 10, "continue": True}, "schedule.decay": "linear"},
-    }
+    trunk = {"settings": {**settings, "schedule.decay": "constant"}, "seeds": [0, 1]}
+    continued = {**settings, "init": {"step": 10, "continue": True}, "schedule.decay": "linear"}
+    branch = {"from": ["trunk"], "take": ["seed"], "settings": continued}
     out = write_study(tmp_path, {"trunk": trunk, "branch": branch})
     content, _, read = reported(out)
     check_numbers(content, read)
     of = {r["part"]: r for r in content["results"] if r["metric"] == "validation/top1"}
-    assert {part: (r["n"], r["seeds"], r["begins_with"]) for part, r in of.items()} == {
-        "trunk": (2, [0, 1], None),
-        "branch": (2, [0, 1], None),
-    }
+    found = {part: (r["n"], r["seeds"], r["begins_with"]) for part, r in of.items()}
+    assert found == dict.fromkeys(("trunk", "branch"), (2, [0, 1], None))
     # A thousandth an exaFLOP a step: the ten steps that trunk and branch share count once.
     assert of["branch"]["exaflops"] == pytest.approx(of["trunk"]["exaflops"]) == pytest.approx(0.04)
     assert {row["role"] for row in content["deduplication"]} == {"training"}
@@ -269,14 +244,9 @@ def test_branches_of_trunks_of_several_seeds_are_one_result_and_no_transfer(root
 
 
 def test_odd_names_stay_text(root, tmp_path):
-    (tmp_path / "tiny.yaml").write_text(RECIPE)
-    odd = tmp_path / "<script>alert(1)</script> $x$ & \"'"
-    odd.parent.mkdir(parents=True, exist_ok=True)
     settings = [f"data.root={root}", "data.train=pets/full", "evaluation.validation=pets/test"]
-    (tmp_path / "made").mkdir()
-    write_run(tmp_path / "made" / "run", tmp_path / "tiny.yaml", settings)
     odd = tmp_path / 'a <script>alert(1)<b> $x$ & "'
-    (tmp_path / "made" / "run").rename(odd)
+    write_run(odd, settings)
     _, text, read = reported(odd)
     assert "script" not in read.tags and "<script" not in text and odd.name in read.words
     (tmp_path / "index.html").write_text(text)
@@ -284,9 +254,8 @@ def test_odd_names_stay_text(root, tmp_path):
 
 
 def test_an_edited_recipe_and_a_changed_manifest_are_told(root, tmp_path):
-    (tmp_path / "tiny.yaml").write_text(RECIPE)
     write_data(tmp_path, "mine", splits=("full",))
-    write_run(tmp_path / "run", tmp_path / "tiny.yaml", [f"data.root={tmp_path}", "data.train=mine/full"])
+    write_run(tmp_path / "run", [f"data.root={tmp_path}", "data.train=mine/full"])
     recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
     recipe["optimizer"]["lr"] = 0.5
     (tmp_path / "run" / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -300,10 +269,9 @@ def test_an_edited_recipe_and_a_changed_manifest_are_told(root, tmp_path):
 
 
 def test_data_that_have_gone_are_told(root, tmp_path):
-    (tmp_path / "tiny.yaml").write_text(RECIPE)
     write_data(tmp_path, "gone", splits=("full",))
     settings = [f"data.root={tmp_path}", "data.train=gone/full", "evaluation.validation=gone/test"]
-    write_run(tmp_path / "run", tmp_path / "tiny.yaml", settings)
+    write_run(tmp_path / "run", settings)
     (tmp_path / "gone").rename(tmp_path / "away")
     content, _, read = reported(tmp_path / "run")
     assert all(one["problem"] for one in content["datasets"])
@@ -320,8 +288,7 @@ def test_data_that_have_gone_are_told(root, tmp_path):
     ],
 )
 def test_a_damaged_source_is_told(root, tmp_path, file, content, expected):
-    (tmp_path / "tiny.yaml").write_text(RECIPE)
-    write_run(tmp_path / "run", tmp_path / "tiny.yaml", [f"data.root={root}", "data.train=pets/full"])
+    write_run(tmp_path / "run", [f"data.root={root}", "data.train=pets/full"])
     path = tmp_path / file
     path.unlink() if content is None else path.write_text(content)
     with pytest.raises(expected):
@@ -335,23 +302,20 @@ def test_what_is_no_source_is_told(study, pretrained, tmp_path):
 
 
 def test_the_command_writes_both_files_and_replaces_only_a_report(study, tmp_path):
-    def call(*arguments: object) -> tuple[int, BaseException | None]:
-        done = CliRunner().invoke(app, ["report", *map(str, arguments)])
-        return done.exit_code, done.exception
-
     out = tmp_path / "report"
-    assert call(study, "-o", out)[0] == 0 and call(study, "-o", out, "--title", "Again")[0] == 0
+    for more in ([], ["--title", "Again"]):
+        assert command("report", study, "-o", out, *more).returncode == 0
     content = json.loads((out / "results.json").read_text())
     assert content["title"] == "Again" and "Again" in Read((out / "index.html").read_text()).words
     before = (study / "results.json").read_bytes()
-    assert isinstance(call(study, "-o", study)[1], RecipeError) and (study / "results.json").read_bytes() == before
-    assert isinstance(call(study, "-o", study / "transfer-pets-lr0.3")[1], RecipeError)
-    assert isinstance(call(study, "-o", out / "index.html")[1], RecipeError)
+    for place in (study, study / "transfer-pets-lr0.3", out / "index.html"):
+        assert command("report", study, "-o", place).returncode == RecipeError.exit_code
     with pytest.raises(RecipeError):
         write_report(study, gather([study]), "")
+    assert (study / "results.json").read_bytes() == before
 
 
 def test_without_matplotlib_nothing_is_read(study, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    done = CliRunner().invoke(app, ["report", str(study), "-o", str(tmp_path / "out")])
-    assert isinstance(done.exception, RecipeError) and not (tmp_path / "out").exists()
+    code, message = command("report", study, "-o", tmp_path / "out").answer
+    assert code == RecipeError.exit_code and "pip install" in message and not (tmp_path / "out").exists()

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from commands import command
 
 from vitscale.cli.flops import app as flops
 from vitscale.ground.errors import DataError, RecipeError
@@ -45,10 +45,6 @@ def write_metrics(directory, lines):
     (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def finish(directory, evaluation, **more):
-    (directory / "DONE").write_text(json.dumps({"step": 15, "exaflops": 0.15, "evaluation": evaluation} | more))
-
-
 def test_what_a_run_under_way_has_cost(run_dir):
     run = Run(run_dir)
     cost = run.cost
@@ -59,17 +55,10 @@ def test_what_a_run_under_way_has_cost(run_dir):
 
 
 def test_the_command_says_it_with_energy_and_price(run_dir):
-    command = ["--run", str(run_dir), "--hardware", "h100", "--price", "3", "--format", "json"]
-    (row,) = json.loads(CliRunner().invoke(flops, command).output)
+    said = command("--run", run_dir, "--hardware", "h100", "--price", 3, "--format", "json", app=flops).stdout
+    (row,) = json.loads(said)
     assert row["exaflops"] == 0.15 and row["mfu"] == pytest.approx(0.3) and row["devices"] == 8
     assert row["device_hours"] == pytest.approx(8 * 40 / 3600) and row["cost"] == pytest.approx(3 * 8 * 40 / 3600)
-
-
-def test_a_torn_line_is_told_of(run_dir):
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 20, "lo')
-    run = Run(run_dir)
-    assert run.cost.step == 15 and any("damaged lines" in note for note in run.notes)
 
 
 @pytest.mark.parametrize("step", ["1e400", "9" * 400, "9" * 5000, "true", '"16"', "[" * 100_000])
@@ -78,7 +67,9 @@ def test_lines_that_no_trainer_writes_are_damaged(run_dir, step):
         file.write(f'{{"step": {step}, "step_time_s": 1.0, "exaflops": 0.2}}\n')
         file.write(f'{{"step": 16, "step_time_s": {step}, "exaflops": 0.2}}\n')
         file.write(f'{{"step": {step}, "eval/validation/top1": 0.25}}\n{{"step": [1], "eval/validation/top1": 0.25}}\n')
-    assert Run(run_dir).cost.step == 15
+        file.write('{"step": 20, "lo')
+    run = Run(run_dir)
+    assert run.cost.step == 15 and any("damaged lines" in note for note in run.notes)
 
 
 def test_a_run_that_was_resumed_on_another_number_of_devices(run_dir):
@@ -122,29 +113,25 @@ def test_the_newest_index_by_its_step(run_dir):
     assert Run(run_dir).cost.world_size == 3
 
 
+@pytest.mark.parametrize("content", ["{", "[" * 100_000])
+def test_broken_records(run_dir, content):
+    (run_dir / "DONE").write_text(content)
+    with pytest.raises(DataError, match="DONE"):
+        _ = Run(run_dir).done
+    (run_dir / "recipe.yaml").unlink()
+    with pytest.raises(RecipeError, match=r"recipe\.yaml"):
+        Run(run_dir)
+
+
 @pytest.mark.parametrize(
-    ("spoil", "error", "word"),
+    ("best_step", "top1", "found"),
     [
-        (lambda run: (run / "recipe.yaml").unlink(), RecipeError, "recipe.yaml"),
-        (lambda run: (run / "DONE").write_text("{"), DataError, "DONE"),
-        (lambda run: (run / "DONE").write_text("[" * 100_000), DataError, "DONE"),
+        *((None, 0.25, 0.25), (10, 0.25, 0.5), (15, 0.25, 0.25)),
+        (12, 0.25, None),  # of which there is none
+        *((None, no_number, None) for no_number in (None, "0.5", float("nan"), 10**400, [0.5])),
     ],
 )
-def test_broken_records(run_dir, spoil, error, word):
-    spoil(run_dir)
-    with pytest.raises(error, match=word):
-        run = Run(run_dir)
-        _ = run.cost, run.done
-
-
-@pytest.mark.parametrize(("best_step", "top1"), [(None, 0.25), (10, 0.5), (15, 0.25), (12, None)])
-def test_the_evaluation_is_that_of_the_selected_step(run_dir, best_step, top1):
-    """Of step 12 there is none."""
-    finish(run_dir, {"validation/top1": 0.25}, **({} if best_step is None else {"best_step": best_step}))
-    assert Run(run_dir).evaluation.get("validation/top1") == top1
-
-
-@pytest.mark.parametrize("top1", [None, "0.5", float("nan"), 10**400, [0.5]])
-def test_what_is_no_number_is_no_evaluation(run_dir, top1):
-    finish(run_dir, {"validation/top1": top1})
-    assert Run(run_dir).evaluation == {}
+def test_the_evaluation_is_that_of_the_selected_step(run_dir, best_step, top1, found):
+    done = {"step": 15, "exaflops": 0.15, "evaluation": {"validation/top1": top1}, "best_step": best_step}
+    (run_dir / "DONE").write_text(json.dumps({key: value for key, value in done.items() if value is not None}))
+    assert Run(run_dir).evaluation == ({} if found is None else {"validation/top1": found})

@@ -3,11 +3,9 @@
 import json
 
 import pytest
-from click.testing import Result
+from commands import Ended, command
 from studies.tiny import SPLITS, write_study
-from typer.testing import CliRunner
 
-from vitscale.cli.main import app
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.flops.estimate import estimate
 from vitscale.ground.errors import RecipeError
@@ -16,13 +14,13 @@ from vitscale.recipe import load_recipe
 AXIAL = ("axial_b32_jft", "axial_b16_jft", "axial_r50_jft", "b32_jft", "b16_jft", "r50x1_jft")
 
 
-def plan(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["study", "plan", *arguments, "--hardware", "h100", "--json"])
+def plan(*arguments: object) -> Ended:
+    return command("study", "plan", *arguments, "--hardware", "h100", "--json")
 
 
-def planned(*arguments: str) -> dict:
+def planned(*arguments: object) -> dict:
     result = plan(*arguments)
-    assert result.exception is None
+    assert result.returncode == 0, result.message
     return json.loads(result.stdout)
 
 
@@ -36,7 +34,6 @@ def test_a_plan_adds_up_what_its_runs_cost():
 
 
 def test_sizes_come_from_manifests_else_from_the_study_else_from_the_command_line(tmp_path):
-    """One of four data sets is there."""
     write_generated_dataset(tmp_path / "here" / "train", [64])
     told = {"samples": 320, "classes": 7}
     datasets = {
@@ -48,20 +45,14 @@ def test_sizes_come_from_manifests_else_from_the_study_else_from_the_command_lin
     settings = {"data.root": str(tmp_path), "schedule.duration": {"epochs": 2}, "precision": "bf16"}
     part = {"grid": [{"optimizer.lr": [0.1, 0.2]}], "selection": {}, "refit": {"seeds": [0]}}
     study = write_study(tmp_path, {"a": {**part, "settings": settings, "datasets": datasets}})
-    plan = planned(str(study), "--samples", "160")
-    images = {one["name"]: one["images"] for one in plan["entries"]}
+    found = planned(study, "--samples", "160")
+    images = {one["name"]: one["images"] for one in found["entries"]}
     for lr in ("0.1", "0.2"):
         assert images[f"a-here-lr{lr}"] == 128
         assert images[f"a-told-lr{lr}"] == 640
         assert images[f"a-asked-lr{lr}"] == 320
         assert images[f"a-not-lr{lr}"] is None
-    assert plan["device_hours"] == pytest.approx(sum(one["device_hours"] or 0 for one in plan["entries"]))
-
-
-def test_a_study_of_which_nothing_is_known_has_no_cost(tmp_path):
-    """An error, not a sum of nothing."""
-    datasets = {"not": {**SPLITS, "train": "away/train"}}
-    settings = {"data.root": str(tmp_path), "schedule.duration": {"epochs": 2}, "precision": "bf16"}
-    study = write_study(tmp_path, {"a": {"settings": settings, "datasets": datasets}})
-    result = plan(str(study))
-    assert isinstance(result.exception, RecipeError) and "away/train" in str(result.exception) and not result.stdout
+    assert found["device_hours"] == pytest.approx(sum(one["device_hours"] or 0 for one in found["entries"]))
+    unknown = {"a": {"settings": settings, "datasets": {"not": datasets["not"]}}}
+    result = plan(write_study(tmp_path, unknown))  # an error, not a sum of nothing
+    assert result.returncode == RecipeError.exit_code and "away/train" in result.message and not result.stdout

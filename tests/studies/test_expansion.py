@@ -10,6 +10,8 @@ from vitscale.about.studies.reading import load_study
 from vitscale.ground.errors import RecipeError
 
 SELECTION = {"metric": "dev/top1"}
+SELECTS = {"datasets": {"colours": SPLITS}, "selection": SELECTION}
+RATES = [{"optimizer.lr": [0.001, 0.01]}]
 
 
 def expanded(tmp_path: Path, parts: dict, **more) -> Expansion:
@@ -23,10 +25,7 @@ def recipe(expansion: Expansion, name: str, label: str = ""):
 
 
 def test_axes_are_crossed_and_lists_of_one_axis_go_together(tmp_path):
-    grid = [
-        {"optimizer.lr": [0.001, 0.01]},
-        {"schedule.duration.steps": [4, 6], "schedule.decay": ["linear", "cosine"]},
-    ]
+    grid = [*RATES, {"schedule.duration.steps": [4, 6], "schedule.decay": ["linear", "cosine"]}]
     expansion = expanded(tmp_path, {"a": {"grid": grid, "seeds": [7, 8]}})
     assert list(expansion.entries) == [
         *("a-lr0.001-steps4-decaylinear-seed7", "a-lr0.001-steps4-decaylinear-seed8"),
@@ -65,16 +64,8 @@ def test_recipes_and_data_sets_with_settings_of_their_own(tmp_path):
 
 
 def test_the_winner_is_run_again_on_the_full_training_set(tmp_path):
-    parts = {
-        "a": {
-            "grid": [{"optimizer.lr": [0.001, 0.01]}],
-            "seeds": [0, 1],
-            "datasets": {"colours": SPLITS},
-            "selection": SELECTION,
-            "refit": {"seeds": [3, 4, 5]},
-        }
-    }
-    expansion = expanded(tmp_path, parts)
+    part = {**SELECTS, "grid": RATES, "seeds": [0, 1], "refit": {"seeds": [3, 4, 5]}}
+    expansion = expanded(tmp_path, {"a": part})
     candidates = [f"a-colours-lr{lr}-seed{seed}" for lr in ("0.001", "0.01") for seed in (0, 1)]
     refits = [f"a-colours-full-seed{seed}" for seed in (3, 4, 5)]
     assert list(expansion.entries) == candidates + refits
@@ -95,12 +86,7 @@ def test_the_winner_is_run_again_on_the_full_training_set(tmp_path):
 
 def test_one_winner_for_all_data_sets(tmp_path):
     splits = {name: {split: f"{name}/{split}" for split in SPLITS} for name in "bc"}
-    part = {
-        "grid": [{"optimizer.lr": [0.001, 0.01]}],
-        "datasets": splits,
-        "selection": {**SELECTION, "shared": True},
-        "refit": {"seeds": [0]},
-    }
+    part = {"grid": RATES, "datasets": splits, "selection": {**SELECTION, "shared": True}, "refit": {"seeds": [0]}}
     expansion = expanded(tmp_path, {"a": part})
     (choice,) = expansion.choices.values()
     assert choice.candidates == {"lr0.001": ("a-b-lr0.001", "a-c-lr0.001"), "lr0.01": ("a-b-lr0.01", "a-c-lr0.01")}
@@ -133,7 +119,6 @@ def test_edges_begin_with_the_runs_of_other_parts(tmp_path):
     assert expansion.entries["last"].parent == "fine-pre-tiny-seed1"
 
 
-SELECTS = {"datasets": {"colours": SPLITS}, "selection": SELECTION}
 FEWSHOT = {"evaluation.fewshot": {"tasks": [{"name": "t", "train": "x", "test": "colours/test"}]}}
 
 
@@ -174,25 +159,30 @@ def test_what_is_refused(tmp_path, parts, words):
     assert "Input should" not in str(caught.value)
 
 
+BEST_OF_REFIT = {"evaluation.every": {"steps": 2}, "selection": {"metric": "validation/top1"}}
+BEST = {"evaluation.every": {"steps": 2}, "evaluation.validation": "colours/test", "selection": {}}
+
+
 @pytest.mark.parametrize(
-    "part",
+    "parts",
     [
-        {**SELECTS, "selection": {"metric": "test/top1"}},
-        {**SELECTS, "datasets": {"colours": {**SPLITS, "dev": "colours/test"}}},
-        {**SELECTS, "datasets": {"colours": {**SPLITS, "train": "colours/test"}}},
-        {**SELECTS, "settings": FEWSHOT},
-        {**SELECTS, "grid": [{key: [value]} for key, value in FEWSHOT.items()]},
-        {
-            **SELECTS,
-            "refit": {},
-            "settings": {"evaluation.every": {"steps": 2}, "selection": {"metric": "validation/top1"}},
-        },
+        {"a": {**SELECTS, "selection": {"metric": "test/top1"}}},
+        {"a": {**SELECTS, "datasets": {"colours": {**SPLITS, "dev": "colours/test"}}}},
+        {"a": {**SELECTS, "datasets": {"colours": {**SPLITS, "train": "colours/test"}}}},
+        {"a": {**SELECTS, "settings": FEWSHOT}},
+        {"a": {**SELECTS, "grid": [{key: [value]} for key, value in FEWSHOT.items()]}},
+        {"a": {**SELECTS, "refit": {}, "settings": BEST_OF_REFIT}},
+        {"a": SELECTS, "b": {"settings": BEST}},
+        {"a": SELECTS, "b": {"datasets": {"c": {"train": "x", "dev": "y", "test": "colours/dev"}}}},
     ],
-    ids=["rule", "dev is test", "trains on test", "few-shot", "grid", "best checkpoint of the refit"],
+    ids=[
+        *("rule", "dev is test", "trains on test", "few-shot", "grid", "best checkpoint of the refit"),
+        *("best checkpoint of another part", "test split of another part"),
+    ],
 )
-def test_no_choice_sees_a_test_split(tmp_path, part):
+def test_no_choice_sees_a_test_split(tmp_path, parts):
     with pytest.raises(RecipeError, match="test split"):
-        expanded(tmp_path, {"a": part})
+        expanded(tmp_path, parts)
 
 
 def test_a_test_split_by_another_name_is_one(tmp_path):
@@ -202,15 +192,3 @@ def test_a_test_split_by_another_name_is_one(tmp_path):
     part = {**SELECTS, "datasets": {"colours": {**SPLITS, "dev": str(tmp_path / "dev")}}}
     with pytest.raises(RecipeError, match="test split"):
         expanded(tmp_path, {"a": part}, settings=settings)
-
-
-def test_no_checkpoint_is_selected_by_a_test_split_of_another_part(tmp_path):
-    best = {"evaluation.every": {"steps": 2}, "evaluation.validation": "colours/test", "selection": {}}
-    with pytest.raises(RecipeError, match="test split"):
-        expanded(tmp_path, {"a": SELECTS, "b": {"settings": best}})
-
-
-def test_a_test_split_of_another_part_is_one(tmp_path):
-    parts = {"a": SELECTS, "b": {"datasets": {"c": {"train": "x", "dev": "y", "test": "colours/dev"}}}}
-    with pytest.raises(RecipeError, match="test split"):
-        expanded(tmp_path, parts)

@@ -142,7 +142,6 @@ def test_a_study_that_is_killed_and_repeated_ends_as_one_that_is_left_in_peace(d
 
 
 def test_what_entries_read_is_checked_before_the_first_one_starts(data, tmp_path):
-    """Every problem at once, whichever candidate would win; nothing begins."""
     root = tmp_path / "data"
     shutil.copytree(data, root)
     shutil.rmtree(root / "colours" / "test")

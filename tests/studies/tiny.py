@@ -17,9 +17,9 @@ logging: {trackers: []}
 SPLITS = {"train": "colours/train", "dev": "colours/dev", "full": "colours/full", "test": "colours/test"}
 
 
-def write_study(folder: Path, parts: dict, **more) -> Path:
+def write_study(folder: Path, parts: dict, recipe: str = RECIPE, **more) -> Path:
     """A study beside a recipe tiny.yaml; a part without a recipe is of that one."""
-    (folder / "tiny.yaml").write_text(RECIPE)
+    (folder / "tiny.yaml").write_text(recipe)
     content = {"parts": {name: {"recipe": "tiny.yaml", **part} for name, part in parts.items()}, **more}
     path = folder / "study.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
