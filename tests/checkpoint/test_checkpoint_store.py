@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import random
-import resource
 import shutil
 import subprocess
 import textwrap
@@ -33,15 +32,6 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints")
 
 
-def test_any_piece_can_be_read_whatever_the_cuts_were(store):
-    save(store, 1, cuts=(3, 20, 21))
-    reader = store.open(1)
-    for (kind, name), whole in values(1).items():
-        assert torch.equal(reader.parameter(name, kind), whole.view(shapes()[name]))
-        for start, stop in ((0, 1), (2, 5), (3, 5), (0, len(whole))):
-            assert torch.equal(reader.read(kind, name, start, stop - start), whole[start:stop])
-
-
 DAMAGES = {
     "flipped": lambda path: flip(path, path.stat().st_size // 2),
     "truncated": lambda path: os.truncate(path, path.stat().st_size - 7),
@@ -62,14 +52,11 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(store, damage, file):
 
 
 def test_without_a_readable_checkpoint_nothing_starts_over(store):
+    assert store.newest(print) is None
     for step in (1, 2):
         DAMAGES["flipped"](save(store, step) / "rank-00000.safetensors")
     with pytest.raises(CheckpointError, match=" 2 checkpoints"):
         store.newest(lambda message: None)
-
-
-def test_no_checkpoint_at_all_is_none(store):
-    assert store.newest(lambda message: None) is None
 
 
 def test_saving_after_a_fallback_replaces_what_was_damaged(store):
@@ -160,19 +147,6 @@ def test_the_newest_the_best_and_every_so_many_steps_are_kept(store, best, keep_
         save(store, step)
         store.retain(2, best, keep_every, tail)
     assert store.steps() == kept
-
-
-def test_a_full_disk_leaves_the_older_checkpoint_alone(store):
-    save(store, 1)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # every file ends there, as on a disk that is full
-    try:
-        with pytest.raises(CheckpointError, match="step 2"):
-            save(store, 2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert holds(store.newest(print), 1)
-    assert {path.name for path in Path(store.root).iterdir()} == {"step-00000001", "latest"}  # the room is free again
 
 
 def test_what_is_no_index_is_said_to_be_none(store):
@@ -278,18 +252,14 @@ def test_the_size_of_a_checkpoint_is_known_before_it_is_written(store, scale):
     assert size <= bytes_needed(shapes(scale), KINDS) <= size + 1000
 
 
-def test_what_was_being_deleted_is_deleted_by_the_next_save(store):
-    for step in (1, 2):
-        save(store, step)
-    (Path(store.root) / step_folder(1)).rename(Path(store.root) / ".deleting-step-00000001")
-    save(store, 3)
-    assert {path.name for path in Path(store.root).iterdir()} == {"step-00000002", "step-00000003", "latest"}
-
-
 def test_what_a_killed_process_left_is_removed_and_latest_names_the_newest(store):
     root = Path(store.root)
-    folders = [save(store, step) for step in (1, 2)]
-    (root / "latest").write_text("step-00000001\n")  # killed between the two renames
+    for step in (1, 2):
+        save(store, step)
+    (root / step_folder(1)).rename(root / ".deleting-step-00000001")
+    folders = [root / step_folder(2), save(store, 3)]
+    assert {path.name for path in root.iterdir()} == {"step-00000002", "step-00000003", "latest"}
+    (root / "latest").write_text("step-00000002\n")  # killed between the two renames
     left = [root / ".latest.01234567.part", *(folder / ".index.json.89abcdef.part" for folder in folders)]
     for path in left:
         path.touch()
@@ -297,7 +267,7 @@ def test_what_a_killed_process_left_is_removed_and_latest_names_the_newest(store
     mine.touch()
     LocalDirectory(root).tidy()
     assert not any(path.exists() for path in left) and mine.exists()
-    assert (root / "latest").read_text() == "step-00000002\n"
+    assert (root / "latest").read_text() == "step-00000003\n"
 
 
 FAILING = """

@@ -58,36 +58,23 @@ _NEVER_SECONDS = 3600.0
 
 @dataclass
 class Fault:
-    """One that was injected.
-
-    Attributes:
-        at: when, on the monotonic clock.
-        sign: the pattern of what has to be said of it.
-        log_bytes: what had been written before.
-        step: the last one trained before it took effect; None until it has.
-        lost_s: until the step after that one was trained; None while it was not.
-    """
+    """One that was injected."""
 
     kind: str
-    at: float
-    sign: str | None
-    log_bytes: int
-    step: int | None = None
-    lost_s: float | None = None
+    at: float  # on the monotonic clock
+    sign: str | None  # the pattern of what has to be said of it
+    log_bytes: int  # what had been written before
+    step: int | None = None  # the last one trained before it took effect
+    lost_s: float | None = None  # until the step after that one was trained
 
 
 class Chaos:
-    """The disturbed run, launched as often as it takes.
-
-    Attributes:
-        problems: what should not have happened, in words.
-        steps_twice: those trained again after a fault.
-    """
+    """The disturbed run, launched as often as it takes."""
 
     def __init__(self, run: Run, ranks: int, shards: Path, log: Path, rng: random.Random, *, fills_disk: bool) -> None:
         self.faults: list[Fault] = []
-        self.problems: list[str] = []
-        self.steps_twice = 0
+        self.problems: list[str] = []  # what should not have happened, in words
+        self.steps_twice = 0  # trained again after a fault
         self.launches = 0
         self._run, self._ranks, self._shards, self._log, self._rng = run, ranks, shards, log, rng
         self._damages = DAMAGES if fills_disk else DAMAGES[:-1]
@@ -98,11 +85,7 @@ class Chaos:
     # ---- The loop ----------------------------------------------------------------------------------------------------
 
     def disturb(self, seconds: float, up_s: float, start_up_s: float, after_each: Callable[[], None]) -> None:
-        """Train to the end.
-
-        Faults come for so many seconds, and until there was one of each kind; each some time after a start, `up_s` on
-        average.
-        """
+        """Train to the end, with faults for so many seconds, and of each kind, on average `up_s` after a start."""
         until = time.monotonic() + seconds
         plan = self._plan()
         self._start()
@@ -124,14 +107,10 @@ class Chaos:
 
     def unnoticed(self) -> list[Fault]:
         """Faults of which nothing was said."""
-        return [
-            fault
-            for fault in self.faults
-            if fault.sign is not None and not re.search(fault.sign, self._text(fault.log_bytes))
-        ]
+        return [each for each in self.faults if each.sign and not re.search(each.sign, self._text(each.log_bytes))]
 
     def _missing(self) -> list[str]:
-        """Kinds of which there was no fault."""
+        """Kinds of which there was no fault yet."""
         return sorted({*ENDINGS, *self._damages} - {fault.kind for fault in self.faults})
 
     def _plan(self) -> Iterator[tuple[str, str | None]]:
@@ -200,27 +179,24 @@ class Chaos:
         if not ranks:
             return
         rank = self._rng.choice(sorted(ranks))
-        who = rf"rank {rank} \(pid {ranks[rank]}\) "
-        if ending == "kill rank" or (ending == "stop rank" and not self._is_training()):
-            self._note("kill rank", who + "was killed by SIGKILL")
+        if ending in ("kill rank", "stop rank"):
+            stops = ending == "stop rank" and self._is_training()
+            end = ".*stopped, T" if stops else "was killed by SIGKILL"
+            self._note("stop rank" if stops else "kill rank", rf"rank {rank} \(pid {ranks[rank]}\) {end}")
             with suppress(ProcessLookupError):  # it has just ended by itself
-                os.kill(ranks[rank], signal.SIGKILL)
-        elif ending == "stop rank":
-            self._note(ending, who + ".*stopped, T")
-            with suppress(ProcessLookupError):  # it has just ended by itself
-                os.kill(ranks[rank], signal.SIGSTOP)
+                os.kill(ranks[rank], signal.SIGSTOP if stops else signal.SIGKILL)
         elif ending == "kill launch":
             self._note(ending, None)
-            self._await(-signal.SIGKILL)
+            self._awaited.add(-signal.SIGKILL)
             self._process.signal(signal.SIGKILL)
         elif ending == "end launch":
             self._note(ending, "SIGTERM")
-            self._await(PreemptedError.exit_code)
+            self._awaited.add(PreemptedError.exit_code)
             self._process.signal(signal.SIGTERM)
         else:
             path, place = somewhere_in(self._shards, self._rng)
             self._note(ending, f"{re.escape(path.name)}: .*(do not match their checksum|damaged)")
-            self._await(DataError.exit_code)
+            self._awaited.add(DataError.exit_code)
             flip(path, place)
             self._wait(lambda: False)
             flip(path, place)
@@ -235,15 +211,11 @@ class Chaos:
     def _note(self, kind: str, sign: str | None) -> None:
         self.faults.append(Fault(kind, time.monotonic(), sign, self._log.stat().st_size))
 
-    def _await(self, code: int) -> None:
-        """The launch may end with this code."""
-        self._awaited.add(code)
-
     @contextmanager
     def _full_disk(self) -> Iterator[None]:
         """Nothing can be saved from before, until a save has failed, to after what happens meanwhile."""
         self._note("fill disk", _FULL)
-        self._await(CheckpointError.exit_code)  # of the last step
+        self._awaited.add(CheckpointError.exit_code)  # of the last step
         begins_at = self._log.stat().st_size
         filler = self._run.checkpoints / "filler"
         try:
@@ -295,40 +267,37 @@ class Chaos:
 # ---- The whole program -----------------------------------------------------------------------------------------------
 
 
-# objective -> what evaluates it, and what selects a checkpoint
-_JUDGED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "classification": ({"validation": "test"}, {"metric": "validation/loss", "mode": "min"}),
+# objective -> what evaluates it, what selects a checkpoint, and what else its recipe has
+_OBJECTIVES: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
+    "classification": ({"validation": "test"}, {"metric": "validation/loss", "mode": "min"}, {}),
     "masked_patches": (
         {"fewshot": {"tasks": [{"name": "small", "train": "train", "test": "test"}], "shots": [5]}},
         {"metric": "fewshot/small/5shot", "mode": "max"},
+        {},
     ),
-    "dino": ({"knn": {"train": "train", "test": "test", "k": [5]}}, {"metric": "knn/5nn", "mode": "max"}),
-}
-# objective -> what else its recipe has
-_BESIDE: dict[str, dict[str, Any]] = {
-    "dino": {
-        "data": {"views": [{"name": "global", "count": 2}, {"name": "local", "count": 2, "size": 16}]},
-        "objective": {"kind": "dino", "group": 2, "prototypes": 64, "hidden": 32, "bottleneck": 16},
-    }
+    "dino": (
+        {"knn": {"train": "train", "test": "test", "k": [5]}},
+        {"metric": "knn/5nn", "mode": "max"},
+        {
+            "data": {"views": [{"name": "global", "count": 2}, {"name": "local", "count": 2, "size": 16}]},
+            "objective": {"kind": "dino", "group": 2, "prototypes": 64, "hidden": 32, "bottleneck": 16},
+        },
+    ),
 }
 
 
 def choose(rng: random.Random, objective: str, ranks: int, every: int) -> dict[str, Any]:
     """Blocks of the recipe of a seed, which saves after `every` steps."""
-    evaluation, selection = _JUDGED[objective]
+    evaluation, selection, beside = _OBJECTIVES[objective]
     return {
         **{"batch": {"global": 8 * ranks, "micro_max": rng.choice([2, 4])}, "precision": rng.choice(["bf16", "fp32"])},
         "parallelism": {"zero_stage": rng.randrange(4), "activation_checkpointing": rng.choice([0, 1])},
-        "checkpoint": {
-            "every": {"steps": every},
-            "keep": 3,
-            "background": rng.random() < 0.7,
-            "max_failures": 1000,  # the disk may stay full for long
-        },
+        # The disk may stay full for long.
+        "checkpoint": {"every": {"steps": every}, "keep": 3, "background": rng.random() < 0.7, "max_failures": 1000},
         **{"objective": {"kind": objective}, "evaluation": {**evaluation, "every": {"steps": 3 * every}, "batch": 16}},
         **{"selection": selection, "check": {"step_timeout_s": 60.0, "replicas_every": 5 * every}},
         "seed": rng.randrange(1000),
-        **_BESIDE.get(objective, {}),
+        **beside,
     }
 
 
@@ -339,7 +308,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="a folder that is new or empty")
-    parser.add_argument("--objective", choices=_JUDGED, default="classification", help="what is learned")
+    parser.add_argument("--objective", choices=_OBJECTIVES, default="classification", help="what is learned")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     options = parser.parse_args()
     if options.out.exists() and any(options.out.iterdir()):
@@ -444,14 +413,15 @@ _BAD_ENDS = (1, 2, NonFiniteError.exit_code)
 
 def in_words(report: dict[str, Any]) -> str:
     """The table."""
-    lines = [f"{'fault':<24}{'injected':>10}{'noticed':>10}{'recovered':>10}{'s lost (median)':>17}"]
-    for kind, row in report["faults"].items():
-        lost = "-" if row["median_lost_s"] is None else f"{row['median_lost_s']:.1f}"
-        lines.append(f"{kind:<24}{row['injected']:>10}{row['noticed']:>10}{row['recovered']:>10}{lost:>17}")
-    total = {key: sum(row[key] for row in report["faults"].values()) for key in ("injected", "noticed", "recovered")}
-    lost_s = report["disturbed_s"] - report["undisturbed_s"]
+    columns = ("injected", "noticed", "recovered")
+    rows = [["fault", *columns, "s lost (median)"]]
+    rows += [
+        [kind, *("-" if each is None else each for each in row.values())] for kind, row in report["faults"].items()
+    ]
+    lost_s = f"{report['disturbed_s'] - report['undisturbed_s']:.0f} in all"
+    rows.append(["all", *(sum(row[key] for row in report["faults"].values()) for key in columns), lost_s])
+    lines = [f"{row[0]:<24}" + "".join(f"{each:>17}" for each in row[1:]) for row in rows]
     lines += [
-        f"{'all':<24}{total['injected']:>10}{total['noticed']:>10}{total['recovered']:>10}{lost_s:>10.0f} in all",
         f"{report['launches']} launches, {report['attempts']} attempts, {report['steps']:,} steps, "
         f"{report['steps_twice']:,} of them done twice; {report['disturbed_s']:.0f} s instead of "
         f"{report['undisturbed_s']:.0f} s",
@@ -483,9 +453,9 @@ def somewhere_in(dataset: Path, rng: random.Random) -> tuple[Path, int]:
 
 
 def _measure(run: Run, ranks: int, log: Path) -> tuple[float, float]:
-    """Seconds that a launch takes to its first step, and seconds a step, with this machine to itself.
+    """Seconds that a launch takes to its first step, and seconds a step: whatever else this machine does may end soon.
 
-    Whatever else it does now may end any time. Hence processor time for the start, and the faster half of the steps.
+    Hence processor time for the start, and the faster half of the steps.
     """
     with Process(launch(run, "--stop-at", str(_PILOT_STEPS), ranks=ranks), log) as process:
         code = process.end(600)
