@@ -24,9 +24,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 # The ranks share this machine whatever it has: no rank gets a device.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -56,16 +55,12 @@ _LOOK_EVERY_SECONDS = 0.02
 _NEVER_SECONDS = 3600.0
 
 
-@dataclass
-class Fault:
-    """One that was injected."""
+class Fault(NamedTuple):
+    """One that was injected, the pattern of what has to be said of it, and how much had been written before."""
 
     kind: str
-    at: float  # on the monotonic clock
-    sign: str | None  # the pattern of what has to be said of it
-    log_bytes: int  # what had been written before
-    step: int | None = None  # the last one trained before it took effect
-    lost_s: float | None = None  # until the step after that one was trained
+    sign: str | None
+    log_bytes: int
 
 
 class Chaos:
@@ -74,12 +69,10 @@ class Chaos:
     def __init__(self, run: Run, ranks: int, shards: Path, log: Path, rng: random.Random, *, fills_disk: bool) -> None:
         self.faults: list[Fault] = []
         self.problems: list[str] = []  # what should not have happened, in words
-        self.steps_twice = 0  # trained again after a fault
         self.launches = 0
         self._run, self._ranks, self._shards, self._log, self._rng = run, ranks, shards, log, rng
         self._damages = DAMAGES if fills_disk else DAMAGES[:-1]
         self._damaged: set[tuple[str, int, int]] = set()
-        self._highest = 0  # step, before the last fault
         self._process: Process
 
     # ---- The loop ----------------------------------------------------------------------------------------------------
@@ -103,7 +96,6 @@ class Chaos:
                     self._start()
         finally:
             self._process.close()
-        self._note_progress()
 
     def unnoticed(self) -> list[Fault]:
         """Faults of which nothing was said."""
@@ -135,7 +127,6 @@ class Chaos:
             before = _changed_at(self._run.metrics)
             if not self._wait(lambda: _changed_at(self._run.metrics) != before):
                 return False
-            self._note_resumption()
             delay = self._rng.uniform(0.3, 2 * up_s)
         moment = time.monotonic() + delay
         return self._wait(lambda: time.monotonic() > moment)
@@ -144,7 +135,6 @@ class Chaos:
         """Whether it becomes so before the launch ends."""
         deadline = time.monotonic() + _NEVER_SECONDS
         while not is_so():
-            self._note_progress()
             if self._process.code() is not None:
                 return False
             if time.monotonic() > deadline:
@@ -170,9 +160,6 @@ class Chaos:
             self._end(ending)
             if damage is not None:
                 self._damage_checkpoint(damage)
-        for fault in self.faults:
-            if fault.step is None:
-                fault.step = self._run.step()
 
     def _end(self, ending: str) -> None:
         ranks = self._process.ranks()
@@ -209,7 +196,7 @@ class Chaos:
         return self._run.step() > 0 and time.time() - self._run.metrics.stat().st_mtime < 1
 
     def _note(self, kind: str, sign: str | None) -> None:
-        self.faults.append(Fault(kind, time.monotonic(), sign, self._log.stat().st_size))
+        self.faults.append(Fault(kind, sign, self._log.stat().st_size))
 
     @contextmanager
     def _full_disk(self) -> Iterator[None]:
@@ -244,24 +231,8 @@ class Chaos:
             self._rng.choice([file, newest / "index.json"]).unlink()
         self._damaged.add(_identity(newest))
 
-    # ---- What became of it -------------------------------------------------------------------------------------------
-
     def _text(self, after: int = 0) -> str:
         return self._log.read_bytes()[after:].decode(errors="replace")
-
-    def _note_progress(self) -> None:
-        step = self._run.step()
-        self._highest = max(self._highest, step)
-        for fault in self.faults:
-            if fault.step is not None and fault.lost_s is None and (step > fault.step or self._run.is_done()):
-                fault.lost_s = time.monotonic() - fault.at
-
-    def _note_resumption(self) -> None:
-        found = re.findall(r"(?:resumed from \S+ at|it begins again at) step ([\d,]+)", self._text())
-        if found and self.faults:
-            step = int(found[-1].replace(",", ""))
-            self.steps_twice += max(0, self._highest - step)
-            self._highest = step
 
 
 # ---- The whole program -----------------------------------------------------------------------------------------------
@@ -389,20 +360,13 @@ def examine(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     if problems and has_disk:
         shutil.copytree(disturbed.checkpoints, out / "disturbed-checkpoints")  # the disk goes with this process
 
-    def row(kind: str) -> dict[str, Any]:
-        faults = [fault for fault in chaos.faults if fault.kind == kind]
-        lost = [fault.lost_s for fault in faults if fault.lost_s is not None]
-        return {
-            "injected": len(faults),
-            "noticed": sum(fault not in unnoticed for fault in faults),
-            "recovered": len(lost),
-            "median_lost_s": round(statistics.median(lost), 1) if lost else None,
-        }
+    def count(faults: list[Fault]) -> dict[str, int]:
+        return {kind: sum(fault.kind == kind for fault in faults) for kind in (*ENDINGS, *DAMAGES)}
 
     return {
         **{"seed": seed, "objective": options.objective, "ranks": ranks, "steps": steps},
-        **{"faults": {kind: row(kind) for kind in (*ENDINGS, *DAMAGES)}, "launches": chaos.launches},
-        **{"attempts": len(disturbed.events("started")), "steps_twice": chaos.steps_twice},
+        **{"injected": count(chaos.faults), "unnoticed": count(unnoticed)},
+        **{"launches": chaos.launches, "attempts": len(disturbed.events("started"))},
         **{"undisturbed_s": round(undisturbed_s, 1), "disturbed_s": round(disturbed_s, 1)},
         **{"lines_compared": len(expected), "fills_disk": has_disk, "problems": problems},
     }
@@ -413,18 +377,12 @@ _BAD_ENDS = (1, 2, NonFiniteError.exit_code)
 
 def in_words(report: dict[str, Any]) -> str:
     """The table."""
-    columns = ("injected", "noticed", "recovered")
-    rows = [["fault", *columns, "s lost (median)"]]
-    rows += [
-        [kind, *("-" if each is None else each for each in row.values())] for kind, row in report["faults"].items()
-    ]
-    lost_s = f"{report['disturbed_s'] - report['undisturbed_s']:.0f} in all"
-    rows.append(["all", *(sum(row[key] for row in report["faults"].values()) for key in columns), lost_s])
-    lines = [f"{row[0]:<24}" + "".join(f"{each:>17}" for each in row[1:]) for row in rows]
+    injected, unnoticed = report["injected"], report["unnoticed"]
+    lines = [f"{'fault':<24}{'injected':>10}{'noticed':>10}"]
+    lines += [f"{kind:<24}{count:>10}{count - unnoticed[kind]:>10}" for kind, count in injected.items()]
     lines += [
         f"{report['launches']} launches, {report['attempts']} attempts, {report['steps']:,} steps, "
-        f"{report['steps_twice']:,} of them done twice; {report['disturbed_s']:.0f} s instead of "
-        f"{report['undisturbed_s']:.0f} s",
+        f"{report['disturbed_s']:.0f} s instead of {report['undisturbed_s']:.0f} s",
         *(f"PROBLEM: {problem}" for problem in report["problems"]),
         "differs from the undisturbed run, or worse"
         if report["problems"]

@@ -47,7 +47,6 @@ LONG: dict[str, Any] = {"schedule": {"duration": {"steps": 100_000}, "warmup": {
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 _PRCTL = ctypes.CDLL(None).prctl
 _LOOK_EVERY_SECONDS = 0.01
-_A_FEW_LINES = 8192  # bytes
 
 # `vitscale launch` that takes a rank for silent after seconds, where the command waits for a minute.
 _IMPATIENT_LAUNCH = """
@@ -91,14 +90,9 @@ class Run:
         return _json_lines(self.metrics)
 
     def step(self) -> int:
-        """The last one in metrics.jsonl."""
-        try:
-            with self.metrics.open("rb") as file:
-                file.seek(max(0, self.metrics.stat().st_size - _A_FEW_LINES))
-                *_, last, _ = [b"", *file.read().split(b"\n")]
-        except OSError:
-            return 0
-        return int(json.loads(last)["step"]) if last.startswith(b"{") else 0
+        """The last one in metrics.jsonl; 0 before the first."""
+        lines = self.lines()
+        return lines[-1]["step"] if lines else 0
 
     def curve(self) -> list[dict[str, Any]]:
         """What must be the same however often a run was interrupted, line by line."""

@@ -27,6 +27,7 @@ import torch
 from hostile import formats
 from hostile.formats import Format, one_file
 from hostile.mutate import MEMORY, SECONDS, limit
+from pictures import encoded
 from PIL import Image
 from small_disk import small_disk
 
@@ -71,7 +72,7 @@ def late_lists(levels: int) -> bytes:
     return made + grown + b"h%c" % (levels - 1)
 
 
-def encoded(times: int) -> bytes:
+def text_encoded(times: int) -> bytes:
     """One long text, turned into bytes many times."""
     text = b"X" + struct.pack("<I", 40_000) + b"a" * 40_000 + b"q\x00X\x06\x00\x00\x00latin1q\x01"
     return b"](" + text + b"c_codecs\nencode\nq\x02" + b"h\x02h\x00h\x01\x86R" * times + b"e"
@@ -85,7 +86,7 @@ PICKLES = {
     "lists that grow": pickled(b"}U\x0blabel_names", late_lists(12), b"s"),
     "tuples as key": pickled(tuple_key(60)),
     "tuples in tuples": pickled(b"})", b"\x85" * 90_000, b"K\x01s"),
-    "texts encoded": pickled(b"}U\x0blabel_names", encoded(5000), b"s"),
+    "texts encoded": pickled(b"}U\x0blabel_names", text_encoded(5000), b"s"),
     "doubled": pickled(b"})" + b"2\x86" * 80 + b"K\x01s"),
     "a long number": pickled(b"}U\x0blabel_names\x8b", struct.pack("<I", 90_000), b"\x7f" * 90_000, b"s"),
     "bytes by name": pickled(b"c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R"),
@@ -234,6 +235,10 @@ def grown(name: str, pack: Callable[[bytes], bytes], size: int) -> Format:
     return one_file(name, lambda: pack(large_tar(size)))
 
 
+def packed(record: Callable[[], bytes]) -> Format:
+    return one_file("a.tfrecord.gz", lambda: gzip.compress(formats.tfrecord(record())))
+
+
 def length(size: int) -> bytes:
     """The head of a record of so many bytes; its checksum ends a record whose content it is."""
     head = struct.pack("<Q", size)
@@ -251,13 +256,8 @@ def features(shape: tuple[int, ...], samples: int) -> Format:
     return Format(make, formats.FORMATS["features"].read)
 
 
-def picture(make: Callable[[io.BytesIO], object]) -> Format:
+def picture(content: Callable[[], bytes]) -> Format:
     """An image of a few bytes, which is converted, drawn beside others and read from a shard."""
-
-    def content() -> bytes:
-        out = io.BytesIO()
-        make(out)
-        return out.getvalue()
 
     def read(path: Path) -> None:
         data = path.read_bytes()
@@ -272,17 +272,17 @@ def picture(make: Callable[[io.BytesIO], object]) -> Format:
     return one_file("image", content, read)
 
 
-def large_jpeg(out: io.BytesIO) -> None:
+def large_jpeg() -> bytes:
     """A picture in several scans, said to be a thousand times larger than it is."""
-    Image.new("RGB", (16, 16)).save(out, "JPEG", progressive=True)
-    out.seek(out.getvalue().index(b"\xff\xc2") + 5)
-    out.write(struct.pack(">HH", 9000, 9000))
+    content = encoded(Image.new("RGB", (16, 16)), progressive=True)
+    size_at = content.index(b"\xff\xc2") + 5
+    return content[:size_at] + struct.pack(">HH", 9000, 9000) + content[size_at + 4 :]
 
 
 PICTURES = {
-    "webp": lambda out: Image.new("RGBA", (6000, 6000)).save(out, "WEBP", lossless=True, method=0),
-    "png": lambda out: Image.new("1", (9400, 9400)).save(out, "PNG", transparency=0),
-    "tiff": lambda out: Image.new("1", (9400, 9400)).save(out, "TIFF", compression="group4"),
+    "webp": lambda: encoded(Image.new("RGBA", (6000, 6000)), "WEBP", lossless=True, method=0),
+    "png": lambda: encoded(Image.new("1", (9400, 9400)), "PNG", transparency=0),
+    "tiff": lambda: encoded(Image.new("1", (9400, 9400)), "TIFF", compression="group4"),
     "jpeg": large_jpeg,
 }
 
@@ -297,7 +297,7 @@ ATTACKS = {
     **{f"pickle: {name}": one_file("w.pth", content, weights) for name, content in PICKLES.items()},
     **{f"YAML: {name}": one_file("r.yaml", text, recipe) for name, text in YAMLS.items()},
     "YAML: a pattern": one_file("r.yaml", RECIPE.replace("lr: 1.0", f"lr: 1.0, groups: [{NEVER_ENDING}]"), matched),
-    **{f"image: {name}": picture(make) for name, make in PICTURES.items()},
+    **{f"image: {name}": picture(content) for name, content in PICTURES.items()},
     **{f"npz: {name}": one_file("w.npz", content, weights) for name, content in NPZ.items()},
     **{f"torch: {name}": one_file("w.pth", content, weights) for name, content in TORCH.items()},
     **{f"safetensors: {name}": one_file("w.safetensors", content, weights) for name, content in SAFETENSORS.items()},
@@ -313,15 +313,9 @@ ATTACKS = {
     "tar.bz2": grown("a.tar.bz2", bz2.compress, 150 << 20),
     "tar.gz: members": one_file("a.tar.gz", lambda: gzip.compress(large_tar(0, 20_000))),
     "tfrecord: a length": one_file("a.tfrecord", length((2 << 30) - 1) + b"x"),
-    "tfrecord.gz": one_file(
-        "a.tfrecord.gz", lambda: gzip.compress(formats.tfrecord(formats.example(bytes(60 << 20), 1)))
-    ),
-    "tfrecord.gz: labels": one_file(
-        "a.tfrecord.gz", lambda: gzip.compress(formats.tfrecord(formats.example(b"x", bytes(30 << 20))))
-    ),
-    "tfrecord.gz: entries": one_file(
-        "a.tfrecord.gz", lambda: gzip.compress(formats.tfrecord(b"\n\xfe\xff\xff\x0e" + b"\n\0" * 15_728_639))
-    ),
+    "tfrecord.gz": packed(lambda: formats.example(bytes(60 << 20), 1)),
+    "tfrecord.gz: labels": packed(lambda: formats.example(b"x", bytes(30 << 20))),
+    "tfrecord.gz: entries": packed(lambda: b"\n\xfe\xff\xff\x0e" + b"\n\0" * 15_728_639),
     "csv.gz: a line": one_file("a.csv.gz", lambda: gzip.compress(b"image,label\n" + b"x" * (60 << 20))),
     "csv: brackets": one_file("a.csv", f"image,label\na.jpg,{'[' * 40_000}]\n"),
     "features: samples": features((4, 3), 10**12),
