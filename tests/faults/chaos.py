@@ -24,8 +24,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 # The ranks share this machine whatever it has: no rank gets a device.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -55,30 +56,53 @@ _LOOK_EVERY_SECONDS = 0.02
 _NEVER_SECONDS = 3600.0
 
 
-class Fault(NamedTuple):
-    """One that was injected, the pattern of what has to be said of it, and how much had been written before."""
+@dataclass
+class Fault:
+    """One that was injected.
+
+    Attributes:
+        at: when, on the monotonic clock.
+        sign: the pattern of what has to be said of it.
+        log_bytes: what had been written before.
+        step: the last one trained before it took effect; None until it has.
+        lost_s: until the step after that one was trained; None while it was not.
+    """
 
     kind: str
+    at: float
     sign: str | None
     log_bytes: int
+    step: int | None = None
+    lost_s: float | None = None
 
 
 class Chaos:
-    """The disturbed run, launched as often as it takes."""
+    """The disturbed run, launched as often as it takes.
+
+    Attributes:
+        problems: what should not have happened, in words.
+        steps_twice: those trained again after a fault.
+    """
 
     def __init__(self, run: Run, ranks: int, shards: Path, log: Path, rng: random.Random, *, fills_disk: bool) -> None:
         self.faults: list[Fault] = []
-        self.problems: list[str] = []  # what should not have happened, in words
+        self.problems: list[str] = []
+        self.steps_twice = 0
         self.launches = 0
         self._run, self._ranks, self._shards, self._log, self._rng = run, ranks, shards, log, rng
         self._damages = DAMAGES if fills_disk else DAMAGES[:-1]
         self._damaged: set[tuple[str, int, int]] = set()
+        self._highest = 0  # step, before the last fault
         self._process: Process
 
     # ---- The loop ----------------------------------------------------------------------------------------------------
 
     def disturb(self, seconds: float, up_s: float, start_up_s: float, after_each: Callable[[], None]) -> None:
-        """Train to the end, with faults for so many seconds, and of each kind, on average `up_s` after a start."""
+        """Train to the end.
+
+        Faults come for so many seconds, and until there was one of each kind; each some time after a start, `up_s` on
+        average.
+        """
         until = time.monotonic() + seconds
         plan = self._plan()
         self._start()
@@ -96,13 +120,18 @@ class Chaos:
                     self._start()
         finally:
             self._process.close()
+        self._note_progress()
 
     def unnoticed(self) -> list[Fault]:
         """Faults of which nothing was said."""
-        return [each for each in self.faults if each.sign and not re.search(each.sign, self._text(each.log_bytes))]
+        return [
+            fault
+            for fault in self.faults
+            if fault.sign is not None and not re.search(fault.sign, self._text(fault.log_bytes))
+        ]
 
     def _missing(self) -> list[str]:
-        """Kinds of which there was no fault yet."""
+        """Kinds of which there was no fault."""
         return sorted({*ENDINGS, *self._damages} - {fault.kind for fault in self.faults})
 
     def _plan(self) -> Iterator[tuple[str, str | None]]:
@@ -127,6 +156,7 @@ class Chaos:
             before = _changed_at(self._run.metrics)
             if not self._wait(lambda: _changed_at(self._run.metrics) != before):
                 return False
+            self._note_resumption()
             delay = self._rng.uniform(0.3, 2 * up_s)
         moment = time.monotonic() + delay
         return self._wait(lambda: time.monotonic() > moment)
@@ -135,6 +165,7 @@ class Chaos:
         """Whether it becomes so before the launch ends."""
         deadline = time.monotonic() + _NEVER_SECONDS
         while not is_so():
+            self._note_progress()
             if self._process.code() is not None:
                 return False
             if time.monotonic() > deadline:
@@ -160,30 +191,36 @@ class Chaos:
             self._end(ending)
             if damage is not None:
                 self._damage_checkpoint(damage)
+        for fault in self.faults:
+            if fault.step is None:
+                fault.step = self._run.step()
 
     def _end(self, ending: str) -> None:
         ranks = self._process.ranks()
         if not ranks:
             return
         rank = self._rng.choice(sorted(ranks))
-        if ending in ("kill rank", "stop rank"):
-            stops = ending == "stop rank" and self._is_training()
-            end = ".*stopped, T" if stops else "was killed by SIGKILL"
-            self._note("stop rank" if stops else "kill rank", rf"rank {rank} \(pid {ranks[rank]}\) {end}")
+        who = rf"rank {rank} \(pid {ranks[rank]}\) "
+        if ending == "kill rank" or (ending == "stop rank" and not self._is_training()):
+            self._note("kill rank", who + "was killed by SIGKILL")
             with suppress(ProcessLookupError):  # it has just ended by itself
-                os.kill(ranks[rank], signal.SIGSTOP if stops else signal.SIGKILL)
+                os.kill(ranks[rank], signal.SIGKILL)
+        elif ending == "stop rank":
+            self._note(ending, who + ".*stopped, T")
+            with suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(ranks[rank], signal.SIGSTOP)
         elif ending == "kill launch":
             self._note(ending, None)
-            self._awaited.add(-signal.SIGKILL)
+            self._await(-signal.SIGKILL)
             self._process.signal(signal.SIGKILL)
         elif ending == "end launch":
             self._note(ending, "SIGTERM")
-            self._awaited.add(PreemptedError.exit_code)
+            self._await(PreemptedError.exit_code)
             self._process.signal(signal.SIGTERM)
         else:
             path, place = somewhere_in(self._shards, self._rng)
             self._note(ending, f"{re.escape(path.name)}: .*(do not match their checksum|damaged)")
-            self._awaited.add(DataError.exit_code)
+            self._await(DataError.exit_code)
             flip(path, place)
             self._wait(lambda: False)
             flip(path, place)
@@ -196,13 +233,17 @@ class Chaos:
         return self._run.step() > 0 and time.time() - self._run.metrics.stat().st_mtime < 1
 
     def _note(self, kind: str, sign: str | None) -> None:
-        self.faults.append(Fault(kind, sign, self._log.stat().st_size))
+        self.faults.append(Fault(kind, time.monotonic(), sign, self._log.stat().st_size))
+
+    def _await(self, code: int) -> None:
+        """The launch may end with this code."""
+        self._awaited.add(code)
 
     @contextmanager
     def _full_disk(self) -> Iterator[None]:
         """Nothing can be saved from before, until a save has failed, to after what happens meanwhile."""
         self._note("fill disk", _FULL)
-        self._awaited.add(CheckpointError.exit_code)  # of the last step
+        self._await(CheckpointError.exit_code)  # of the last step
         begins_at = self._log.stat().st_size
         filler = self._run.checkpoints / "filler"
         try:
@@ -231,44 +272,63 @@ class Chaos:
             self._rng.choice([file, newest / "index.json"]).unlink()
         self._damaged.add(_identity(newest))
 
+    # ---- What became of it -------------------------------------------------------------------------------------------
+
     def _text(self, after: int = 0) -> str:
         return self._log.read_bytes()[after:].decode(errors="replace")
+
+    def _note_progress(self) -> None:
+        step = self._run.step()
+        self._highest = max(self._highest, step)
+        for fault in self.faults:
+            if fault.step is not None and fault.lost_s is None and (step > fault.step or self._run.is_done()):
+                fault.lost_s = time.monotonic() - fault.at
+
+    def _note_resumption(self) -> None:
+        found = re.findall(r"(?:resumed from \S+ at|it begins again at) step ([\d,]+)", self._text())
+        if found and self.faults:
+            step = int(found[-1].replace(",", ""))
+            self.steps_twice += max(0, self._highest - step)
+            self._highest = step
 
 
 # ---- The whole program -----------------------------------------------------------------------------------------------
 
 
-# objective -> what evaluates it, what selects a checkpoint, and what else its recipe has
-_OBJECTIVES: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
-    "classification": ({"validation": "test"}, {"metric": "validation/loss", "mode": "min"}, {}),
+# objective -> what evaluates it, and what selects a checkpoint
+_JUDGED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "classification": ({"validation": "test"}, {"metric": "validation/loss", "mode": "min"}),
     "masked_patches": (
         {"fewshot": {"tasks": [{"name": "small", "train": "train", "test": "test"}], "shots": [5]}},
         {"metric": "fewshot/small/5shot", "mode": "max"},
-        {},
     ),
-    "dino": (
-        {"knn": {"train": "train", "test": "test", "k": [5]}},
-        {"metric": "knn/5nn", "mode": "max"},
-        {
-            "data": {"views": [{"name": "global", "count": 2}, {"name": "local", "count": 2, "size": 16}]},
-            "objective": {"kind": "dino", "group": 2, "prototypes": 64, "hidden": 32, "bottleneck": 16},
-        },
-    ),
+    "dino": ({"knn": {"train": "train", "test": "test", "k": [5]}}, {"metric": "knn/5nn", "mode": "max"}),
+}
+# objective -> what else its recipe has
+_BESIDE: dict[str, dict[str, Any]] = {
+    "dino": {
+        "data": {"views": [{"name": "global", "count": 2}, {"name": "local", "count": 2, "size": 16}]},
+        "objective": {"kind": "dino", "group": 2, "prototypes": 64, "hidden": 32, "bottleneck": 16},
+    }
 }
 
 
 def choose(rng: random.Random, objective: str, ranks: int, every: int) -> dict[str, Any]:
     """Blocks of the recipe of a seed, which saves after `every` steps."""
-    evaluation, selection, beside = _OBJECTIVES[objective]
+    evaluation, selection = _JUDGED[objective]
     return {
         **{"batch": {"global": 8 * ranks, "micro_max": rng.choice([2, 4])}, "precision": rng.choice(["bf16", "fp32"])},
         "parallelism": {"zero_stage": rng.randrange(4), "activation_checkpointing": rng.choice([0, 1])},
-        # The disk may stay full for long.
-        "checkpoint": {"every": {"steps": every}, "keep": 3, "background": rng.random() < 0.7, "max_failures": 1000},
+        "checkpoint": {
+            "every": {"steps": every},
+            "keep": 3,
+            "background": rng.random() < 0.7,
+            "max_failures": 1000,  # the disk may stay full for long
+        },
         **{"objective": {"kind": objective}, "evaluation": {**evaluation, "every": {"steps": 3 * every}, "batch": 16}},
         **{"selection": selection, "check": {"step_timeout_s": 60.0, "replicas_every": 5 * every}},
         "seed": rng.randrange(1000),
-        **beside,
+        **_BESIDE.get(objective, {}),
     }
 
 
@@ -279,7 +339,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="a folder that is new or empty")
-    parser.add_argument("--objective", choices=_OBJECTIVES, default="classification", help="what is learned")
+    parser.add_argument("--objective", choices=_JUDGED, default="classification", help="what is learned")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     options = parser.parse_args()
     if options.out.exists() and any(options.out.iterdir()):
@@ -360,13 +420,20 @@ def examine(options: argparse.Namespace, out: Path) -> dict[str, Any]:
     if problems and has_disk:
         shutil.copytree(disturbed.checkpoints, out / "disturbed-checkpoints")  # the disk goes with this process
 
-    def count(faults: list[Fault]) -> dict[str, int]:
-        return {kind: sum(fault.kind == kind for fault in faults) for kind in (*ENDINGS, *DAMAGES)}
+    def row(kind: str) -> dict[str, Any]:
+        faults = [fault for fault in chaos.faults if fault.kind == kind]
+        lost = [fault.lost_s for fault in faults if fault.lost_s is not None]
+        return {
+            "injected": len(faults),
+            "noticed": sum(fault not in unnoticed for fault in faults),
+            "recovered": len(lost),
+            "median_lost_s": round(statistics.median(lost), 1) if lost else None,
+        }
 
     return {
         **{"seed": seed, "objective": options.objective, "ranks": ranks, "steps": steps},
-        **{"injected": count(chaos.faults), "unnoticed": count(unnoticed)},
-        **{"launches": chaos.launches, "attempts": len(disturbed.events("started"))},
+        **{"faults": {kind: row(kind) for kind in (*ENDINGS, *DAMAGES)}, "launches": chaos.launches},
+        **{"attempts": len(disturbed.events("started")), "steps_twice": chaos.steps_twice},
         **{"undisturbed_s": round(undisturbed_s, 1), "disturbed_s": round(disturbed_s, 1)},
         **{"lines_compared": len(expected), "fills_disk": has_disk, "problems": problems},
     }
@@ -377,12 +444,17 @@ _BAD_ENDS = (1, 2, NonFiniteError.exit_code)
 
 def in_words(report: dict[str, Any]) -> str:
     """The table."""
-    injected, unnoticed = report["injected"], report["unnoticed"]
-    lines = [f"{'fault':<24}{'injected':>10}{'noticed':>10}"]
-    lines += [f"{kind:<24}{count:>10}{count - unnoticed[kind]:>10}" for kind, count in injected.items()]
+    lines = [f"{'fault':<24}{'injected':>10}{'noticed':>10}{'recovered':>10}{'s lost (median)':>17}"]
+    for kind, row in report["faults"].items():
+        lost = "-" if row["median_lost_s"] is None else f"{row['median_lost_s']:.1f}"
+        lines.append(f"{kind:<24}{row['injected']:>10}{row['noticed']:>10}{row['recovered']:>10}{lost:>17}")
+    total = {key: sum(row[key] for row in report["faults"].values()) for key in ("injected", "noticed", "recovered")}
+    lost_s = report["disturbed_s"] - report["undisturbed_s"]
     lines += [
+        f"{'all':<24}{total['injected']:>10}{total['noticed']:>10}{total['recovered']:>10}{lost_s:>10.0f} in all",
         f"{report['launches']} launches, {report['attempts']} attempts, {report['steps']:,} steps, "
-        f"{report['disturbed_s']:.0f} s instead of {report['undisturbed_s']:.0f} s",
+        f"{report['steps_twice']:,} of them done twice; {report['disturbed_s']:.0f} s instead of "
+        f"{report['undisturbed_s']:.0f} s",
         *(f"PROBLEM: {problem}" for problem in report["problems"]),
         "differs from the undisturbed run, or worse"
         if report["problems"]
@@ -411,9 +483,9 @@ def somewhere_in(dataset: Path, rng: random.Random) -> tuple[Path, int]:
 
 
 def _measure(run: Run, ranks: int, log: Path) -> tuple[float, float]:
-    """Seconds that a launch takes to its first step, and seconds a step: whatever else this machine does may end soon.
+    """Seconds that a launch takes to its first step, and seconds a step, with this machine to itself.
 
-    Hence processor time for the start, and the faster half of the steps.
+    Whatever else it does now may end any time. Hence processor time for the start, and the faster half of the steps.
     """
     with Process(launch(run, "--stop-at", str(_PILOT_STEPS), ranks=ranks), log) as process:
         code = process.end(600)
