@@ -1,13 +1,20 @@
-"""Ranks joined by gloo alone, without DeepSpeed."""
+"""Ranks joined by gloo alone, without DeepSpeed, of which two save and any number reads."""
 
+import os
 import signal
 import tempfile
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import rank_processes
 import torch.distributed as dist
+from toy_checkpoint import fragments, holds, index
+
+from vitscale.runs.checkpoint import BackgroundSaver, CheckpointStore, LocalDirectory, RemoteDirectory
+
+SCALE = 400  # 0.3 MB a checkpoint
+CUTS = (50, 15_000)
 
 
 class Rank:
@@ -39,3 +46,61 @@ class Ranks(rank_processes.Ranks):
         """Kill all of them."""
         super().close()
         self._folder.cleanup()
+
+
+class Place(NamedTuple):
+    """Where checkpoints are: a folder; or a URL, with a cache and the variables with which its server is found."""
+
+    root: Path | str
+    cache: Path | None = None
+    environment: dict[str, str] | None = None
+
+    def store(self, this: Rank, world: int) -> CheckpointStore:
+        """As seen by one of so many ranks."""
+        os.environ.update(self.environment or {})
+        directory = RemoteDirectory(self.root, self.cache) if self.cache else LocalDirectory(self.root)
+        return CheckpointStore(directory, rank=this.rank, gather=lambda value: this.gather(value, world))
+
+
+def _saver(this: Rank, place: Place, keep: int) -> BackgroundSaver:
+    """The one of a place, the same at each call."""
+    key = f"{place.root} {keep}"
+    if key not in this.kept:
+        this.kept[key] = BackgroundSaver(place.store(this, 2), keep=keep)
+    return this.kept[key]
+
+
+def _save(this: Rank, saver: BackgroundSaver, step: int) -> None:
+    saver.save(index(step, SCALE), fragments(step, CUTS, scale=SCALE, rank=this.rank, ranks=2), best=None)
+
+
+def save_steps(this: Rank, place: Place, steps: list[int], keep: int = 10) -> list[tuple[int, str | None]]:
+    """What became of these steps, saved in the background by ranks 0 and 1."""
+    if this.rank >= 2:
+        return []
+    saver = _saver(this, place, keep)
+    for step in steps:
+        _save(this, saver, step)
+    saver.wait()
+    return [(outcome.step, outcome.error) for outcome in saver.outcomes()]
+
+
+def save_until_an_error(this: Rank, place: Place, step: int) -> list[str]:
+    """Save steps after this one as fast as can be, and what ended it."""
+    saver = _saver(this, place, keep=2)
+    while not (errors := [outcome.error for outcome in saver.outcomes() if outcome.error]):
+        step += 1
+        _save(this, saver, step)
+    return errors
+
+
+def newest(this: Rank, place: Place, world: int) -> tuple[int, bool, list[str]] | None:
+    """(step, whether it holds what was saved, what was reported) of the newest checkpoint, read by `world` ranks."""
+    if this.rank >= world:
+        return None
+    said: list[str] = []
+    reader = place.store(this, world).newest(said.append)
+    assert reader is not None
+    found = reader.index.step, holds(reader, reader.index.step, SCALE), said
+    this.gather(None, world)  # the copies go with the last reader, and another rank may not have begun to read them
+    return found

@@ -6,14 +6,13 @@ import fsspec
 import pytest
 import torch
 import yaml
-from finished_runs import evaluate_run, load_model
+from commands import command
 from safetensors.torch import load_file
-from typer.testing import CliRunner
+from small_recipes import small_recipe
 
-from vitscale.cli.main import app
 from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
 from vitscale.models import build_model
-from vitscale.recipe import Recipe, validate_recipe
+from vitscale.recipe import Recipe
 from vitscale.runs.checkpoint import (
     CheckpointIndex,
     CheckpointStore,
@@ -22,20 +21,15 @@ from vitscale.runs.checkpoint import (
     RemoteDirectory,
     checkpoint_directory,
 )
-from vitscale.runs.checkpoint.opening import open_run
 from vitscale.runs.names import CHECKPOINTS, RECIPE_FILE
 
 
 def recipe(data: Path, where: str | None = None) -> Recipe:
-    return validate_recipe(
-        {
-            "model": {"name": "ViT-Ti/16", "depth": 1, "head": "linear"},
-            "data": {"train": str(data), "image_size": 32, "cache": {"dir": str(data.parent / "cache")}},
-            **{"batch": {"global": 8}, "optimizer": {"name": "adamw", "lr": 1e-3}},
-            **{"schedule": {"duration": {"steps": 3}}, "evaluation": {"validation": str(data)}},
-            **{"checkpoint": {"dir": where}, "precision": "fp32"},
-        },
-        "test",
+    return small_recipe(
+        {"name": "ViT-Ti/16", "depth": 1, "head": "linear"},
+        data={"train": str(data), "cache": {"dir": str(data.parent / "cache")}},
+        evaluation={"validation": str(data)},
+        checkpoint={"dir": where},
     )
 
 
@@ -65,16 +59,8 @@ def write_run(run_dir: Path, recipe: Recipe, kinds: dict[str, dict[str, torch.Te
     run_dir.mkdir()
     (run_dir / RECIPE_FILE).write_text(yaml.safe_dump(recipe.dump()))
     names = {name: list(value.shape) for name, value in kinds["master"].items()}
-    index = CheckpointIndex(
-        step=3,
-        world_size=1,
-        shapes=names,
-        kinds=list(kinds),
-        optimizer_steps=3,
-        recipe=recipe.dump(),
-        data={"class_names": list(CLASS_NAMES)},
-        versions={},
-    )
+    data = {"class_names": list(CLASS_NAMES)}
+    index = CheckpointIndex(3, 1, names, list(kinds), optimizer_steps=3, recipe=recipe.dump(), data=data, versions={})
     pieces = [Fragment(name, 0, {kind: kinds[kind][name].flatten() for kind in kinds}) for name in names]
     CheckpointStore(checkpoint_directory(recipe, run_dir)).save(index, pieces)
 
@@ -91,30 +77,21 @@ def test_the_average_is_evaluated_and_exported_unless_the_last_weights_are_asked
         write_run(only_last, recipe(tmp_path / "data"), {"master": last})
         assert not (both / CHECKPOINTS).exists() and not (without / CHECKPOINTS).exists()
 
-        assert evaluate_run(both) == evaluate_run(without)
-        assert evaluate_run(both, use_average=False) == evaluate_run(only_last) != evaluate_run(both)
-        read, reader = open_run(both)
-        for use_average, expected in ((True, average), (False, last)):
-            model = load_model(read, reader, use_average=use_average)
-            assert all(torch.equal(value, expected[name]) for name, value in model.named_weights())
-
         for flags, expected, words in (([], average, ", average of the weights"), (["--no-ema"], last, "step 3 as")):
             out = tmp_path / f"out{len(flags)}.safetensors"
-            done = CliRunner().invoke(app, ["export", str(both), "--format", "safetensors", "--out", str(out), *flags])
-            assert done.exit_code == 0 and words in done.output, done.output
+            done = command("export", both, "--format", "safetensors", "--out", out, *flags)
+            assert done.returncode == 0 and words in done.stdout, done
             written = load_file(out)
             assert written.keys() == expected.keys()
             assert all(torch.equal(value, expected[name]) for name, value in written.items())
-        shown = [
-            CliRunner().invoke(app, ["evaluate", str(run), "--json", *flags]).output
-            for run, flags in ((both, ["--no-ema"]), (only_last, []), (both, []))
-        ]
-        assert shown[0] == shown[1] != shown[2]
+        runs = ((both, ["--no-ema"]), (only_last, []), (both, []), (without, []))
+        shown = [command("evaluate", run, "--json", *flags).answer for run, flags in runs]
+        assert shown[0] == shown[1] != shown[2] == shown[3] and {code for code, _ in shown} == {0}
     finally:
         fsspec.filesystem("memory").rm("/elsewhere", recursive=True)
 
 
 def test_only_a_run_has_an_average(tmp_path):
-    out = ["--format", "npz", "--out", str(tmp_path / "a.npz")]
-    done = CliRunner().invoke(app, ["export", "ViT-Ti/16", *out, "--num-classes", "3", "--no-ema"])
-    assert done.exit_code != 0 and all(name in str(done.exception) for name in ("--no-ema", "ViT-Ti/16"))
+    out = ["--format", "npz", "--out", tmp_path / "a.npz"]
+    done = command("export", "ViT-Ti/16", *out, "--num-classes", "3", "--no-ema")
+    assert done.returncode != 0 and all(name in done.message for name in ("--no-ema", "ViT-Ti/16"))

@@ -7,14 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from saving_ranks import Rank, Ranks
+from saving_ranks import SCALE, Place, Rank, Ranks, newest, save_steps, save_until_an_error
 from small_disk import small_disk as mounted
 from toy_checkpoint import fragments, holds, index, unverified
 
 from vitscale.ground.errors import CheckpointError
-from vitscale.runs.checkpoint import BackgroundSaver, CheckpointStore
-
-SCALE = 400  # 0.3 MB a checkpoint
+from vitscale.runs.checkpoint import CheckpointStore
 
 
 @pytest.fixture(scope="module")
@@ -23,46 +21,15 @@ def ranks():
         yield ranks
 
 
-def saver_of(this: Rank, root: Path, ranks: int = 2, keep: int = 10) -> BackgroundSaver:
-    """The saver of a folder, the same one at each call."""
-    key = f"{root} {keep}"
-    if key not in this.kept:
-        store = CheckpointStore(root, rank=this.rank, gather=lambda value: this.gather(value, ranks))
-        this.kept[key] = BackgroundSaver(store, keep=keep)
-    return this.kept[key]
-
-
-def save_in_background(this: Rank, root: Path, steps: list[int], keep: int = 10) -> list[tuple[int, str | None]]:
-    """What became of these steps, saved by ranks 0 and 1."""
-    if this.rank >= 2:
-        return []
-    saver = saver_of(this, root, keep=keep)
-    for step in steps:
-        saver.save(index(step, SCALE), fragments(step, (50, 15_000), scale=SCALE, rank=this.rank, ranks=2), best=None)
-    saver.wait()
-    return [(outcome.step, outcome.error) for outcome in saver.outcomes()]
-
-
-def save_where_files_of_rank_1_end(this: Rank, root: Path, step: int) -> list[tuple[int, str | None]]:
-    """As above; no file of rank 1 grows beyond some kB."""
+def save_where_files_of_rank_1_end(this: Rank, place: Place, step: int) -> list[tuple[int, str | None]]:
+    """What became of a step; no file of rank 1 grows beyond some kB."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if this.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
     try:
-        return save_in_background(this, root, [step])
+        return save_steps(this, place, [step])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def newest(this: Rank, root: Path, world: int) -> tuple[int, bool, list[str]] | None:
-    """(step, whether it holds what was saved, what was reported) of the newest checkpoint, read by `world` ranks."""
-    if this.rank >= world:
-        return None
-    store = CheckpointStore(root, rank=this.rank, gather=lambda value: this.gather(value, world))
-    said: list[str] = []
-    reader = store.newest(said.append)
-    assert reader is not None
-    return reader.index.step, holds(reader, reader.index.step, SCALE), said
 
 
 def only(steps: list[int]) -> set[str]:
@@ -74,29 +41,29 @@ def names(root: Path) -> set[str]:
 
 
 def test_what_two_ranks_saved_is_read_by_any_number(ranks, tmp_path):
-    assert ranks.do(save_in_background, tmp_path, [1, 2, 3], 2)[:2] == [[(1, None), (2, None), (3, None)]] * 2
+    assert ranks.do(save_steps, Place(tmp_path), [1, 2, 3], 2)[:2] == [[(1, None), (2, None), (3, None)]] * 2
     assert names(tmp_path) == only([2, 3])
     for world in (1, 2, 3):
-        assert ranks.do(newest, tmp_path, world)[:world] == [(3, True, [])] * world
+        assert ranks.do(newest, Place(tmp_path), world)[:world] == [(3, True, [])] * world
 
 
 def test_damage_in_one_rank_s_file_is_known_to_all(ranks, tmp_path):
-    ranks.do(save_in_background, tmp_path, [1, 2])
+    ranks.do(save_steps, Place(tmp_path), [1, 2])
     file = tmp_path / "step-00000002" / "rank-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\0")
-    found = ranks.do(newest, tmp_path, 3)
+    found = ranks.do(newest, Place(tmp_path), 3)
     assert found[0] == found[1] == found[2] and found[0][:2] == (1, True)
     assert "rank-00001" in found[0][2][0] and found[0][2][1] == "falling back to the checkpoint of step 1"
 
 
 def test_a_write_that_fails_on_one_rank_fails_on_all(ranks, tmp_path):
-    ranks.do(save_in_background, tmp_path, [1])
-    for outcomes in ranks.do(save_where_files_of_rank_1_end, tmp_path, 2)[:2]:
+    ranks.do(save_steps, Place(tmp_path), [1])
+    for outcomes in ranks.do(save_where_files_of_rank_1_end, Place(tmp_path), 2)[:2]:
         [(step, error)] = outcomes
         assert step == 2 and "rank 1: OSError" in error
-    assert names(tmp_path) == only([1]) and ranks.do(newest, tmp_path, 3)[0] == (1, True, [])
-    assert ranks.do(save_in_background, tmp_path, [3])[:2] == [[(3, None)]] * 2
-    assert ranks.do(newest, tmp_path, 2)[:2] == [(3, True, [])] * 2
+    assert names(tmp_path) == only([1]) and ranks.do(newest, Place(tmp_path), 3)[0] == (1, True, [])
+    assert ranks.do(save_steps, Place(tmp_path), [3])[:2] == [[(3, None)]] * 2
+    assert ranks.do(newest, Place(tmp_path), 2)[:2] == [(3, True, [])] * 2
 
 
 def meet_an_error_that_cannot_travel(this: Rank, root: Path) -> str:
@@ -133,37 +100,28 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_has_its_room_back_and_is_written_again(ranks, small_disk):
     root = small_disk / "checkpoints"
-    outcomes = ranks.do(save_in_background, root, [1, 2, 3, 4, 5])
+    outcomes = ranks.do(save_steps, Place(root), [1, 2, 3, 4, 5])
     assert outcomes[0] == outcomes[1]
     fits = [step for step, error in outcomes[0] if error is None]
     assert fits == [1, 2, 3] and all("No space left" in error for step, error in outcomes[0] if step > 3)
-    assert names(root) == only(fits) and ranks.do(newest, root, 2)[0] == (3, True, [])
-    assert ranks.do(save_in_background, root, [6], 1)[0][0][1] is not None  # old ones go after new ones are there
+    assert names(root) == only(fits) and ranks.do(newest, Place(root), 2)[0] == (3, True, [])
+    assert ranks.do(save_steps, Place(root), [6], 1)[0][0][1] is not None  # old ones go after new ones are there
     CheckpointStore(root).retain(1, None)
-    assert ranks.do(save_in_background, root, [7], 1)[:2] == [[(7, None)]] * 2
-    assert names(root) == only([7]) and ranks.do(newest, root, 3)[0] == (7, True, [])
+    assert ranks.do(save_steps, Place(root), [7], 1)[:2] == [[(7, None)]] * 2
+    assert names(root) == only([7]) and ranks.do(newest, Place(root), 3)[0] == (7, True, [])
 
 
 def test_a_disk_that_cannot_be_written_for_a_while(ranks, small_disk):
     root = small_disk / "checkpoints"
-    ranks.do(save_in_background, root, [1])
+    ranks.do(save_steps, Place(root), [1])
     remount = ["mount", str(small_disk), "-o"]
     subprocess.run([*remount, "remount,ro"], check=True)
-    for outcomes in ranks.do(save_in_background, root, [2])[:2]:
+    for outcomes in ranks.do(save_steps, Place(root), [2])[:2]:
         assert "rank 0: OSError" in outcomes[0][1] and "Read-only" in outcomes[0][1]
-    assert ranks.do(newest, root, 2)[:2] == [(1, True, [])] * 2
+    assert ranks.do(newest, Place(root), 2)[:2] == [(1, True, [])] * 2
     subprocess.run([*remount, "remount,rw"], check=True)
-    assert ranks.do(save_in_background, root, [3])[:2] == [[(3, None)]] * 2
+    assert ranks.do(save_steps, Place(root), [3])[:2] == [[(3, None)]] * 2
     assert names(root) == only([1, 3])
-
-
-def save_until_an_error(this: Rank, root: Path, step: int) -> list[str]:
-    """Save steps after this one as fast as can be, and what ended it."""
-    saver = saver_of(this, root, keep=2)
-    while not (errors := [outcome.error for outcome in saver.outcomes() if outcome.error]):
-        step += 1
-        saver.save(index(step, SCALE), fragments(step, (50, 15_000), scale=SCALE, rank=this.rank, ranks=2), best=None)
-    return errors
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.slow)])
@@ -174,8 +132,8 @@ def test_a_rank_killed_in_the_middle_of_a_save_leaves_whole_checkpoints(tmp_path
         victim = moments.randrange(2)
         with Ranks(2) as ranks:
             before = max(CheckpointStore(tmp_path).steps(), default=0)
-            assert ranks.do(save_in_background, tmp_path, [before + 1], 2)[:2] == [[(before + 1, None)]] * 2
-            ranks.start(save_until_an_error, tmp_path, before + 1)
+            assert ranks.do(save_steps, Place(tmp_path), [before + 1], 2)[:2] == [[(before + 1, None)]] * 2
+            ranks.start(save_until_an_error, Place(tmp_path), before + 1)
             time.sleep(moments.random() * 0.1)
             ranks.kill(victim)
             errors = ranks.answer(1 - victim)

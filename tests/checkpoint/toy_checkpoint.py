@@ -1,6 +1,9 @@
 """Checkpoints of a few numbers, or of many: what a step's state is, and whether it is what was read."""
 
+import hashlib
 import itertools
+import json
+import math
 from pathlib import Path
 
 import torch
@@ -21,7 +24,7 @@ def shapes(scale: int = 1) -> dict[str, list[int]]:
 def values(step: int, scale: int = 1) -> dict[tuple[str, str], torch.Tensor]:
     """The flattened parameters of a step, by kind and name."""
     generator = torch.Generator().manual_seed(step)
-    sizes = {name: int(torch.tensor(shape).prod()) for name, shape in shapes(scale).items()}
+    sizes = {name: math.prod(shape) for name, shape in shapes(scale).items()}
     return {(kind, name): torch.randn(size, generator=generator) for kind in KINDS for name, size in sizes.items()}
 
 
@@ -46,16 +49,7 @@ def fragments(
 
 
 def index(step: int, scale: int = 1) -> CheckpointIndex:
-    return CheckpointIndex(
-        step=step,
-        world_size=1,
-        shapes=shapes(scale),
-        kinds=KINDS,
-        optimizer_steps=step,
-        recipe={},
-        data={},
-        versions={},
-    )
+    return CheckpointIndex(step, 1, shapes(scale), KINDS, optimizer_steps=step, recipe={}, data={}, versions={})
 
 
 def save(store: CheckpointStore, step: int, cuts: tuple[int, ...] = ()) -> Path:
@@ -72,14 +66,8 @@ def holds(reader: CheckpointReader, step: int, scale: int = 1) -> bool:
     )
 
 
-def damage(path: Path, how: str) -> None:
-    content = bytearray(path.read_bytes())
-    if how == "flipped":
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-    elif how == "truncated":
-        path.write_bytes(content[:-7])
-    elif how == "empty":
-        path.write_bytes(b"")
-    else:
-        path.unlink()
+def with_checksum(content: dict) -> dict:
+    """An index with the checksum that belongs to it."""
+    content = {key: value for key, value in content.items() if key != "checksum"}
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return content | {"checksum": hashlib.sha256(canonical.encode()).hexdigest()}

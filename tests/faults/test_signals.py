@@ -2,8 +2,6 @@
 
 import os
 import signal
-import time
-from pathlib import Path
 
 import pytest
 from watched_runs import (
@@ -15,6 +13,7 @@ from watched_runs import (
     assert_same,
     bare,
     deepspeed,
+    finish,
     launch,
     pretrain,
     torchrun,
@@ -27,13 +26,6 @@ def codes(run: Run) -> list[int]:
     """Of all ranks of the last launch."""
     events = run.events("rank ended")
     return [event["returncode"] for event in events[-events[-1]["world_size"] :]]
-
-
-def finish(run: Run, log: Path) -> str:
-    """Repeat the command, undisturbed: what it wrote."""
-    with Process(launch(run), log) as process:
-        assert process.end() == 0, process.text()
-        return process.text()
 
 
 @pytest.mark.slow
@@ -55,8 +47,7 @@ def test_a_run_that_is_told_to_end_again_and_again_is_the_undisturbed_one(make_r
     assert codes(run) == [EXIT_PREEMPTED] * 2
     assert run.step() == run.saved()[-1] == 50 and not any("eval/validation/loss" in line for line in run.lines())
 
-    assert "at step 50 of 100" in finish(run, tmp_path / "the-rest")
-    assert_same(run, undisturbed)
+    assert "at step 50 of 100" in finish(run, tmp_path / "the-rest", undisturbed)
 
 
 def terminate_twice(run: Run, waiting: Process, stopped: Process) -> None:
@@ -64,8 +55,7 @@ def terminate_twice(run: Run, waiting: Process, stopped: Process) -> None:
     waiting.until(lambda: run.step() >= 5)
     stopped.signal(signal.SIGSTOP)
     waiting.signal(signal.SIGTERM)
-    again_at = time.monotonic() + 2.5
-    waiting.until(lambda: time.monotonic() > again_at)
+    waiting.go_on_for(2.5)
     waiting.signal(signal.SIGTERM)
 
 
@@ -125,8 +115,7 @@ def test_ctrl_c_before_the_first_step_ends_at_once_without_a_trace(make_run: Mak
     run = make_run(**LONG)
     for moment in (0.3, 2.5):
         with Process(pretrain(run), tmp_path / "log") as process:
-            due = time.monotonic() + moment
-            process.until(lambda due=due: time.monotonic() > due)
+            process.go_on_for(moment)
             process.press_ctrl_c()
             assert process.end(60) in (EXIT_PREEMPTED, -signal.SIGINT), process.text()
             assert "Traceback" not in process.text()
@@ -136,11 +125,10 @@ def test_ctrl_c_before_the_first_step_ends_at_once_without_a_trace(make_run: Mak
 def test_deepspeeds_launcher_may_send_sigterm_again(make_run: MakeRun, tmp_path):
     """It sends one to each rank in turn, whenever the one before has ended."""
     run = make_run(**LONG)
-    waiting, stopped = bare(run, tmp_path / "log", environment={"CROSS_RANK": "0"})
+    waiting, stopped = bare(run, tmp_path / "log", CROSS_RANK="0")
     with waiting, stopped:
         terminate_twice(run, waiting, stopped)
-        again_at = time.monotonic() + 0.5
-        waiting.until(lambda: time.monotonic() > again_at)
+        waiting.go_on_for(0.5)
         stopped.signal(signal.SIGCONT)
         assert waiting.end() == EXIT_PREEMPTED, waiting.text()
     assert run.saved()[-1] == run.step()
@@ -151,12 +139,10 @@ def test_at_any_moment_of_the_start(make_run: MakeRun, undisturbed, tmp_path):
     run = make_run(**EVALUATED)
     for moment in (0.2, 1.0, 2.0, 3.0, 4.0, 5.0):
         with Process(launch(run), tmp_path / "log") as process:
-            due = time.monotonic() + moment
-            process.until(lambda due=due: time.monotonic() > due)
+            process.go_on_for(moment)
             process.signal(signal.SIGTERM)
             assert process.end() in (EXIT_PREEMPTED, -signal.SIGTERM), process.text()  # before anybody listens
-    finish(run, tmp_path / "log")
-    assert_same(run, undisturbed)
+    finish(run, tmp_path / "log", undisturbed)
 
 
 @pytest.mark.slow
@@ -166,5 +152,4 @@ def test_a_time_limit(make_run: MakeRun, undisturbed, tmp_path):
         assert process.end() == EXIT_PREEMPTED, process.text()
         assert f"the time limit: saved at step {run.saved()[-1]}" in process.text()
     assert codes(run) == [EXIT_PREEMPTED] * 2 and run.saved() == [run.step()]
-    finish(run, tmp_path / "log")
-    assert_same(run, undisturbed)
+    finish(run, tmp_path / "log", undisturbed)

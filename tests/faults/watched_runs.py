@@ -41,11 +41,12 @@ EVALUATED: dict[str, Any] = {
     "selection": {"metric": "validation/loss", "mode": "min"},
 }
 """Blocks of the recipe with evaluations that take a second."""
+LONG: dict[str, Any] = {"schedule": {"duration": {"steps": 100_000}, "warmup": {"steps": 10}}}
+"""Blocks of the recipe of a run that does not end by itself."""
 
 _DIE_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 _PRCTL = ctypes.CDLL(None).prctl
 _LOOK_EVERY_SECONDS = 0.01
-_A_FEW_LINES = 8192  # bytes
 
 # `vitscale launch` that takes a rank for silent after seconds, where the command waits for a minute.
 _IMPATIENT_LAUNCH = """
@@ -57,10 +58,6 @@ with Supervisor(grace_s=20, silence_s=8) as supervisor:
     ranks = PretrainingRanks(Pretraining(sys.argv[1], run_dir=Path(sys.argv[2]), ranks=int(sys.argv[3])))
     sys.exit(Launch(ranks.run_dir, ranks, supervisor).run())
 """
-
-
-LONG: dict[str, Any] = {"schedule": {"duration": {"steps": 100_000}, "warmup": {"steps": 10}}}
-"""Blocks of the recipe of a run that does not end by itself."""
 
 
 def write_data(root: Path) -> None:
@@ -93,14 +90,9 @@ class Run:
         return _json_lines(self.metrics)
 
     def step(self) -> int:
-        """The last one in metrics.jsonl."""
-        try:
-            with self.metrics.open("rb") as file:
-                file.seek(max(0, self.metrics.stat().st_size - _A_FEW_LINES))
-                *_, last, _ = [b"", *file.read().split(b"\n")]
-        except OSError:
-            return 0
-        return int(json.loads(last)["step"]) if last.startswith(b"{") else 0
+        """The last one in metrics.jsonl; 0 before the first."""
+        lines = self.lines()
+        return lines[-1]["step"] if lines else 0
 
     def curve(self) -> list[dict[str, Any]]:
         """What must be the same however often a run was interrupted, line by line."""
@@ -152,7 +144,18 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 def launch(run: Run, *options: str, ranks: int = 2) -> list[str]:
     """The command line of `vitscale launch`."""
     main = "import sys; sys.argv[0] = 'vitscale'; from vitscale.cli.entry import vitscale; vitscale()"
-    return [sys.executable, "-c", main, "launch", *_of(run)[1:], "--ranks", str(ranks), *options]
+    return [
+        sys.executable,
+        "-c",
+        main,
+        "launch",
+        str(run.recipe),
+        "--run-dir",
+        str(run.dir),
+        "--ranks",
+        str(ranks),
+        *options,
+    ]
 
 
 def impatient_launch(run: Run, ranks: int = 2) -> list[str]:
@@ -160,25 +163,23 @@ def impatient_launch(run: Run, ranks: int = 2) -> list[str]:
     return [sys.executable, "-c", _IMPATIENT_LAUNCH, str(run.recipe), str(run.dir), str(ranks)]
 
 
-def deepspeed(run: Run, *options: str) -> list[str]:
+def deepspeed(run: Run) -> list[str]:
     """Two ranks, started by DeepSpeed's launcher."""
-    binary = str(Path(sys.executable).with_name("deepspeed"))
-    return [binary, "--num_accelerators", "2", "--master_port", free_port(), str(PRETRAIN), *_of(run), *options]
+    return [*_beside_python("deepspeed"), "--num_accelerators", "2", "--master_port", free_port(), *pretrain(run)[1:]]
 
 
-def torchrun(run: Run, *options: str) -> list[str]:
+def torchrun(run: Run) -> list[str]:
     """Two ranks, started by torchrun."""
-    binary = str(Path(sys.executable).with_name("torchrun"))
-    return [binary, "--nproc-per-node", "2", "--master-port", free_port(), str(PRETRAIN), *_of(run), *options]
+    return [*_beside_python("torchrun"), "--nproc-per-node", "2", "--master-port", free_port(), *pretrain(run)[1:]]
 
 
-def pretrain(run: Run, *options: str) -> list[str]:
+def pretrain(run: Run) -> list[str]:
     """One rank, started by nobody but Python."""
-    return [sys.executable, str(PRETRAIN), *_of(run), *options]
+    return [sys.executable, str(PRETRAIN), "--recipe", str(run.recipe), "--run-dir", str(run.dir)]
 
 
-def _of(run: Run) -> list[str]:
-    return ["--recipe", str(run.recipe), "--run-dir", str(run.dir)]
+def _beside_python(program: str) -> list[str]:
+    return [str(Path(sys.executable).with_name(program))]
 
 
 class Process:
@@ -236,28 +237,27 @@ class Process:
         """The exit code; None while it runs."""
         return self._process.poll()
 
-    def until(self, is_so: Callable[[], Any], seconds: float = 120) -> None:
+    def until(self, is_so: Callable[[], Any], seconds: float = 120, *, may_end: bool = False) -> None:
         """Wait until something is so; fails, with what was written, where the command ends before or time is up."""
-
-        def so_or_ended() -> bool:
-            ended = self.code() is not None  # before looking: what it has done last counts
-            so = bool(is_so())
-            assert so or not ended, f"it ended with {self.code()}:\n{self.text()}"
-            return so
-
-        self.wait_until(so_or_ended, seconds)
-
-    def wait_until(self, is_so: Callable[[], Any], seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not is_so():
+        while True:
+            ended = self.code() is not None  # before looking: what it has done last counts
+            if is_so():
+                return
+            assert may_end or not ended, f"it ended with {self.code()}:\n{self.text()}"
             assert time.monotonic() < deadline, f"waited {seconds} s in vain:\n{self.text()}"
             time.sleep(_LOOK_EVERY_SECONDS)
+
+    def go_on_for(self, seconds: float) -> None:
+        """Wait for so long; fails where the command ends before."""
+        due = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() > due)
 
     def end(self, seconds: float = 240) -> int:
         """Wait for the end: the exit code. No rank may outlive it."""
         self.ranks()
-        self.wait_until(lambda: self.code() is not None, seconds)
-        self.wait_until(lambda: not any(is_alive(pid) for pid in self._seen), 5)
+        self.until(lambda: self.code() is not None, seconds)
+        self.until(lambda: not any(is_alive(pid) for pid in self._seen), 5, may_end=True)
         code = self.code()
         assert code is not None
         return code
@@ -280,18 +280,21 @@ class Process:
         self._process.wait()
 
 
-def bare(
-    run: Run, log: Path, size: int = 2, *options: str, environment: Mapping[str, str] | None = None
-) -> list[Process]:
-    """The ranks without any launcher: nobody but they themselves ends them."""
-    shared = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", **(environment or {})}
-    shared["MASTER_PORT"] = free_port()
+def bare(run: Run, log: Path, **environment: str) -> list[Process]:
+    """Two ranks without any launcher: nobody but they themselves ends them."""
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     return [
-        Process(
-            pretrain(run, *options), log.with_suffix(f".{rank}"), {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(size)
+        Process(pretrain(run), log.with_suffix(f".{rank}"), shared | environment | {"RANK": rank, "LOCAL_RANK": rank})
+        for rank in "01"
     ]
+
+
+def finish(run: Run, log: Path, undisturbed: Run) -> str:
+    """Repeat the command in peace, after which the run is as the undisturbed one: what it wrote."""
+    with Process(launch(run), log) as process:
+        assert process.end() == 0, process.text()
+    assert_same(run, undisturbed)
+    return process.text()
 
 
 def _descendants(pid: int) -> list[int]:

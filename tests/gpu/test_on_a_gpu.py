@@ -122,7 +122,6 @@ def test_float8_trains_as_bf16(place, is_compiled):
     assert fp8 == pytest.approx(bf16, rel=0.05) and fp8 != bf16
 
 
-@pytest.mark.slow
 def test_compiled_blocks_train_as_eager_ones(place):
     eager, compiled = (train(place, f"compile-{on}", f"parallelism.compile={on}") for on in ("false", "true"))
     assert column(compiled, "loss") == pytest.approx(column(eager, "loss"), rel=1e-2)

@@ -1,6 +1,5 @@
 """Every format that a stranger may hand us: a small real file of it, and the reader that commands use."""
 
-import csv
 import gzip
 import io
 import json
@@ -16,16 +15,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import safetensors.torch
 import torch
-import toy_checkpoint
 import yaml
-from PIL import Image
+from checkpoint import toy_checkpoint
+from pictures import encoded, make_picture
 from small_files import tar_bytes
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from data_tools.classes import read_classes
 from data_tools.dedup.index import FingerprintIndex
 from data_tools.sources import SourceOptions, open_source
 from data_tools.sources.label_list import read_label_list
-from data_tools.sources.tfrecord import _masked
 from vitscale.about.studies.expansion import expand
 from vitscale.about.studies.reading import load_study, studies_dir
 from vitscale.data.shards import Manifest, ShardFile
@@ -52,30 +51,29 @@ class Format(NamedTuple):
     seal: Callable[[Path], object] = lambda path: None
 
 
-def jpeg(seed: int = 0) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (8, 8, 3), np.uint8)).save(out, "JPEG")
-    return out.getvalue()
+def one_file(
+    name: str, content: Callable[[], bytes | str] | bytes | str, read: Callable[[Path], object] | None = None
+) -> Format:
+    """A file of this name and content, which is a source unless `read` says otherwise."""
 
-
-def _file(name: str, content: Callable[[], bytes | str]) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
-        found = content()
-        (folder / name).write_bytes(found if isinstance(found, bytes) else found.encode())
+        found = content() if callable(content) else content
+        (folder / name).write_bytes(found.encode() if isinstance(found, str) else found)
         return folder / name
 
-    return make
+    return Format(make, read or read_source)
 
 
-def _tar(mode: str, *names: str) -> bytes:
-    return tar_bytes(*((name, b"1" if name.endswith(".cls") else jpeg()) for name in names), mode=mode)
+def jpeg(seed: int = 0) -> bytes:
+    return encoded(make_picture(seed, 8, 8))
 
 
 def tfrecord(*records: bytes) -> bytes:
-    def framed(data: bytes) -> bytes:
-        return data + _masked(data).to_bytes(4, "little")
-
-    return b"".join(framed(len(record).to_bytes(8, "little")) + framed(record) for record in records)
+    out = io.BytesIO()
+    writer = RecordWriter(out)
+    for record in records:
+        writer.write(record)
+    return out.getvalue()
 
 
 def example(image: bytes, label: int | bytes) -> bytes:
@@ -98,19 +96,13 @@ def parquet(folder: Path) -> Path:
     return folder / "p.parquet"
 
 
-def image_list() -> str:
-    out = io.StringIO()
-    csv.writer(out).writerows([["image", "label"], *([f"{i}.jpg", f"class {i}"] for i in range(5))])
-    return out.getvalue()
-
-
-def state_dict() -> dict[str, torch.Tensor]:
-    return {"patch_embed.proj.weight": torch.ones(4, 3, 2, 2), "cls_token": torch.ones(1, 1, 4)}
+IMAGE_LIST = "image,label\r\n" + "".join(f"{i}.jpg,class {i}\r\n" for i in range(5))
+STATE_DICT = {"patch_embed.proj.weight": torch.ones(4, 3, 2, 2), "cls_token": torch.ones(1, 1, 4)}
 
 
 def torch_file(old: bool = False) -> bytes:
     out = io.BytesIO()
-    torch.save(state_dict(), out, _use_new_zipfile_serialization=not old)
+    torch.save(STATE_DICT, out, _use_new_zipfile_serialization=not old)
     return out.getvalue()
 
 
@@ -157,11 +149,8 @@ def read_shard(path: Path) -> None:
 
 def index(name: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
-        (folder / "images").mkdir()
-        for i in range(2):
-            dedup_data.make_photo(i).save(folder / "images" / f"{i}.png")
-        images = str(folder / "images")
-        dedup_data.index_of(folder / "i", [dedup_data.source_of(images)])
+        dedup_data.write_photos(folder / "images", ["0.png", "1.png"])
+        dedup_data.index_of(folder / "i", [dedup_data.source_of(folder / "images")])
         return folder / "i" / name
 
     return make
@@ -207,33 +196,33 @@ def rejects(folder: Path) -> Path:
     return folder / "rejects.parquet"
 
 
-def checkpoint_index() -> str:
-    return index_text(toy_checkpoint.index(3))
-
-
 def cifar(folder: Path, name: str) -> Path:
     (folder / "test_batch.bin").write_bytes(b"".join(bytes([label]) + bytes(3072) for label in range(10)))
     (folder / "batches.meta.txt").write_text("".join(f"c{label}\n" for label in range(10)))
     return folder / name
 
 
-def recipe() -> str:
-    return yaml.safe_dump(load_recipe(next(iter(list_recipes()))).dump())
-
-
+TWO = [("a/1.jpg", jpeg()), ("b/2.jpg", jpeg())]
+SHARD = [("1.jpg", jpeg()), ("1.cls", b"1"), ("2.jpg", jpeg()), ("2.cls", b"1")]
 FORMATS: dict[str, Format] = {
-    "recipe": Format(_file("r.yaml", recipe), lambda path: load_recipe(path).dump()),
-    "study": Format(
-        _file("s.yaml", (studies_dir() / "axial.yaml").read_bytes), lambda path: expand(load_study(path), path.parent)
+    "recipe": one_file(
+        "r.yaml",
+        lambda: yaml.safe_dump(load_recipe(next(iter(list_recipes()))).dump()),
+        lambda path: load_recipe(path).dump(),
+    ),
+    "study": one_file(
+        "s.yaml", (studies_dir() / "axial.yaml").read_bytes, lambda path: expand(load_study(path), path.parent)
     ),
     "manifest": Format(dataset("manifest.json"), verify_dataset),
     "shard": Format(dataset("shard-00000.beton"), read_shard),
-    "checkpoint index": Format(_file("index.json", checkpoint_index), lambda p: parse_index(p.read_bytes(), str(p))),
-    "safetensors": Format(_file("w.safetensors", lambda: safetensors.torch.save(state_dict())), read_weights),
-    "torch": Format(_file("w.pth", torch_file), read_weights),
-    "torch, old": Format(_file("w.pth", lambda: torch_file(old=True)), read_weights),
-    "npz": Format(_file("w.npz", lambda: npz(False)), read_weights),
-    "npz, deflated": Format(_file("w.npz", lambda: npz(True)), read_weights),
+    "checkpoint index": one_file(
+        "index.json", index_text(toy_checkpoint.index(3)), lambda path: parse_index(path.read_bytes(), str(path))
+    ),
+    "safetensors": one_file("w.safetensors", safetensors.torch.save(STATE_DICT), read_weights),
+    "torch": one_file("w.pth", torch_file(), read_weights),
+    "torch, old": one_file("w.pth", torch_file(old=True), read_weights),
+    "npz": one_file("w.npz", npz(False), read_weights),
+    "npz, deflated": one_file("w.npz", npz(True), read_weights),
     "config": Format(hf_folder, lambda path: open_weights(path.parent)),
     "features": Format(npy, lambda path: read_features(path.parent), seal_features),
     "features, meta": Format(lambda f: npy(f).parent / "meta.json", lambda path: read_features(path.parent)),
@@ -244,20 +233,21 @@ FORMATS: dict[str, Format] = {
     "parquet": Format(parquet, read_source),
     "cifar": Format(lambda folder: cifar(folder, "test_batch.bin"), lambda path: read_source(path.parent)),
     "cifar, meta": Format(lambda folder: cifar(folder, "batches.meta.txt"), lambda path: read_source(path.parent)),
-    "tar": Format(_file("a.tar", lambda: _tar("w", "a/1.jpg", "b/2.jpg")), read_source),
-    "tar.gz": Format(_file("a.tar.gz", lambda: _tar("w:gz", "a/1.jpg", "b/2.jpg")), read_source),
-    "webdataset": Format(_file("a.tar", lambda: _tar("w", "1.jpg", "1.cls", "2.jpg", "2.cls")), read_source),
-    "tfrecord": Format(_file("a.tfrecord", lambda: tfrecord(example(jpeg(), 1), example(jpeg(1), 0))), read_source),
-    "tfrecord.gz": Format(_file("a.tfrecord.gz", lambda: gzip.compress(tfrecord(example(jpeg(), 1)))), read_source),
-    "csv": Format(_file("a.csv", image_list), read_source),
-    "jsonl": Format(_file("a.jsonl", lambda: '{"image": "a.jpg", "label": [1, "b"]}\n' * 3), read_source),
-    "labels": Format(_file("labels.csv", image_list), lambda path: read_label_list(str(path))),
-    "classes": Format(_file("classes.txt", lambda: "cat\ndog\n"), read_classes),
-    "launches": Format(_file("launch.jsonl", lambda: '{"event": "start", "time": "2026-01-01"}\n' * 3), read_launches),
-    "metrics": Format(
-        _file("metrics.jsonl", lambda: '{"step": 1, "train/loss": 2.5, "eval/top1": null}\n' * 3),
+    "tar": one_file("a.tar", tar_bytes(*TWO)),
+    "tar.gz": one_file("a.tar.gz", tar_bytes(*TWO, mode="w:gz")),
+    "webdataset": one_file("a.tar", tar_bytes(*SHARD)),
+    "tfrecord": one_file("a.tfrecord", tfrecord(example(jpeg(), 1), example(jpeg(1), 0))),
+    "tfrecord.gz": one_file("a.tfrecord.gz", gzip.compress(tfrecord(example(jpeg(), 1)))),
+    "csv": one_file("a.csv", IMAGE_LIST),
+    "jsonl": one_file("a.jsonl", '{"image": "a.jpg", "label": [1, "b"]}\n' * 3),
+    "labels": one_file("labels.csv", IMAGE_LIST, lambda path: read_label_list(str(path))),
+    "classes": one_file("classes.txt", "cat\ndog\n", read_classes),
+    "launches": one_file("launch.jsonl", '{"event": "start", "time": "2026-01-01"}\n' * 3, read_launches),
+    "metrics": one_file(
+        "metrics.jsonl",
+        '{"step": 1, "train/loss": 2.5, "eval/top1": null}\n' * 3,
         lambda path: MetricsLog(path).refresh(),
     ),
-    "done": Format(_file("DONE", lambda: '{"step": 3, "validation/top1": 0.5}'), lambda path: read_done(path.parent)),
-    "results": Format(_file("results.json", lambda: '{"kind": "vitscale report", "runs": []}'), read_object),
+    "done": one_file("DONE", '{"step": 3, "validation/top1": 0.5}', lambda path: read_done(path.parent)),
+    "results": one_file("results.json", '{"kind": "vitscale report", "runs": []}', read_object),
 }

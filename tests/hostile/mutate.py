@@ -58,7 +58,7 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
 
 def attack(names: list[str], seed: int, count: int, until: float, out: Path) -> int:
     """The number of files read; damages the formats in turn, `count` times each or until a time."""
-    from formats import FORMATS
+    from hostile.formats import FORMATS
 
     from vitscale.ground.errors import VitscaleError
 
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("formats", nargs="*", help="default: all")
     options = parser.parse_args()
     tests = Path(__file__).parents[1]
-    sys.path += [str(tests.parent), str(tests), str(tests / "checkpoint")]
+    sys.path += [str(tests.parent), str(tests)]
     until = time.monotonic() + options.minutes * 60
     read = attack(options.formats, options.seed, options.count, until, options.out)
     found = sorted(path.name for path in options.out.iterdir())

@@ -18,15 +18,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-import formats
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from mutate import MEMORY, SECONDS, limit
+from hostile import formats
+from hostile.formats import Format, one_file
+from hostile.mutate import MEMORY, SECONDS, limit
+from pictures import encoded
 from PIL import Image
 from small_disk import small_disk
 
@@ -34,7 +35,6 @@ from data_tools.dedup.matches import Match, Pair
 from data_tools.dedup.report import pair_sheet
 from data_tools.listing import ListingTask
 from data_tools.sources import SourceOptions, open_source
-from data_tools.sources.tfrecord import _masked
 from data_tools.tasks import run_inline
 from data_tools.vtab.source import with_full_contrast
 from vitscale.data.shards.images import Reject, store_image
@@ -50,10 +50,6 @@ RECIPE += "schedule: {duration: {steps: 1}}\n"
 
 def pickled(*steps: bytes) -> bytes:
     return b"\x80\x02" + b"".join(steps) + b"."
-
-
-def number(value: int) -> bytes:
-    return struct.pack("<I", value)
 
 
 def nested_lists(levels: int) -> bytes:
@@ -72,16 +68,13 @@ def tuple_key(levels: int) -> bytes:
 def late_lists(levels: int) -> bytes:
     """Empty lists in lists first, which grow afterwards."""
     made = b"".join(b"]q" + bytes([i]) for i in range(levels))
-    return (
-        made
-        + b"".join(b"h%c(%se0" % (i, b"h%c" % (i - 1) * 10) for i in reversed(range(1, levels)))
-        + b"h%c" % (levels - 1)
-    )
+    grown = b"".join(b"h%c(%se0" % (i, b"h%c" % (i - 1) * 10) for i in reversed(range(1, levels)))
+    return made + grown + b"h%c" % (levels - 1)
 
 
-def encoded(times: int) -> bytes:
+def text_encoded(times: int) -> bytes:
     """One long text, turned into bytes many times."""
-    text = b"X" + number(40_000) + b"a" * 40_000 + b"q\x00X\x06\x00\x00\x00latin1q\x01"
+    text = b"X" + struct.pack("<I", 40_000) + b"a" * 40_000 + b"q\x00X\x06\x00\x00\x00latin1q\x01"
     return b"](" + text + b"c_codecs\nencode\nq\x02" + b"h\x02h\x00h\x01\x86R" * times + b"e"
 
 
@@ -93,27 +86,11 @@ PICKLES = {
     "lists that grow": pickled(b"}U\x0blabel_names", late_lists(12), b"s"),
     "tuples as key": pickled(tuple_key(60)),
     "tuples in tuples": pickled(b"})", b"\x85" * 90_000, b"K\x01s"),
-    "texts encoded": pickled(b"}U\x0blabel_names", encoded(5000), b"s"),
+    "texts encoded": pickled(b"}U\x0blabel_names", text_encoded(5000), b"s"),
     "doubled": pickled(b"})" + b"2\x86" * 80 + b"K\x01s"),
-    "a long number": pickled(b"}U\x0blabel_names\x8b", number(90_000), b"\x7f" * 90_000, b"s"),
+    "a long number": pickled(b"}U\x0blabel_names\x8b", struct.pack("<I", 90_000), b"\x7f" * 90_000, b"s"),
     "bytes by name": pickled(b"c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R"),
 }
-
-
-class Attack(NamedTuple):
-    """Writes a small file into a folder; and the reader that gets what `make` returns."""
-
-    make: Callable[[Path], Path]
-    read: Callable[[Path], object]
-
-
-def one(name: str, content: Callable[[], bytes | str] | bytes | str, read: Callable[[Path], object]) -> Attack:
-    def make(folder: Path) -> Path:
-        found = content() if callable(content) else content
-        (folder / name).write_bytes(found.encode() if isinstance(found, str) else found)
-        return folder / name
-
-    return Attack(make, read)
 
 
 def aliases(levels: int, key: str = "deepspeed") -> str:
@@ -126,8 +103,7 @@ def aliases(levels: int, key: str = "deepspeed") -> str:
 NEVER_ENDING = "{match: '((a|a)+)+!', lr_factor: 2}"
 YAMLS = {
     "aliases": aliases(9),
-    "merges": "a0: &a0 {x: 1}\n"
-    + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 9)),
+    "merges": "\n".join(["a0: &a0 {x: 1}", *(f"a{i}: &a{i} {{<<: [{f'*a{i - 1}, ' * 10}]}}" for i in range(1, 9))]),
     "a long text repeated": f"seed: &a {'x' * 50_000}\ndeepspeed: [{'*a, ' * 10_000}1]\n",
     "itself": "deepspeed: &a [*a, *a]\n",
     "deep": "deepspeed: " + "[" * 20_000,
@@ -180,14 +156,13 @@ def repeated_tensor() -> bytes:
 
 
 SLOW = b"X\x08\x00\x00\x00punycode\x86Rs"
+BY_NUMBER = torch_file(pickled(b"}U\x01ac__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85Rs"))
 TORCH = {
-    "memory by number": torch_file(pickled(b"}U\x01ac__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85Rs")),
+    "memory by number": BY_NUMBER,
     "storage by number": torch_file(pickled(b"}U\x01actorch.storage\nUntypedStorage\nJ\xff\xff\xff\x7f\x85Rs")),
-    "in capitals": torch_file(pickled(b"}U\x01ac__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85Rs")).replace(
-        b"a.pkl", b"A.PKL"
-    ),
+    "in capitals": BY_NUMBER.replace(b"a.pkl", b"A.PKL"),
     "a slow encoding": torch_file(
-        pickled(b"}U\x01ac_codecs\nencode\nX", number(90_000), b"\xe4\xb8\x80" * 30_000, SLOW)
+        pickled(b"}U\x01ac_codecs\nencode\nX", struct.pack("<I", 90_000), b"\xe4\xb8\x80" * 30_000, SLOW)
     ),
     "tuples as key": torch_file(pickled(tuple_key(60))),
     "compressed": torch_file(pickled(b"N0" * 10_000_000, b"N"), zipfile.ZIP_DEFLATED),
@@ -196,15 +171,18 @@ TORCH = {
 }
 
 
-def images(rows: pa.Array, labels: list | None = None, **options: object) -> Attack:
-    def make(folder: Path) -> Path:
-        columns = {"image": rows(), "label": labels or pa.array(np.zeros(len(rows()), np.int8))}
-        pq.write_table(
-            pa.table(columns), folder / "p.parquet", **{"compression": "zstd", "store_schema": False, **options}
-        )
-        return folder / "p.parquet"
+def write_parquet(columns: dict, path: Path, **options: object) -> Path:
+    pq.write_table(pa.table(columns), path, **{"compression": "zstd", "store_schema": False, **options})
+    return path
 
-    return Attack(make, formats.read_source)
+
+def images(rows: Callable[[], pa.Array], labels: list | None = None, **options: object) -> Format:
+    def make(folder: Path) -> Path:
+        found = rows()
+        columns = {"image": found, "label": labels or pa.array(np.zeros(len(found), np.int8))}
+        return write_parquet(columns, folder / "p.parquet", **options)
+
+    return Format(make, formats.read_source)
 
 
 def repeated(value: bytes | str, times: int) -> pa.Array:
@@ -215,9 +193,8 @@ ENCODINGS = {"image": "DELTA_BYTE_ARRAY", "label": "PLAIN"}
 
 
 def safetensors_file(dtype: str, shape: list[int], size: int) -> bytes:
-    header = json.dumps(
-        {"patch_embed.proj.weight": {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}
-    ).encode()
+    entry = {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}
+    header = json.dumps({"patch_embed.proj.weight": entry}).encode()
     return struct.pack("<Q", len(header)) + header + bytes(size)
 
 
@@ -243,10 +220,8 @@ PARQUET = {
 
 
 def table(folder: Path) -> Path:
-    path = formats.rejects(folder)
     rows = {"key": repeated("x" * (1 << 20), 600), "reason": repeated("y", 600)}
-    pq.write_table(pa.table(rows), path, compression="zstd", store_schema=False)
-    return path
+    return write_parquet(rows, formats.rejects(folder))
 
 
 def large_tar(size: int, count: int = 1) -> bytes:
@@ -256,16 +231,21 @@ def large_tar(size: int, count: int = 1) -> bytes:
     return (header.tobuf() + bytes(size)) * count + bytes(1024)
 
 
-def grown(name: str, pack: Callable[[bytes], bytes], size: int) -> Attack:
-    return one(name, lambda: pack(large_tar(size)), formats.read_source)
+def grown(name: str, pack: Callable[[bytes], bytes], size: int) -> Format:
+    return one_file(name, lambda: pack(large_tar(size)))
+
+
+def packed(record: Callable[[], bytes]) -> Format:
+    return one_file("a.tfrecord.gz", lambda: gzip.compress(formats.tfrecord(record())))
 
 
 def length(size: int) -> bytes:
-    framed = struct.pack("<Q", size)
-    return framed + struct.pack("<I", _masked(framed))
+    """The head of a record of so many bytes; its checksum ends a record whose content it is."""
+    head = struct.pack("<Q", size)
+    return head + formats.tfrecord(head)[-4:]
 
 
-def features(shape: tuple[int, ...], samples: int) -> Attack:
+def features(shape: tuple[int, ...], samples: int) -> Format:
     def make(folder: Path) -> Path:
         formats.npy(folder).write_bytes(npy(shape))
         formats.seal_features(folder / "labels.npy")
@@ -273,16 +253,11 @@ def features(shape: tuple[int, ...], samples: int) -> Attack:
         (folder / "meta.json").write_text(json.dumps(meta))
         return folder / "labels.npy"
 
-    return Attack(make, formats.FORMATS["features"].read)
+    return Format(make, formats.FORMATS["features"].read)
 
 
-def picture(make: Callable[[io.BytesIO], object]) -> Attack:
+def picture(content: Callable[[], bytes]) -> Format:
     """An image of a few bytes, which is converted, drawn beside others and read from a shard."""
-
-    def content() -> bytes:
-        out = io.BytesIO()
-        make(out)
-        return out.getvalue()
 
     def read(path: Path) -> None:
         data = path.read_bytes()
@@ -294,20 +269,20 @@ def picture(make: Callable[[io.BytesIO], object]) -> Attack:
         pair = Pair(Match(0, "b", 0, "hash", 0, 0.9), "a", data)
         pair_sheet("test", [(pair, data)], [])
 
-    return one("image", content, read)
+    return one_file("image", content, read)
 
 
-def large_jpeg(out: io.BytesIO) -> None:
+def large_jpeg() -> bytes:
     """A picture in several scans, said to be a thousand times larger than it is."""
-    Image.new("RGB", (16, 16)).save(out, "JPEG", progressive=True)
-    out.seek(out.getvalue().index(b"\xff\xc2") + 5)
-    out.write(struct.pack(">HH", 9000, 9000))
+    content = encoded(Image.new("RGB", (16, 16)), progressive=True)
+    size_at = content.index(b"\xff\xc2") + 5
+    return content[:size_at] + struct.pack(">HH", 9000, 9000) + content[size_at + 4 :]
 
 
 PICTURES = {
-    "webp": lambda out: Image.new("RGBA", (6000, 6000)).save(out, "WEBP", lossless=True, method=0),
-    "png": lambda out: Image.new("1", (9400, 9400)).save(out, "PNG", transparency=0),
-    "tiff": lambda out: Image.new("1", (9400, 9400)).save(out, "TIFF", compression="group4"),
+    "webp": lambda: encoded(Image.new("RGBA", (6000, 6000)), "WEBP", lossless=True, method=0),
+    "png": lambda: encoded(Image.new("1", (9400, 9400)), "PNG", transparency=0),
+    "tiff": lambda: encoded(Image.new("1", (9400, 9400)), "TIFF", compression="group4"),
     "jpeg": large_jpeg,
 }
 
@@ -318,18 +293,17 @@ def matched(path: Path) -> None:
 
 
 weights, recipe = formats.read_weights, formats.FORMATS["recipe"].read
-source = formats.read_source
 ATTACKS = {
-    **{f"pickle: {name}": one("w.pth", content, weights) for name, content in PICKLES.items()},
-    **{f"YAML: {name}": one("r.yaml", text, recipe) for name, text in YAMLS.items()},
-    "YAML: a pattern": one("r.yaml", RECIPE.replace("lr: 1.0", f"lr: 1.0, groups: [{NEVER_ENDING}]"), matched),
-    **{f"image: {name}": picture(make) for name, make in PICTURES.items()},
-    **{f"npz: {name}": one("w.npz", content, weights) for name, content in NPZ.items()},
-    **{f"torch: {name}": one("w.pth", content, weights) for name, content in TORCH.items()},
-    **{f"safetensors: {name}": one("w.safetensors", content, weights) for name, content in SAFETENSORS.items()},
+    **{f"pickle: {name}": one_file("w.pth", content, weights) for name, content in PICKLES.items()},
+    **{f"YAML: {name}": one_file("r.yaml", text, recipe) for name, text in YAMLS.items()},
+    "YAML: a pattern": one_file("r.yaml", RECIPE.replace("lr: 1.0", f"lr: 1.0, groups: [{NEVER_ENDING}]"), matched),
+    **{f"image: {name}": picture(content) for name, content in PICTURES.items()},
+    **{f"npz: {name}": one_file("w.npz", content, weights) for name, content in NPZ.items()},
+    **{f"torch: {name}": one_file("w.pth", content, weights) for name, content in TORCH.items()},
+    **{f"safetensors: {name}": one_file("w.safetensors", content, weights) for name, content in SAFETENSORS.items()},
     **{f"parquet: {name}": attack for name, attack in PARQUET.items()},
-    "parquet: a table beside a dataset": Attack(table, formats.FORMATS["rejects"].read),
-    "study: grids": one(
+    "parquet: a table beside a dataset": Format(table, formats.FORMATS["rejects"].read),
+    "study: grids": one_file(
         "s.yaml",
         f"parts: {{a: {{recipe: {next(iter(list_recipes()))}, grid: [{GRID}]}}}}",
         formats.FORMATS["study"].read,
@@ -337,19 +311,13 @@ ATTACKS = {
     "tar.gz": grown("a.tar.gz", gzip.compress, 60 << 20),
     "tar.xz": grown("a.tar.xz", partial(lzma.compress, preset=0), 150 << 20),
     "tar.bz2": grown("a.tar.bz2", bz2.compress, 150 << 20),
-    "tar.gz: members": one("a.tar.gz", lambda: gzip.compress(large_tar(0, 20_000)), source),
-    "tfrecord: a length": one("a.tfrecord", length((2 << 30) - 1) + b"x", source),
-    "tfrecord.gz": one(
-        "a.tfrecord.gz", lambda: gzip.compress(formats.tfrecord(formats.example(bytes(60 << 20), 1))), source
-    ),
-    "tfrecord.gz: labels": one(
-        "a.tfrecord.gz", lambda: gzip.compress(formats.tfrecord(formats.example(b"x", bytes(30 << 20)))), source
-    ),
-    "tfrecord.gz: entries": one(
-        "a.tfrecord.gz", lambda: gzip.compress(formats.tfrecord(b"\n\xfe\xff\xff\x0e" + b"\n\0" * 15_728_639)), source
-    ),
-    "csv.gz: a line": one("a.csv.gz", lambda: gzip.compress(b"image,label\n" + b"x" * (60 << 20)), source),
-    "csv: brackets": one("a.csv", f"image,label\na.jpg,{'[' * 40_000}]\n", source),
+    "tar.gz: members": one_file("a.tar.gz", lambda: gzip.compress(large_tar(0, 20_000))),
+    "tfrecord: a length": one_file("a.tfrecord", length((2 << 30) - 1) + b"x"),
+    "tfrecord.gz": packed(lambda: formats.example(bytes(60 << 20), 1)),
+    "tfrecord.gz: labels": packed(lambda: formats.example(b"x", bytes(30 << 20))),
+    "tfrecord.gz: entries": packed(lambda: b"\n\xfe\xff\xff\x0e" + b"\n\0" * 15_728_639),
+    "csv.gz: a line": one_file("a.csv.gz", lambda: gzip.compress(b"image,label\n" + b"x" * (60 << 20))),
+    "csv: brackets": one_file("a.csv", f"image,label\na.jpg,{'[' * 40_000}]\n"),
     "features: samples": features((4, 3), 10**12),
     "features: empty rows": features((10**12, 0), 4),
 }
@@ -418,8 +386,16 @@ class _Endless(http.server.BaseHTTPRequestHandler):
 _PACKED = gzip.compress(bytes(300 << 20), 1)
 
 
-@pytest.mark.parametrize("path", ["whole", "packed", "piece", "names"])
-def test_a_server_fills_no_memory(tmp_path, path):
+FETCHES = {
+    "whole": storage.read_bytes,
+    "packed": storage.read_bytes,
+    "piece": lambda url: next(storage.RemoteFile(url).pieces(64 << 20)),
+    "names": storage.names_in,
+}
+
+
+@pytest.mark.parametrize(("path", "fetch"), FETCHES.items(), ids=FETCHES)
+def test_a_server_fills_no_memory(tmp_path, path, fetch):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Endless) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/{path}"
@@ -427,9 +403,7 @@ def test_a_server_fills_no_memory(tmp_path, path):
         def read() -> None:
             limit(MEMORY, SECONDS)
             with pytest.raises(OSError):
-                next(storage.RemoteFile(url).pieces(64 << 20)) if path == "piece" else (
-                    storage.names_in(url) if path == "names" else storage.read_bytes(url)
-                )
+                fetch(url)
 
         in_a_child(read, tmp_path / "said")
         server.shutdown()

@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from checkpoint.toy_checkpoint import with_checksum
 from hostile.strange_files import IRREGULAR, NO_HANG, PRECIOUS, ROOT, a_hole
 from pydantic import ValidationError
-from small_files import entry_of
+from small_files import entry_of, files_in
 
 from vitscale.about.studies.running import last_words
 from vitscale.data.shards import ShardEntry, ShardFile
@@ -33,7 +34,6 @@ from vitscale.runs.names import step_folder
 
 pytestmark = NO_HANG
 DIGEST = hashlib.sha256(b"").hexdigest()
-IRREGULARS = pytest.mark.parametrize("make", IRREGULAR.values(), ids=IRREGULAR)
 
 
 # ---- Digests and paths that files state ------------------------------------------------------------------------------
@@ -42,57 +42,42 @@ DIGESTS = ["../../victim", "A" * 64, DIGEST + "\n", DIGEST[1:], f"{DIGEST[:61]}/
 PATHS = ["../x", "/etc/passwd", "a/b", "a\\..\\b", "..", ".", "", "x\0"]
 
 
-def index(*files: FileEntry) -> CheckpointIndex:
-    return CheckpointIndex(1, 1, {"w": [5]}, ["master"], 1, {}, {}, {}, files=list(files))
+INDEX = CheckpointIndex(1, 1, {"w": [5]}, ["master"], 1, {}, {}, {}, files=[FileEntry("NAME", 8, DIGEST)])
+WRONG_INDEXES = {
+    "files.0.sha256": [{"files": [{"path": "NAME", "bytes": 8, "sha256": digest}]} for digest in DIGESTS],
+    "files.0: ": [{"files": [{"path": path, "bytes": 8, "sha256": DIGEST}]} for path in PATHS],
+    "shapes": [{"shapes": {"w": shape}} for shape in ([-1, -5], [2**60], [True])],
+    "kinds": [{"kinds": ["master", kind]} for kind in ("ema.../../x", "ema.\nERROR: b", "", "m" * 201)],
+}
 
 
-@pytest.mark.parametrize("digest", DIGESTS)
-def test_a_digest_is_64_lower_case_hexadecimal_digits(digest: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError):
-        parse_index(index_text(index(FileEntry("rank-00000.safetensors", 8, digest))).encode(), "index.json")
-    entry = {"path": "x.beton", "samples": 1, "bytes": 1, "first_uid": 0}
-    with pytest.raises(ValidationError):
-        ShardEntry.model_validate(entry | {"sha256": digest, "xxh3_128": "0" * 32})
-    for name in ("A" * 32, "0" * 31, "0" * 32 + "\n", "../" * 10 + "ab"):
-        with pytest.raises(ValidationError):
-            ShardEntry.model_validate(entry | {"sha256": DIGEST, "xxh3_128": name})
+@pytest.mark.parametrize("field", WRONG_INDEXES)
+def test_what_a_checkpoints_index_states_is_refused_by_its_field(field: str) -> None:
+    right = json.loads(index_text(INDEX))
+    assert parse_index(json.dumps(with_checksum(right)).encode(), "index.json") == INDEX
+    for wrong in WRONG_INDEXES[field]:
+        with pytest.raises(CheckpointError, match=field):
+            parse_index(json.dumps(with_checksum(right | wrong)).encode(), "index.json")
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_a_path_that_a_checkpoints_index_states_is_a_name(path: str) -> None:
-    text = json.loads(index_text(index(FileEntry("NAME", 8, DIGEST))))
-    text["files"][0]["path"] = path
-    del text["checksum"]
-    canonical = json.dumps(text, sort_keys=True, separators=(",", ":"))
-    text["checksum"] = hashlib.sha256(canonical.encode()).hexdigest()
-    with pytest.raises(CheckpointError):
-        parse_index(json.dumps(text).encode(), "index.json")
+ENTRY = {"path": "x", "samples": 1, "bytes": 1, "first_uid": 0, "sha256": DIGEST, "xxh3_128": "0" * 32}
+WRONG_ENTRIES = [
+    *({"sha256": digest} for digest in DIGESTS),
+    *({"xxh3_128": name} for name in ("A" * 32, "0" * 31, "0" * 32 + "\n", "../" * 10 + "ab")),
+    *({"bytes": 10**30}, {"first_uid": 2**63}),
+]
 
 
-@pytest.mark.parametrize("shape", [[-1, -5], [2**60], [True]])
-def test_a_shape_that_cannot_be_is_refused_before_anything_is_allocated(shape: list[int]) -> None:
-    with pytest.raises(CheckpointError):
-        parse_index(index_text(replace(index(), shapes={"w": shape})).encode(), "index.json")
-
-
-@pytest.mark.parametrize("kind", ["ema.../../x", "ema.\nERROR: b", "", "m" * 201])
-def test_kinds_of_state_are_names(kind):
-    with pytest.raises(CheckpointError, match="kinds"):
-        parse_index(index_text(replace(index(), kinds=["master", kind])).encode(), "index.json")
-
-
-def test_files_beside_a_manifest_are_named_relative_to_it() -> None:
-    entry = {"path": "x", "samples": 1, "bytes": 1, "first_uid": 0, "sha256": DIGEST, "xxh3_128": "0" * 32}
-    assert ShardEntry.model_validate(entry | {"path": "../other/x"}).path == "../other/x"  # as views have it
+def test_files_beside_a_manifest_are_named_relative_to_it_and_have_digests_and_sizes() -> None:
+    assert ShardEntry.model_validate(ENTRY | {"path": "../other/x"}).path == "../other/x"  # as views have it
+    wrongs = list(WRONG_ENTRIES)
     for path in ("/etc/passwd", "", "x\0"):
         listed = {"path": path, "sha256": DIGEST}
         adopted = {"image_field": "image", "label_field": None, "checksums": listed}
-        for wrong in ({"path": path}, {"select": {"exclude": listed | {"count": 1}}}, {"adopted": adopted}):
-            with pytest.raises(ValidationError):
-                ShardEntry.model_validate(entry | wrong)
-    for huge in ({"bytes": 10**30}, {"first_uid": 2**63}):
+        wrongs += [{"path": path}, {"select": {"exclude": listed | {"count": 1}}}, {"adopted": adopted}]
+    for wrong in wrongs:
         with pytest.raises(ValidationError):
-            ShardEntry.model_validate(entry | huge)
+            ShardEntry.model_validate(ENTRY | wrong)
 
 
 # ---- Pieces of a checkpoint ------------------------------------------------------------------------------------------
@@ -104,11 +89,12 @@ def saved(directory: LocalDirectory | RemoteDirectory, *steps: int) -> Checkpoin
     store = CheckpointStore(directory)
     for step in steps or (1,):
         fragment = Fragment("w", 0, {"master": torch.arange(5.0) + step})
-        store.save(replace(index(), step=step, optimizer_steps=step, position=step), [fragment])
+        store.save(replace(INDEX, step=step, optimizer_steps=step, position=step, files=[]), [fragment])
     return store
 
 
 PIECES = IRREGULAR | {"link": lambda path: path.symlink_to(path.parent / "aside")}
+HINTS = IRREGULAR | {"hole": a_hole}
 
 
 @pytest.mark.parametrize("make", PIECES.values(), ids=PIECES)
@@ -151,13 +137,11 @@ def test_saving_removes_no_files_but_those_of_checkpoints(tmp_path: Path) -> Non
     store.retain(1, None)
     saved(LocalDirectory(root), 3)
     store.retain(1, None)
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == PRECIOUS] != []
-    everything = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert list(everything.values()).count(PRECIOUS) == len(kept)
+    assert list(files_in(tmp_path).values()).count(PRECIOUS) == len(kept)
     assert store.steps() == [3] and not list(root.glob("step-00000001"))
 
 
-@pytest.mark.parametrize("make", [*IRREGULAR.values(), a_hole], ids=[*IRREGULAR, "hole"])
+@pytest.mark.parametrize("make", HINTS.values(), ids=HINTS)
 def test_hints_in_a_run_directory_are_no_more_than_hints(make: Callable[[Path], object], tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     make(tmp_path / "checkpoints" / "latest")
@@ -169,7 +153,7 @@ def test_hints_in_a_run_directory_are_no_more_than_hints(make: Callable[[Path], 
 # ---- Shards ----------------------------------------------------------------------------------------------------------
 
 
-@IRREGULARS
+@pytest.mark.parametrize("make", IRREGULAR.values(), ids=IRREGULAR)
 def test_a_shard_is_a_regular_file(make: Callable[[Path], object], tmp_path: Path) -> None:
     manifest = write_generated_dataset(tmp_path / "data", [3, 3])
     path = manifest.shard_path(0)
@@ -185,7 +169,7 @@ def test_a_shard_is_a_regular_file(make: Callable[[Path], object], tmp_path: Pat
     assert {damage.path for damage in found.damage} == {path.name} and found.samples == 3
 
 
-@pytest.mark.parametrize("make", [*IRREGULAR.values(), a_hole], ids=[*IRREGULAR, "hole"])
+@pytest.mark.parametrize("make", HINTS.values(), ids=HINTS)
 def test_what_is_read_as_a_whole_is_a_regular_file(make: Callable[[Path], object], tmp_path: Path) -> None:
     for name in ("manifest.json", "index.json", "DONE"):
         make(tmp_path / name)
@@ -226,10 +210,10 @@ def test_a_machine_folder_refuses_a_place_that_holds_anything_else(
         folder.mkdir()
     (other / "file").write_bytes(PRECIOUS)
     put(above, other)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = files_in(tmp_path)
     with pytest.raises(RecipeError):
         MachineFolder(above, "ours")
-    assert before == {path: path.read_bytes() for path in before}
+    assert before.items() <= files_in(tmp_path).items()
 
 
 def test_a_machine_folder_removes_what_killed_processes_left(tmp_path: Path) -> None:
@@ -283,13 +267,12 @@ def test_a_file_in_the_cache_is_compared_with_its_name(state: str, tmp_path: Pat
 def test_remembered_answers_that_others_could_have_written_are_not_believed(
     spoil: Callable[[Path], object], tmp_path: Path
 ) -> None:
-    content = bytes(1000)
-    shard, markers = tmp_path / "x.beton", tmp_path / "verified"
-    shard.write_bytes(content)
-    verify_once(shard, entry_of(content), markers)
+    shard, markers, entry = tmp_path / "x.beton", tmp_path / "verified", entry_of(bytes(1000))
+    shard.write_bytes(bytes(1000))
+    verify_once(shard, entry, markers)
     (book,) = markers.iterdir()
-    book.write_text(book.read_text().replace(entry_of(content).xxh3_128, "0" * 32))
-    lie = entry_of(content).model_copy(update={"xxh3_128": "0" * 32})
+    book.write_text(book.read_text().replace(entry.xxh3_128, "0" * 32))
+    lie = entry.model_copy(update={"xxh3_128": "0" * 32})
     verify_once(shard, lie, markers)  # as in a folder of our own
     spoil(markers)
     with pytest.raises(DataError):
@@ -310,14 +293,9 @@ PLACES: dict[str, Callable[[Path], object]] = {
 }
 
 
-# Mode and group of a folder above; whether other users can rename what is in it, and whether only a group can.
-ABOVE = [
-    (0o755, 4002, "nobody"),
-    (0o1777, 4002, "nobody"),
-    (0o775, 0, "nobody"),
-    (0o775, 4002, "group"),
-    (0o777, 0, "all"),
-]
+# Mode and group of a folder above, and who else can rename what is in it.
+ABOVE = [*((mode, 4002, "nobody") for mode in (0o755, 0o1777)), (0o775, 0, "nobody"), (0o775, 4002, "group")]
+ABOVE += [(0o777, 0, "all")]
 
 
 @ROOT

@@ -49,29 +49,23 @@ class Mixer(families.Model):
         return self
 
     def shape(self) -> MixerShape:
-        """As `Model.shape`."""
         return MixerShape(self.patch_size, self.width, self.depth, self.token_dim, self.channel_dim)
 
     @property
     def representation_width(self) -> int:
-        """As `Model.representation_width`."""
         return self.width
 
     def describe_dimensions(self) -> str:
-        """As `Model.describe_dimensions`."""
         return f"Mixer D{self.width} L{self.depth} /{self.patch_size}"
 
     def check_image_size(self, image_size: int) -> None:
-        """As `Model.check_image_size`."""
         if image_size % self.patch_size:
             raise ValueError(f"patches of {self.patch_size} pixels do not divide it")
 
     def num_tokens(self, image_size: int) -> int:
-        """As `Model.num_tokens`."""
         return (image_size // self.patch_size) ** 2
 
     def operations(self, image_size: int, num_classes: int | None) -> Sequence[Operation]:
-        """As `Model.operations`."""
         D, T = self.width, self.num_tokens(image_size)
         norm = parameters("norms", 2 * D)
         block = [
@@ -91,7 +85,6 @@ class Mixer(families.Model):
         return operations
 
     def small(self) -> tuple[dict[str, Any], int]:
-        """As `Model.small`."""
         return {"width": 32, "depth": 2, "token_dim": 16, "channel_dim": 64}, 4 * self.patch_size
 
 
@@ -103,7 +96,6 @@ class Rotation(recipe.Objective):
     own: ClassVar[tuple[str, ...]] = ("turns.weight", "turns.bias")
 
     def operations(self, context: recipe.Context) -> Sequence[Operation]:
-        """As `Objective.operations`."""
         return (dense("turns", 1, context.model.shape().width, 4),)
 
 
@@ -116,11 +108,9 @@ class Lion(recipe.Optimizer):
 
     @property
     def first_momentum(self) -> float:
-        """As `Optimizer.first_momentum`."""
         return self.betas[0]
 
     def kept(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """As `Optimizer.kept`."""
         return {"exp_avg": shape}
 
 
@@ -132,11 +122,9 @@ class FeatureNorm(recipe.Evaluator):
     data: str = Field(description="a dataset, as data.train")
 
     def metrics(self) -> Sequence[str]:
-        """As `Evaluator.metrics`."""
         return ("mean",)
 
     def on_smoke_data(self, train: str, test: str) -> dict[str, Any]:
-        """As `Evaluator.on_smoke_data`."""
         return {"data": test}
 
 

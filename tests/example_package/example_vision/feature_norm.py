@@ -22,11 +22,9 @@ class FeatureNorm(Evaluator):
     def of(
         cls, block: example_vision.FeatureNorm, recipe: Recipe, class_names: Sequence[str], loaders: Loaders
     ) -> Self:
-        """As `Evaluator.of`."""
         return cls(block.name, loaders(Manifest.load(recipe.dataset_path(block.data)), recipe.data.eval_crop))
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
-        """As `Evaluator.run`."""
         total = torch.zeros(2, dtype=torch.float64)
         for batch in self._make_loader():
             lengths = predict(batch.images).pooled.double().norm(dim=1).cpu()[batch.mask]

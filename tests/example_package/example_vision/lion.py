@@ -31,11 +31,9 @@ class LionRule(Rule[example_vision.Lion]):
     """Algorithm 2 of the paper."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """As `Rule.build`."""
         return SignSteps(groups, {"lr": 0.0, "betas": tuple(self.settings.betas), "weight_decay": 0.0})
 
     def reference(self, update: Update, before: State, gradient: Tensor) -> State:
-        """As `Rule.reference`."""
         mean, kept = before["exp_avg"], self.settings.betas[1]
         direction = (update.momentum * mean + (1 - update.momentum) * gradient).sign()
         return {MASTER: decoupled(update, before[MASTER], direction), "exp_avg": kept * mean + (1 - kept) * gradient}

@@ -69,11 +69,9 @@ class Mixer(Model):
         return Outputs(tokens, pooled, None if self.head is None else self.head(pooled).float())
 
     def initialiser(self, name: str) -> Initialiser:
-        """As `Model.initialiser`."""
         if "norm" in name:
             return constant(1.0 if name.endswith("weight") else 0.0)
         return constant(0.0) if name.endswith("bias") or name.startswith("head.") else normal(0.02)
 
     def units(self) -> Sequence[nn.Module]:
-        """As `Model.units`."""
         return list(self.blocks)

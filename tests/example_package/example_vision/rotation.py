@@ -25,7 +25,6 @@ class Rotation(Objective):
 
     @classmethod
     def of(cls, recipe: Recipe, num_classes: int) -> Self:
-        """As `Objective.of`."""
         return cls(build_model(recipe, None))
 
     def plan(self, keys: np.ndarray, step: int) -> Plan:
@@ -33,7 +32,6 @@ class Rotation(Objective):
         return (torch.from_numpy(stratum(keys, 4, _TURNS)),)
 
     def losses(self, views: Sequence[Tensor], labels: Tensor, plan: Plan) -> Losses:
-        """As `Objective.losses`."""
         images, (turns,) = views[0][:, 0], plan
         rotated = torch.stack([torch.rot90(images, count, dims=(1, 2)) for count in range(4)])
         logits = self.turns(self.backbone(rotated[turns, torch.arange(len(turns))]).pooled).float()
@@ -41,5 +39,4 @@ class Rotation(Objective):
         return Losses(F.cross_entropy(logits, turns, reduction="none"), {"turn_accuracy": is_right})
 
     def initialiser(self, name: str) -> Initialiser:
-        """As `Objective.initialiser`."""
         return constant(0.0) if name.startswith("turns.") else super().initialiser(name)

@@ -18,10 +18,8 @@ class Solarize(ImageOperation):
 
     @classmethod
     def of(cls, block: example_vision.Solarize) -> Self:
-        """As `ImageOperation.of`."""
         return cls(block.share, block.threshold)
 
     def __call__(self, images: Tensor, keys: np.ndarray) -> Tensor:
-        """As `ImageOperation.__call__`."""
         chosen = torch.from_numpy(keys * 2.0**-64 < self._share).to(images.device)[:, None, None, None]
         return torch.where(chosen & (images >= self._threshold), 255 - images, images)
