@@ -57,6 +57,11 @@ def refusal(
     assert_messages(family, {cause: str(caught.value)}, {**places, **foreign})
 
 
+def causes(family: str) -> list[str]:
+    """Those of a page, for tests that have no other list of them."""
+    return list(_paragraphs(PAGES / f"{family}.txt"))
+
+
 def _paragraphs(page: Path) -> dict[str, str]:
     """The messages of a page by their causes."""
     parts = re.split(r"(?:\A|\n\n)# ", page.read_text(encoding="utf-8").removesuffix("\n"))[1:]
