@@ -1,7 +1,6 @@
 """What `import vitscale` offers: answers equal to the commands', torch's own tools, and hostile uses."""
 
 import copy
-import io
 import json
 import math
 import os
@@ -21,13 +20,13 @@ from models.weights.exported import TINY, described, finished_run, valued
 from pictures import encoded, make_picture
 from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
+from small_files import edit_manifest, flip_images
 from torch.utils.data import DataLoader, Subset
 from typer.testing import CliRunner
 
 import vitscale as vs
 from vitscale.cli.main import app
 from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
-from vitscale.data.shards.opening import open_shard
 from vitscale.ground.errors import CheckpointError, DataError, MachineError, RecipeError, VitscaleError
 from vitscale.recipe import load_recipe
 from vitscale.runs.done import write_done
@@ -122,7 +121,7 @@ def test_pixels_are_seen_as_they_are(home, model):
     pixels = np.asarray(image)
     seen = model.features(image)
     tensor = torch.from_numpy(pixels.copy()).movedim(-1, 0)
-    for same in (pixels, pixels[None], tensor, Image.fromarray(pixels), encoded_png(image)):
+    for same in (pixels, pixels[None], tensor, Image.fromarray(pixels), encoded(image, "PNG")):
         if isinstance(same, Image.Image) or not isinstance(same, bytes):
             assert torch.equal(model.features(same), seen)
         else:  # a file is stored as a JPEG
@@ -134,12 +133,6 @@ def test_pixels_are_seen_as_they_are(home, model):
     assert torch.equal(model.views(turned), model.views(ImageOps.exif_transpose(turned)))
     huge = Image.new("RGB", (1, 60_000), "red")
     assert model.predict(huge)[0].classes and model.features(Image.open(file_of(home, "3.png"))).isfinite().all()
-
-
-def encoded_png(image: Image.Image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
 
 
 def test_it_is_a_module(model, home):
@@ -260,10 +253,7 @@ def test_what_is_no_model_is_one_clear_error(home, model, tmp_path, capfd):
         with pytest.raises(VitscaleError):
             ask()
     write_generated_dataset(tmp_path / "others", [4], seed=1)
-    renamed = (tmp_path / "others/manifest.json").read_text().replace(CLASS_NAMES[0], "another")
-    (tmp_path / "others/manifest.json").write_text(
-        "\n".join(line for line in renamed.splitlines() if "checksum" not in line)
-    )
+    edit_manifest(tmp_path / "others", lambda manifest: manifest["class_names"].__setitem__(0, "another"))
     for ask in (vs.evaluate, lambda model, data: vs.fewshot(model, data, home / "data/test")):
         with pytest.raises(DataError):
             ask(model, tmp_path / "others")
@@ -380,13 +370,7 @@ def test_ffcv_reads_the_shards_itself(home, monkeypatch):
 def test_damage_is_found(home, tmp_path):
     write_generated_dataset(tmp_path / "data", [6], seed=1)
     data = vs.Dataset(tmp_path / "data")
-    with open_shard(data.manifest, 0) as shard:
-        place = int(shard.file.offset[2]) + 100
-    with data.manifest.shard_path(0).open("r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 255]))
+    flip_images(data.manifest.shard_path(0), 2)
     assert data[1].image
     with pytest.raises(DataError):
         _ = data[2]
