@@ -28,11 +28,8 @@ def make_photo(seed: int, height: int = 200, width: int = 260) -> Image.Image:
         layers += weight * (np.asarray(noise.resize((width, height), Image.Resampling.BICUBIC), np.float64) - 128)
     y, x = np.mgrid[0:height, 0:width]
     for _ in range(6):  # discs with a sharp edge
-        row, column, radius = (
-            rng.uniform(0, height),
-            rng.uniform(0, width),
-            rng.uniform(0.08, 0.25) * min(height, width),
-        )
+        row, column = rng.uniform(0, height), rng.uniform(0, width)
+        radius = rng.uniform(0.08, 0.25) * min(height, width)
         layers[(y - row) ** 2 + (x - column) ** 2 < radius**2] += rng.uniform(-110, 110, 3)
     return Image.fromarray(np.clip(128 + layers, 0, 255).astype(np.uint8))
 

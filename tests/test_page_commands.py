@@ -31,13 +31,11 @@ STUDY = "settings: {data.root: DATA}\nparts: {one: {recipe: tiny.yaml, seeds: [0
 
 
 def commands_of(page: str) -> list[Command]:
-    """The commands in a page's blocks of code, in their order."""
     ours = [each for each in documented_commands() if each.page == page and each.is_whole]
     return sorted([*ours, *other_commands(REPOSITORY / page)], key=lambda each: each.line)
 
 
 def page_table(page: str) -> dict[str, Any]:
-    """What the table has for a page."""
     return {key: {} for key in ("given", "files", "before", "words", "anew", "adds", "exits")} | (
         TABLE["pages"].get(page, {})
     )
@@ -56,7 +54,6 @@ def of_table(line: str) -> Command:
 
 
 def smoke_form(command: Command) -> list[str]:
-    """The arguments that are run for a command."""
     table = page_table(command.page)
 
     def substituted(word: str) -> str:

@@ -237,7 +237,6 @@ def jitter(at: str, strengths: tuple[float, ...], *probabilities: float) -> dict
 
 
 def of_name(stem: str) -> str:
-    """The model in a recipe's name: l16_i1k or mae_l16_i1k."""
     size, patch = re.findall(r"(?:^|_)([a-z])(\d\d)_", stem)[0]
     return f"ViT-{size.upper()}/{patch}"
 
@@ -668,7 +667,6 @@ def test_dino_continued(stem):
 
 
 def test_the_first_layer_of_simclr_is_frozen():
-    """As in MoCo v3."""
     recipe = load_recipe("simclr_s16_i1k")
     with torch.device("meta"):
         names = [name for name, _ in build_objective(recipe, 1000).named_weights()]

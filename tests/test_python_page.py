@@ -16,7 +16,6 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 @pytest.fixture
 def folder(tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with `photos/CLASS`."""
     unpack_photos(data_root / "clothing" / "train.tar", tmp_path / "photos", 12)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))

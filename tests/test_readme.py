@@ -54,15 +54,8 @@ def test_the_commands_for_own_images_work_word_for_word(folder):
         else:
             script.append(STAYS_OPEN.sub("command -v tensorboard # ", block))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VITSCALE")}
-    ran = subprocess.run(
-        ["bash", "-c", "\n".join(script)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    shell = ["bash", "-c", "\n".join(script)]
+    ran = subprocess.run(shell, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert (folder / "runs" / "photos" / "DONE").is_file()
     assert (folder / "DATA" / "photos" / "clean" / "manifest.json").is_file()

@@ -25,7 +25,6 @@ evaluation:
 
 @pytest.fixture(scope="module")
 def data(s3, tmp_path_factory):
-    """The server, with the datasets."""
     local = tmp_path_factory.mktemp("local")
     write_generated_dataset(local / "train", [20, 13], seed=0)
     write_generated_dataset(local / "test", [9], seed=1)

@@ -57,14 +57,8 @@ NAMES = {
     "vitscale.ground.operations": ["Operation", "block_of", "dense", "parameters"],
     "vitscale.ground.ranks": ["Sums", "reduce_sum"],
     "vitscale.recipe": [
-        "Context",
-        "Evaluator",
-        "ImageOperation",
-        "Objective",
-        "Ramp",
-        "Recipe",
-        "load_recipe",
-        "read_recipe",
+        *("Context", "Evaluator", "ImageOperation", "Objective"),
+        *("Ramp", "Recipe", "load_recipe", "read_recipe"),
     ],
     "vitscale.data.shards": ["Manifest"],
     "vitscale.about.status": ["RunReader"],
@@ -121,7 +115,6 @@ def recipe_keys() -> Iterator[str]:
 
 
 def study_keys() -> Iterator[str]:
-    """Keys of studies, block by block."""
     schema = study_schema()
     for name, block in {"Study": schema, **schema["$defs"]}.items():
         yield from (f"{name}.{key}" for key in block["properties"])
@@ -213,7 +206,6 @@ def _keys(content: Any, above: str = "") -> Iterator[str]:
 
 
 def the_list(run: Path, report: Path) -> str:
-    """All that is promised, a line each."""
     sections = {
         "Commands, arguments, options": commands(),
         "Exit codes": exit_codes(),
@@ -227,7 +219,6 @@ def the_list(run: Path, report: Path) -> str:
 
 
 def smoke_run(folder: Path) -> tuple[Path, Path]:
-    """A run of some seconds, and its report."""
     run, report = folder / "run", folder / "report"
     vitscale = [sys.executable, "-m", "vitscale"]
     launch = ["launch", "demo", "--smoke", "--ranks", "1", "--run-dir", str(run)]

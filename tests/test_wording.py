@@ -4,12 +4,8 @@ from vitscale.ground.wording import counted, decimals, listed, quoted, ranges
 def test_numbers_and_nouns():
     assert [counted(n, "class") for n in (0, 1, 2, 1000)] == ["0 classes", "1 class", "2 classes", "1,000 classes"]
     assert [counted(n, "shard") for n in (0, 1, 2)] == ["0 shards", "1 shard", "2 shards"]
-    assert [counted(2, noun) for noun in ("epoch", "batch", "branch", "patch")] == [
-        "2 epochs",
-        "2 batches",
-        "2 branches",
-        "2 patches",
-    ]
+    several = ["2 epochs", "2 batches", "2 branches", "2 patches"]
+    assert [counted(2, noun) for noun in ("epoch", "batch", "branch", "patch")] == several
 
 
 def test_ranges():

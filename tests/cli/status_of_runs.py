@@ -26,14 +26,12 @@ LINES = [
 
 
 def status(*arguments: str | Path) -> list[dict]:
-    """The objects that --json prints."""
     result = CliRunner().invoke(app, ["status", "--json", *map(str, arguments)])
     assert result.exit_code == 0, (result.output, result.exception)
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def shown(*arguments: str | Path) -> str:
-    """What people see."""
     result = CliRunner().invoke(app, ["status", *map(str, arguments)])
     assert result.exit_code == 0, (result.output, result.exception)
     return result.stdout
@@ -44,18 +42,13 @@ def write_metrics(run_dir: Path, lines: list[dict]) -> None:
 
 
 def write_recipe(run_dir: Path, *settings: str) -> None:
-    of_run = [
-        *("precision=bf16", "model.num_classes=1000", "model.head=linear", "schedule.duration.steps=100"),
-        "logging.every=10",
-    ]
-    recipe = load_recipe(
-        "b16_jft", ["precision=bf16", *of_run, "evaluation.fewshot=null", "evaluation.every=null", *settings]
-    )
+    of_run = ["precision=bf16", "model.num_classes=1000", "model.head=linear", "schedule.duration.steps=100"]
+    of_run += ["logging.every=10", "evaluation.fewshot=null", "evaluation.every=null"]
+    recipe = load_recipe("b16_jft", [*of_run, *settings])
     (run_dir / "recipe.yaml").write_text(yaml.safe_dump(recipe.dump()))
 
 
 def save_checkpoint(root: Path, step: int, **more) -> None:
-    """A checkpoint by the store that training uses."""
     data = {"num_samples": 4096 * 50, "class_names": ["a", "b"]}
     index = CheckpointIndex(step, 1, {"w": [1000]}, ["master"], step, {}, data, {}, **more)
     CheckpointStore(root).save(index, [Fragment("w", 0, {"master": torch.zeros(1000)})])

@@ -9,7 +9,6 @@ from commands import run
 from dedup_data import build_here, make_photo
 from messages import refusal
 from pictures import encoded
-from processes import run_python
 from small_files import write_files, write_tar
 
 from data_tools.conversion import convert
@@ -53,16 +52,6 @@ def found(place):
     assert code == 0 and "nothing was removed yet: vitscale dedup apply" in text and "Pets" in text
     assert json.loads((place / "found" / "found.json").read_text())["removed"] == 3
     return place / "found"
-
-
-def test_help_is_there_without_the_libraries():
-    code = (
-        "import sys; from vitscale.cli.main import app; app(['dedup', '--help'], standalone_mode=False); "
-        "assert not {'torch', 'matplotlib'} & sys.modules.keys()"
-    )
-    printed = run_python(code)
-    for command in ("index", "find", "apply"):
-        assert f"  {command} " in printed
 
 
 def test_find_as_json(place, tmp_path):

@@ -120,12 +120,9 @@ def test_one_worker_and_two_write_the_same(place, tmp_path):
             *("--embedding", place / "run", "--workers", 2, "--json"),
         )
         assert code == 0 and json.loads(text)["removed"] == 1
-    assert (tmp_path / "found-here" / DECISIONS_NAME).read_bytes() == (
-        tmp_path / "found-two" / DECISIONS_NAME
-    ).read_bytes()
-    (row,) = [
-        row for row in read_table(tmp_path / "found-two" / DECISIONS_NAME, DECISIONS).to_pylist() if row["removed"]
-    ]
+    here, two = (tmp_path / name / DECISIONS_NAME for name in ("found-here", "found-two"))
+    assert here.read_bytes() == two.read_bytes()
+    (row,) = [row for row in read_table(two, DECISIONS).to_pylist() if row["removed"]]
     assert (row["train_key"], row["test_key"], row["tier"]) == ("shaded.jpg", "a.jpg", "embedding")
 
 

@@ -32,7 +32,9 @@ def test_figures_by_hand(run_dir):
     assert found["device_hours"] == pytest.approx(device_hours)
     assert found["evaluation"] == {"step": 20, "values": {"validation/top1": 0.5, "validation/loss": None}}
     assert found["best"] == {"step": 10, "metric": "validation/top1", "value": 0.75, "is_kept": False}
-    assert found["trend"] is None and found["notes"] == []
+    assert found["trend"] is None and found["notes"] == [] and found["mfu"] is None
+    write_metrics(run_dir, [LINES[0] | {"mfu": 0.4, "loss": None}])
+    assert status(run_dir)[0]["mfu"] == 0.4 and "not finite" in shown(run_dir)
 
 
 def test_what_people_see(run_dir):
@@ -42,12 +44,6 @@ def test_what_people_see(run_dir):
     assert "2,048.0 images/s, 3 s a step, 8 devices (4 for other steps)" in text
     assert "5 GB at most" in text
     assert "validation/loss not finite" in text and "step 10: validation/top1 0.7500" in text
-
-
-def test_mfu_is_that_of_the_metrics(run_dir):
-    assert status(run_dir)[0]["mfu"] is None
-    write_metrics(run_dir, [LINES[0] | {"mfu": 0.4}])
-    assert status(run_dir)[0]["mfu"] == 0.4
 
 
 @pytest.mark.parametrize(("slope", "direction"), [(-1e-3, "falling"), (0.0, "level"), (1e-3, "rising")])
@@ -61,11 +57,6 @@ def test_the_trend_of_the_loss(run_dir, slope, direction):
     fitted = np.polyfit([row["step"] for row in lately], [row["loss"] for row in lately], 1)[0]
     assert found["trend"]["change"] == pytest.approx(fitted * 490)
     assert found["trend"]["steps"] == 490 and found["trend"]["direction"] == direction
-
-
-def test_a_loss_that_is_not_finite(run_dir):
-    write_metrics(run_dir, [LINES[0] | {"loss": None}])
-    assert "not finite" in shown(run_dir)
 
 
 def test_slowest_rank(run_dir):

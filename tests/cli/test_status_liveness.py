@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import started
 from status_of_runs import COMMAND, LINES, NOW, shown, status
 
 from vitscale.about.status import RunReader
@@ -22,16 +23,10 @@ from vitscale.runs.launches import Event, read_launches
 def test_the_lock_of_a_live_process_is_seen_and_left_alone(run_dir):
     hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held'); input()"
     path = run_dir / ".lock"
-    holder = subprocess.Popen(
-        [sys.executable, "-u", "-c", hold, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
+    with started([sys.executable, "-u", "-c", hold, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         os.utime(run_dir / "metrics.jsonl", (NOW, NOW))
         assert status(run_dir)[0]["state"] == "running"
-    finally:
-        holder.kill()
-        holder.communicate()
     (found,) = status(run_dir)
     assert found["state"] == "not running" and "one is due every 30 s" in found["why"]
     with path.open("w") as lock:
@@ -158,12 +153,6 @@ def test_a_run_that_resumes_begins_its_file_again(run_dir):
     now = reader.read()
     assert (now.step, now.evaluation) == (20, None) and now.hours == pytest.approx(50 / 3600)
     assert now.notes == ["damaged lines of metrics.jsonl left out: 9"]
-
-
-def test_it_starts_without_torch(run_dir):
-    command = [sys.executable, "-c", COMMAND, "status"]
-    result = subprocess.run([*command, run_dir], capture_output=True, text=True, check=False)
-    assert result.returncode == 0 and result.stderr == ""
 
 
 def test_watching_without_a_terminal_prints_what_is_new(run_dir):

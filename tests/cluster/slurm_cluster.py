@@ -96,7 +96,6 @@ class SlurmCluster:
         wait_until(lambda: self.node_states() == {"idle"}, 60, self.logs)
 
     def start_node(self, node: str) -> None:
-        """One slurmd."""
         self._run("slurmd", "-N", node)
 
     def stop(self) -> None:
@@ -106,12 +105,10 @@ class SlurmCluster:
         _kill(self._processes())
 
     def cancel_all(self) -> None:
-        """Returns once no job is left."""
         self.ask("scancel", "--user=root")
         wait_until(lambda: not self.ask("squeue", "--noheader"), 30)
 
     def ask(self, *command: str) -> str:
-        """What one of Slurm's programs prints."""
         answer = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60)
         assert answer.returncode == 0, f"{command}: {answer.stderr}"
         return answer.stdout.strip()
@@ -128,7 +125,6 @@ class SlurmCluster:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait_for(self, number: str, *states: str, seconds: float) -> dict[str, str]:
-        """The job, once it is in one of the states."""
         wait_until(lambda: self.job(number)["JobState"] in states, seconds, lambda: (self.job(number), self.logs()))
         return self.job(number)
 
@@ -137,11 +133,9 @@ class SlurmCluster:
         _kill(process for process in self._processes() if self._node_of(process) == node)
 
     def logs(self) -> str:
-        """The last lines of every daemon."""
         return "\n".join(f"{log.name}: {log.read_text()[-1500:]}" for log in sorted(self.folder.glob("*.log")))
 
     def _run(self, *command: str) -> None:
-        """A program that goes on in the background."""
         subprocess.run(command, env=self.environment, check=True, timeout=60)
 
     def _processes(self) -> Iterator[psutil.Process]:
@@ -152,7 +146,6 @@ class SlurmCluster:
                     yield process
 
     def _logs_of(self, process: psutil.Process) -> list[str]:
-        """Names of the daemons, or of their nodes."""
         files = [Path(file.path) for file in process.open_files()]
         return [file.stem for file in files if file.parent == self.folder and file.suffix == ".log"]
 
@@ -171,7 +164,6 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """TCP ports of this machine that nobody uses at the moment."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

@@ -70,7 +70,6 @@ def zero_3(tmp_path_factory: pytest.TempPathFactory) -> Training:
 
 
 def wait_for_step(run: Run, step: int, number: str) -> None:
-    """In time for a fault."""
     wait_until(lambda: run.step() >= step or run.is_done(), 300, lambda: output(run.dir, number))
     assert not run.is_done(), "too late"
 
@@ -89,7 +88,6 @@ def process_of(number: str, node: str, word: str) -> psutil.Process:
 
 
 def attempts(run: Run) -> int:
-    """How often ranks were started on all nodes."""
     return len(run.events("started")) // len(NODES)
 
 
@@ -135,7 +133,6 @@ def test_a_node_that_fails_is_replaced(slurm, zero_3):
 
 
 def preempt(slurm: SlurmCluster, training: Training, run: Run, number: str) -> None:
-    """For as long as an urgent job takes."""
     wait_for_step(run, BEFORE, number)
     urgent = slurm.ask(*URGENT)
     slurm.wait_for(urgent, "RUNNING", "COMPLETED", seconds=120)

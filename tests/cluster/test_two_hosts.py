@@ -65,7 +65,6 @@ class Place:
         return process.returncode, shown
 
     def run_of(self, name: str, *more: str) -> list[str]:
-        """Arguments of a run."""
         return ["--run-dir", str(self.folder / name), *more]
 
     def launch(self, name: str, node: str, *more: str) -> list[str]:
@@ -75,7 +74,6 @@ class Place:
 
     @contextlib.contextmanager
     def launched(self, name: str, *more: str) -> Iterator[list[subprocess.Popen]]:
-        """A launch on each host."""
         with contextlib.ExitStack() as stack:
             yield [
                 stack.enter_context(self.start(*self.launch(name, str(node), *more), at=host))
@@ -89,7 +87,6 @@ class Place:
         return {line["step"]: line for line in map(json.loads, whole) if "loss" in line}
 
     def digests(self, name: str) -> list[str]:
-        """Of the pictures of every step."""
         lines = self.lines(name)
         assert list(lines) == list(range(1, len(lines) + 1))
         return [line["batch_digest"] for line in lines.values()]
@@ -101,16 +98,13 @@ class Place:
         return [process.returncode for process in launches], shown
 
     def wait_for_step(self, name: str, step: int, process: subprocess.Popen) -> None:
-        """Until the run has come so far."""
         wait_until(lambda: max(self.lines(name), default=0) >= step or process.poll() is not None, 300)
         assert process.poll() is None, process.communicate()[0]
 
     def rank_on(self, host: str) -> psutil.Process:
-        """The process of the one rank there."""
         return min(self.hosts.processes(host, f"{PRETRAIN} --recipe"), key=lambda process: process.create_time())
 
     def is_empty(self) -> bool:
-        """Whether nothing of a run is left on the hosts."""
         return not any(self.hosts.processes(host) for host in two_hosts.HOSTS)
 
 
@@ -133,7 +127,6 @@ def quiet(place: Place) -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def undisturbed(place: Place) -> list[str]:
-    """Digests of a run that nothing happens to."""
     with place.launched("undisturbed") as launches:
         codes, shown = place.ends(launches)
     assert codes == [0, 0] and "2 ranks on 2 hosts agree" in shown

@@ -52,8 +52,6 @@ def why_not() -> str:
 
 
 class TwoHosts:
-    """The hosts, and what is done to them."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -63,11 +61,9 @@ class TwoHosts:
         return ["ip", "netns", "exec", _namespace(at), *name, *command]
 
     def cut(self, host: str) -> None:
-        """Take the host off the network."""
         _ip("link", "set", f"{_namespace(host)}h", "down")
 
     def mend(self, host: str) -> None:
-        """Put it back."""
         _ip("link", "set", f"{_namespace(host)}h", "up")
 
     def processes(self, at: str, words: str = "") -> list[psutil.Process]:
