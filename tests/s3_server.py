@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from tcp_proxy import TcpProxy
 
+from vitscale.ground.machine import free_port
+
 BUCKET = "bucket"
 SECRET = "correct-horse-battery"
 _START_SECONDS = 20.0
@@ -34,9 +36,7 @@ class S3Server:
         self.bucket = root / "buckets" / BUCKET
         self.bucket.mkdir(parents=True)
         self._log = root / "access.log"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = int(free_port())
         self._process: subprocess.Popen[bytes] | None = None
         self._client: Any = None
         self.environment = {

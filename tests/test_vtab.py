@@ -30,12 +30,8 @@ def test_both_means_of_table_9(run, over_tasks, over_groups):
     assert means[OVER_TASKS] == pytest.approx(table_9()[run]["mean"], abs=0.051)
     vtab = {(row.model, row.pretraining): row.vtab for row in table_2()}
     assert means[OVER_TASKS] == pytest.approx(vtab[run], abs=0.011)
-
-
-def test_groups_are_those_of_figure_2():
-    """Figure 2 draws 86.7, 87.0 and 65.0 for ViT-H/14."""
-    means = vtab_means(table_9()["ViT-H/14", "jft300m"])
-    assert [round(means[group], 1) for group in GROUPS] == [86.7, 87.0, 65.0]
+    if run == ("ViT-H/14", "jft300m"):
+        assert [round(means[group], 1) for group in GROUPS] == [86.7, 87.0, 65.0]  # in Figure 2
 
 
 def test_no_mean_over_fewer_tasks():

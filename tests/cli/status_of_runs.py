@@ -6,9 +6,8 @@ from pathlib import Path
 import torch
 import torch_free
 import yaml
-from typer.testing import CliRunner
+from commands import command
 
-from vitscale.cli.main import app
 from vitscale.recipe import load_recipe
 from vitscale.runs.checkpoint import CheckpointIndex, CheckpointStore, Fragment
 
@@ -26,15 +25,13 @@ LINES = [
 
 
 def status(*arguments: str | Path) -> list[dict]:
-    result = CliRunner().invoke(app, ["status", "--json", *map(str, arguments)])
-    assert result.exit_code == 0, (result.output, result.exception)
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    return [json.loads(line) for line in shown("--json", *arguments).splitlines()]
 
 
 def shown(*arguments: str | Path) -> str:
-    result = CliRunner().invoke(app, ["status", *map(str, arguments)])
-    assert result.exit_code == 0, (result.output, result.exception)
-    return result.stdout
+    ended = command("status", *arguments)
+    assert ended.returncode == 0, ended
+    return ended.stdout
 
 
 def write_metrics(run_dir: Path, lines: list[dict]) -> None:
