@@ -30,8 +30,8 @@ def run_with_environment(rank: int, world_size: int, port: int, root: Path, work
     run_jobs(join(rank, world_size, port), root, jobs)
 
 
-def there(root: Path, step: int) -> CheckpointReader:
-    return CheckpointStore(RemoteDirectory(f"{REMOTE['dir']}/there", root / "cache")).open(step)
+def remote(root: Path, name: str, step: int) -> CheckpointReader:
+    return CheckpointStore(RemoteDirectory(f"{REMOTE['dir']}/{name}", root / "cache")).open(step)
 
 
 def test_a_run_goes_on_without_its_directory(tmp_path: Path, s3: S3Server):
@@ -44,7 +44,7 @@ def test_a_run_goes_on_without_its_directory(tmp_path: Path, s3: S3Server):
     for key in ("loss", "lr", "grad_norm", "batch_digest"):
         assert column(tmp_path, "there", key) == column(tmp_path, "here", key)[4:], key
     assert not (tmp_path / "runs" / "there" / "checkpoints").exists()
-    assert equal(checkpoint(tmp_path, "here"), there(tmp_path, 6))
+    assert equal(checkpoint(tmp_path, "here"), remote(tmp_path, "there", 6))
     error = error_of(tmp_path, "there")
     assert error["kind"] == "RecipeError" and "optimizer.name" in error["message"]
 
@@ -52,10 +52,10 @@ def test_a_run_goes_on_without_its_directory(tmp_path: Path, s3: S3Server):
 @pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_one_whose_checkpoints_are_there(tmp_path: Path, s3: S3Server):
     make_data(tmp_path)
-    init = {"from": str(tmp_path / "runs" / "there"), "head": "keep"}
-    launch(tmp_path, job("there", {"ema": {"decay": 0.9}, "checkpoint": REMOTE}, 3), job("here", {"init": init}, 1))
+    init = {"from": str(tmp_path / "runs" / "source"), "head": "keep"}
+    launch(tmp_path, job("source", {"ema": {"decay": 0.9}, "checkpoint": REMOTE}, 3), job("here", {"init": init}, 1))
     check_initial_weights(make_recipe(tmp_path, init=init), list(CLASS_NAMES), tmp_path / "runs" / "none")
     # The first update has learning rate 0.
-    here, source = checkpoint(tmp_path, "here", 1), there(tmp_path, 3)
+    here, source = checkpoint(tmp_path, "here", 1), remote(tmp_path, "source", 3)
     for name in source.index.shapes:
         assert torch.equal(here.parameter(name), source.parameter(name, "ema")), name
