@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 from outcomes import assert_same_run, checkpoint, column, error_of, printed, store
 from rank_faults import leave_out, poison, write_slowly
-from ranks import SHARDS, STEPS, asked, job, launch, quick_of
+from ranks import SHARDS, STEPS, asked, job, launch
 
 from vitscale.data.order import TrainOrder
 
 SPIKE_STEPS = 9
+
+
 ADAMW, SGD = {"lr": 3e-3, "decay_exclude": "bias|norm"}, {"name": "sgd", "lr": 0.05, "decay_exclude": "bias|norm"}
 
 
@@ -57,6 +59,7 @@ class Case:
     spike: str | None = None
     row: tuple[int, int] = (1, 5)  # rank, and row of its batch: by default in the second micro-batch
     stops: tuple[int | None, ...] = (None,)
+    is_slow: bool = False
     optimizer: str = "adamw"
     offload: str = "none"
     overlap: bool = False
@@ -83,71 +86,70 @@ class Case:
         return [job(name, content, *self.stops, faults=[bad]), job(self.reference, content, faults=[known])]
 
 
-# Of a policy, and the positions before the bad one that a run leaves out as well.
-POLICIES = (("skip", 0), ("rewind", 1))
+# Others of these are met in every run of the tests by the cases below.
+QUICK = {"skip-zero0-bf16", "skip-zero3-bf16", "skip-spike-zero0-fp32", "skip-offload-zero2-bf16"}
 CASES = {
-    name: case
-    for policy, before in POLICIES
+    name: Case(policy, {3: "nan"}, skipped, stage, precision, is_slow=name not in QUICK)
+    for policy, skipped in (("skip", [[3, 4]]), ("rewind", [[2, 4]]))
     for stage in range(4)
     for precision in ("bf16", "fp32")
-    for name, case in {
-        f"{policy}-zero{stage}-{precision}": Case(policy, {3: "nan"}, [[3 - before, 4]], stage, precision),
-        f"{policy}-spike-zero{stage}-{precision}": Case(
-            "stop", {7: 1e4}, [[7 - before, 8]], stage, precision, spike=policy
-        ),
-    }.items()
+    for name in [f"{policy}-zero{stage}-{precision}"]
+}
+CASES |= {
+    name: Case("stop", {7: 1e4}, skipped, stage, precision, spike=policy, is_slow=name not in QUICK)
+    for policy, skipped in (("skip", [[7, 8]]), ("rewind", [[6, 8]]))
+    for stage in range(4)
+    for precision in ("bf16", "fp32")
+    for name in [f"{policy}-spike-zero{stage}-{precision}"]
 }
 CASES |= {
     # ---- which batch
-    "skip-first": Case("skip", {0: "nan"}, [[0, 1]]),
-    "skip-last": Case("skip", {5: "inf"}, [[5, 6]]),
+    "skip-first": Case("skip", {0: "nan"}, [[0, 1]], is_slow=True),
+    "skip-last": Case("skip", {5: "inf"}, [[5, 6]], is_slow=True),
     "skip-two-in-a-row": Case("skip", {5: "inf", 6: "nan"}, [[5, 7]]),  # the second begins the next epoch
-    "skip-two": Case("skip", {1: "nan", 4: "inf"}, [[1, 2], [4, 5]], 3),
-    "rewind-first": Case("rewind", {0: "nan"}, [[0, 1]]),
+    "skip-two": Case("skip", {1: "nan", 4: "inf"}, [[1, 2], [4, 5]], 3, is_slow=True),
+    "rewind-first": Case("rewind", {0: "nan"}, [[0, 1]], is_slow=True),
     "rewind-before-any-checkpoint": Case("rewind", {1: "nan"}, [[0, 2]]),
-    "rewind-last": Case("rewind", {5: "nan"}, [[4, 6]]),
-    "rewind-two": Case("rewind", {3: "nan", 7: "nan"}, [[2, 4], [6, 8]]),
-    "rewind-twice-to-one-checkpoint": Case("rewind", {3: "nan", 5: "inf"}, [[2, 6]], 3),
+    "rewind-last": Case("rewind", {5: "nan"}, [[4, 6]], is_slow=True),
+    "rewind-two": Case("rewind", {3: "nan", 7: "nan"}, [[2, 4], [6, 8]], is_slow=True),
+    "rewind-twice-to-one-checkpoint": Case("rewind", {3: "nan", 5: "inf"}, [[2, 6]], 3, is_slow=True),
     # ---- which sample, and what of it
     "first-micro-batch": Case("skip", {3: "nan"}, [[3, 4]], row=(0, 1)),
-    "first-micro-batch-zero2": Case("skip", {3: "inf"}, [[3, 4]], 2, row=(0, 1)),
-    "first-micro-batch-zero3": Case("skip", {3: "inf"}, [[3, 4]], 3, row=(0, 1)),
-    "gradient-only": Case("skip", {3: "gradient"}, [[3, 4]]),
+    "first-micro-batch-zero2": Case("skip", {3: "inf"}, [[3, 4]], 2, row=(0, 1), is_slow=True),
+    "first-micro-batch-zero3": Case("skip", {3: "inf"}, [[3, 4]], 3, row=(0, 1), is_slow=True),
+    "gradient-only": Case("skip", {3: "gradient"}, [[3, 4]], is_slow=True),
     "loss-only": Case("skip", {3: "value"}, [[3, 4]]),
-    "loss-only-plain": Case("skip", {3: "value"}, [[3, 4]], 0, "fp32"),
+    "loss-only-plain": Case("skip", {3: "value"}, [[3, 4]], 0, "fp32", is_slow=True),
     "infinite-loss-is-no-leap": Case("skip", {7: "value"}, [[7, 8]], 0, "fp32", spike="stop"),
     # ---- another optimizer, and another place for its state
     **{
-        f"skip-sgd-{name}": Case("skip", {0: "nan", 3: "nan"}, [[0, 1], [3, 4]], *how, optimizer="sgd")
+        f"skip-sgd-{name}": Case("skip", {0: "nan", 3: "nan"}, [[0, 1], [3, 4]], *how, is_slow=True, optimizer="sgd")
         for name, how in {
-            **{"plain": (0, "fp32"), "zero0": (0, "bf16")},
-            **{"zero2": (2, "bf16"), "zero3": (3, "fp32")},
+            "plain": (0, "fp32"),
+            "zero0": (0, "bf16"),
+            "zero2": (2, "bf16"),
+            "zero3": (3, "fp32"),
         }.items()
     },
     **{
-        f"{policy}-offload-zero{stage}-{precision}": Case(
-            policy, {3: "nan"}, [[3 - before, 4]], stage, precision, offload="optimizer"
-        )
-        for policy, before in POLICIES
+        name: Case(policy, {3: "nan"}, skipped, stage, precision, is_slow=name not in QUICK, offload="optimizer")
+        for policy, skipped in (("skip", [[3, 4]]), ("rewind", [[2, 4]]))
         for stage, precision in ((1, "bf16"), (2, "bf16"), (3, "bf16"), (2, "fp32"), (3, "fp32"))
+        for name in [f"{policy}-offload-zero{stage}-{precision}"]
     },
     # ---- sent while something is computed
     **{
-        f"{policy}-overlap-zero{stage}": Case(policy, {3: "nan"}, [[3 - before, 4]], stage, overlap=True)
-        for policy, before in POLICIES
+        name: Case(policy, {3: "nan"}, skipped, stage, overlap=True, is_slow=name != "rewind-overlap-zero1")
+        for policy, skipped in (("skip", [[3, 4]]), ("rewind", [[2, 4]]))
         for stage in (1, 2, 3)
+        for name in [f"{policy}-overlap-zero{stage}"]
     },
-    "skip-spike-overlap": Case("stop", {7: 1e4}, [[7, 8]], 2, spike="skip", overlap=True),
+    "skip-spike-overlap": Case("stop", {7: 1e4}, [[7, 8]], 2, spike="skip", overlap=True, is_slow=True),
     # ---- interrupted before, at and after it
     "skip-resumed": Case("skip", {3: "nan"}, [[3, 4]], stops=(3, 4, None)),
     "rewind-resumed": Case("rewind", {3: "nan"}, [[2, 4]], 2, stops=(1, 2, 5, None)),
-    "skip-spike-resumed": Case("stop", {7: 1e4}, [[7, 8]], spike="skip", stops=(4, 7, 8, None)),
+    "skip-spike-resumed": Case("stop", {7: 1e4}, [[7, 8]], spike="skip", stops=(4, 7, 8, None), is_slow=True),
     "rewind-spike-resumed": Case("stop", {7: 1e4}, [[6, 8]], 2, spike="rewind", stops=(3, 6, 8, None)),
-}
-QUICK = {
-    *("skip-zero0-bf16", "skip-zero3-bf16", "skip-spike-zero0-fp32", "skip-offload-zero2-bf16", "rewind-overlap-zero1"),
-    *("skip-two-in-a-row", "rewind-before-any-checkpoint", "first-micro-batch", "loss-only", "skip-resumed"),
-    *("infinite-loss-is-no-leap", "rewind-resumed", "rewind-spike-resumed"),
 }
 ENDS: dict[str, tuple[dict[str, Any], dict[int, str | float]]] = {
     "stop": (blocks(2, "bf16"), {4: "nan"}),
@@ -161,6 +163,7 @@ SKIP = blocks(1, "bf16", non_finite="skip")
 
 @pytest.fixture(scope="module")
 def root(root: Path, request: pytest.FixtureRequest) -> Path:
+    """Every training that the tests below look at."""
     cases = {"skip-resumed", *(params["case"] for params in asked(request) if "case" in params)}
     jobs = {each["name"]: each for name, case in CASES.items() if name in cases for each in case.jobs(name)}
     for name, (content, positions) in ENDS.items():
@@ -172,7 +175,9 @@ def root(root: Path, request: pytest.FixtureRequest) -> Path:
     return root
 
 
-@pytest.mark.parametrize("case", quick_of(CASES, QUICK))
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] if case.is_slow else []) for name, case in CASES.items()]
+)
 def test_what_is_left_out_leaves_no_trace(root, case):
     expected = CASES[case]
     assert_same_run(root, case, expected.reference, expected.steps)
@@ -180,8 +185,9 @@ def test_what_is_left_out_leaves_no_trace(root, case):
     assert index.anomalies["skipped"] == expected.skipped
     assert index.anomalies["count"] == len(expected.positions)
     assert index.anomalies.get("losses") == reference.anomalies.get("losses")
-    left_out = sum(stop - start for start, stop in expected.skipped)
-    assert index.position == reference.position == expected.steps + left_out
+    assert (
+        index.position == reference.position == expected.steps + sum(stop - start for start, stop in expected.skipped)
+    )
     assert len(list((root / "runs" / case / "anomalies").iterdir())) == len(expected.positions)
 
 
