@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from messages import refusal
-from outcomes import checkpoint, column, equal, metrics, printed
+from outcomes import checkpoint, column, everything, metrics, printed
 from rank_faults import poison
 from ranks import STEPS, asked, job, launch, make_data, make_recipe, quick_of
 
-from vitscale.ground.errors import CheckpointError, RecipeError
+from vitscale.ground.errors import CheckpointError, RecipeError, VitscaleError
 from vitscale.runs.run import Run
 from vitscale.training.beginning.run_plan import plan_run
 from vitscale.training.loop.resuming import check_branch
@@ -42,6 +43,7 @@ def branch(trunk: str | Path, schedule: dict[str, Any] = SHORT, stage: int = 1, 
 
 @pytest.fixture(scope="module")
 def root(root: Path, request: pytest.FixtureRequest) -> Path:
+    """Every training that the tests below look at."""
     bad = {"faults": [partial(poison, positions={1: "gradient"})]}
     jobs = []
     for stage in sorted({1, *(params["stage"] for params in asked(request) if "stage" in params)}):
@@ -71,6 +73,15 @@ def root(root: Path, request: pytest.FixtureRequest) -> Path:
     return root
 
 
+def state(root: Path, name: str, step: int = STEPS) -> dict[str, torch.Tensor]:
+    return everything(checkpoint(root, name, step))
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [key for key in one if not torch.equal(one[key], other[key])] == []
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ["branch", "killed"])
 def test_a_branch_is_the_run_that_had_its_schedule_all_along(root, name, stage):
@@ -79,9 +90,8 @@ def test_a_branch_is_the_run_that_had_its_schedule_all_along(root, name, stage):
     for key in ("loss", "lr", "grad_norm", "batch_digest", "epoch", "images_seen", "exaflops"):
         assert column(root, branched, key) == column(root, whole, key)[AT:], key
     for step in (4, 5, 6):
-        one, other = (checkpoint(root, run, step) for run in (branched, whole))
-        assert equal(one, other)
-        ours, theirs = one.index, other.index
+        assert_equal(state(root, branched, step), state(root, whole, step))
+        ours, theirs = (checkpoint(root, run, step).index for run in (branched, whole))
         assert (ours.position, ours.anomalies) == (theirs.position, theirs.anomalies)
     assert theirs.position == STEPS + 1, "the batch that was left out is behind all of them"
     assert ours.recipe["schedule"] == theirs.recipe["schedule"]
@@ -110,7 +120,7 @@ def test_a_branch_without_a_checkpoint_of_its_own_goes_back_to_its_trunk(root):
 
 def test_a_schedule_that_was_not_the_trunks_is_told(root):
     assert re.search(r"WARNING: up to step 3 the trunk", " ".join(printed(root, "other-past").split()))
-    assert equal(checkpoint(root, "trunk-1", AT), checkpoint(root, "whole-1", AT))
+    assert_equal(state(root, "trunk-1", AT), state(root, "whole-1", AT))
 
 
 def test_what_is_best_is_chosen_among_its_own_checkpoints(root):
@@ -145,8 +155,9 @@ def test_what_may_not_differ_is_refused_before_the_ranks_meet(root, tmp_path, mo
     for key, value in blocks.items():
         usual[key] = {**usual[key], **value} if isinstance(value, dict) and key in usual else value
     recipe = make_recipe(root, **usual)
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=words) as caught:
         check_branch(plan_run(recipe, 0, 2), tmp_path / "none")
+    assert isinstance(caught.value, VitscaleError)
 
 
 def test_what_may_differ_passes(root, tmp_path):
