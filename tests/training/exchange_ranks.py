@@ -8,27 +8,22 @@ from typing import Any
 
 import torch
 from rank_engines import build
+from ranks import make_recipe
 
-from vitscale.recipe import validate_recipe
 from vitscale.training.watching.replicas import checksum
 
 SIDE, CLASSES, ACCUMULATION = 16, 10, 2
 
 
-def make_recipe(stage: int, world_size: int, overlap: bool) -> Any:
+def recipe_of(stage: int, world_size: int, overlap: bool) -> Any:
     """Several buckets to a block."""
-    return validate_recipe(
-        {
-            "precision": "bf16",
-            "model": {"patch_size": 8, "width": 32, "depth": 3, "mlp_dim": 64, "num_heads": 2},
-            "data": {"train": "train", "image_size": SIDE},
-            "batch": {"global": ACCUMULATION * world_size, "micro_max": 1},
-            "optimizer": {"name": "adamw", "lr": 1e-3, "clip_norm": 1.0},
-            "schedule": {"duration": {"steps": 100_000}},
-            "parallelism": {"zero_stage": stage, "overlap": overlap},
-            "deepspeed": {"zero_optimization": {"reduce_bucket_size": 3000}},
-        },
-        "test",
+    return make_recipe(
+        Path("none"),
+        data={"image_size": SIDE},
+        batch={"global": ACCUMULATION * world_size, "micro_max": 1},
+        schedule={"duration": {"steps": 100_000}},
+        parallelism={"zero_stage": stage, "overlap": overlap},
+        deepspeed={"zero_optimization": {"reduce_bucket_size": 3000}},
     )
 
 
@@ -54,7 +49,7 @@ def run_late(world: Any, folder: Path, stages: list[int], steps: int) -> None:
     for stage in stages:
         without = [(None, False)] if stage == 3 else []
         for delays, overlap in [(None, True), (1, True), (2, True), *without]:
-            ours = build(make_recipe(stage, world.size, overlap=overlap), CLASSES, world.size)
+            ours = build(recipe_of(stage, world.size, overlap=overlap), CLASSES, world.size)
             engine = ours.deepspeed
             if delays is not None:
                 make_late(engine, random.Random(100 * delays + world.rank))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from ranks import STEPS
 
-from vitscale.about.checks.seen import History
+from vitscale.about.checks.seen import History, Sighting
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.opening import open_shard
 from vitscale.runs.checkpoint import CheckpointReader, CheckpointStore
@@ -84,6 +84,18 @@ def uids_of(manifest: Manifest) -> list[int]:
         with open_shard(manifest, index) as shard:
             found += shard.file.uid[shard.slots].tolist()
     return found
+
+
+def seen_again(history: History, uids: list[int]) -> tuple[dict[int | None, str], list[tuple[int, Sighting]]]:
+    """By step the digest of the pixels that a run has seen of these samples, made again; (uid, sighting) of each."""
+    digests, found = dict[int | None, int](), []
+    for uid, sightings in zip(uids, history.sightings(history.find(uids)), strict=True):
+        for sighting in sightings:
+            batch = history.pixels(sighting)
+            assert batch.uids.tolist() == [uid]
+            digests[sighting.step] = (digests.get(sighting.step, 0) + batch.digest) % 2**64
+            found.append((uid, sighting))
+    return {step: f"{digest:016x}" for step, digest in digests.items()}, found
 
 
 def stored_bytes(history: History, uid: int) -> bytes:

@@ -3,14 +3,10 @@
 import contextlib
 
 import pytest
-import torch
 from ranks import make_recipe
-from torch import nn
 
 from vitscale.ground.errors import RecipeError
-from vitscale.objectives import Objective
 from vitscale.training.deepspeed.config import derive_config
-from vitscale.training.deepspeed.engine import build_optimizer
 
 
 def test_defaults_of_deepspeed_that_change_results_are_set(tmp_path):
@@ -74,17 +70,3 @@ def test_additions_are_passed_on(tmp_path):
     added = {"overlap_comm": True, "reduce_bucket_size": 1000}
     assert added.items() <= config["zero_optimization"].items()
     assert config["wall_clock_breakdown"] is True
-
-
-def test_weight_decay_is_on_every_parameter_unless_excluded(tmp_path):
-    model = Objective(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)))
-    (group,) = build_optimizer(make_recipe(tmp_path), model).param_groups
-    assert group["weight_decay"] == 0.1 and len(group["params"]) == 4
-    decayed, plain = build_optimizer(make_recipe(tmp_path, optimizer={"decay_exclude": "bias$"}), model).param_groups
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
-    assert [p.shape for p in plain["params"]] == [torch.Size([4]), torch.Size([4])]
-
-
-def test_an_exclusion_that_finds_nothing_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match=r"optimizer\.decay_exclude"):
-        build_optimizer(make_recipe(tmp_path, optimizer={"decay_exclude": "nothing"}), Objective(nn.Linear(2, 2)))

@@ -48,12 +48,10 @@ def test_buckets_are_filled_from_the_end_and_keep_every_group_s_order():
     assert [id(each) for group in cut for each in group["params"]] == [id(each) for each in parameters]
 
 
-@pytest.mark.parametrize(
-    "settings", [["parallelism.zero_stage=0"], ["parallelism.zero_stage=2", "parallelism.offload=optimizer"]]
-)
-def test_where_nothing_can_overlap_the_recipe_is_refused(settings):
+@pytest.mark.parametrize("others", ["zero_stage: 0", "zero_stage: 2, offload: optimizer"])
+def test_where_nothing_can_overlap_the_recipe_is_refused(others):
     with pytest.raises(RecipeError):
-        load_recipe("b16_i1k", [*settings, "parallelism.overlap=true"])
+        load_recipe("b16_i1k", [f"parallelism={{{others}, overlap: true}}"])
 
 
 @pytest.mark.parametrize(
@@ -79,8 +77,6 @@ def test_what_overlap_would_ignore_is_refused(stage, block, key):
 
 
 def test_one_rank_has_nobody_to_send_to():
-    settings = ["precision=bf16"]
-    plain, overlapped = (
-        derive_config(load_recipe("b16_i1k", [*settings, f"parallelism.overlap={on}"]), 1) for on in ("false", "true")
-    )
+    settings = (["precision=bf16", f"parallelism.overlap={on}"] for on in ("false", "true"))
+    plain, overlapped = (derive_config(load_recipe("b16_i1k", each), 1) for each in settings)
     assert plain == overlapped

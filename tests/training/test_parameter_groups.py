@@ -1,4 +1,4 @@
-"""Groups of parameters against optimizers written by hand, on two ranks in every ZeRO stage; mistakes in them."""
+"""Groups of parameters against torch's optimizers, on two ranks in every ZeRO stage; mistakes in them."""
 
 from pathlib import Path
 from typing import Any
@@ -51,16 +51,16 @@ CASES = [
     for precision in ("fp32", "bf16")
     for stage in range(4)
 ]
-CHANGING_CASES = [
+CASES += [
     (f"{settings['name']}-changing-zero{stage}", settings, "fp32", stage)
     for settings in (ADAMW, SGD)
     for stage in range(4)
 ]
 
 
-def content(settings: dict[str, Any], precision: str, stage: int, *, changes: bool = False) -> dict[str, Any]:
+def content(case: str, settings: dict[str, Any], precision: str, stage: int) -> dict[str, Any]:
     return {
-        **{"schedule": CHANGING if changes else {}, "precision": precision, "model": {"depth": 2}},
+        **{"schedule": CHANGING if "changing" in case else {}, "precision": precision, "model": {"depth": 2}},
         **{"batch": {"global": RANKS, "micro_max": 1}, "optimizer": {**settings, **GROUPED}},
         "parallelism": {"zero_stage": stage},
     }
@@ -70,38 +70,22 @@ def gradient(step: int, name: str) -> np.ndarray:
     return sum(VECTORS.numbers(name, step, rank).astype(np.float64) for rank in range(RANKS)) / RANKS
 
 
-def changed(first: float, step: int, *, changes: bool) -> tuple[float, float]:
-    """(factor of the weight decay, momentum) of an update."""
-    return ((1.0, 2.0, 3.0, 4.0, 5.0)[step], (first, (first + 0.5) / 2, 0.5)[min(step, 2)]) if changes else (1.0, first)
-
-
-def adamw_by_hand(name: str, *, changes: bool = False) -> dict[str, np.ndarray]:
-    """Algorithm 2 of Loshchilov and Hutter (2019), in double precision."""
-    (factor, base), (first, beta2) = HOW[name], ADAMW["betas"]
-    weights = VECTORS.initial(name).astype(np.float64)
-    mean = square = np.zeros_like(weights)
+def by_torch(settings: dict[str, Any], name: str, *, changes: bool) -> dict[str, np.ndarray]:
+    """A parameter and its moments after the updates, by torch's optimizer in double precision."""
+    (factor, base), weights = HOW[name], torch.nn.Parameter(torch.from_numpy(VECTORS.initial(name)).double())
+    is_adamw = settings["name"] == "adamw"
+    first = settings["betas"][0] if is_adamw else settings["momentum"]
+    optimizer = torch.optim.AdamW([weights], eps=ADAMW["eps"]) if is_adamw else torch.optim.SGD([weights])
     for step in range(GROUP_UPDATES):
-        more, beta1 = changed(first, step, changes=changes)
-        decay = base * more
-        g = gradient(step, name)
-        mean = beta1 * mean + (1 - beta1) * g
-        square = beta2 * square + (1 - beta2) * g**2
-        unbiased, unbiased_square = mean / (1 - beta1 ** (step + 1)), square / (1 - beta2 ** (step + 1))
-        direction = unbiased / (np.sqrt(unbiased_square) + ADAMW["eps"])
-        weights = weights - rate(step) * factor * (direction + decay * weights)
-    return {"master": weights, "exp_avg": mean, "exp_avg_sq": square}
-
-
-def sgd_by_hand(name: str, *, changes: bool = False) -> dict[str, np.ndarray]:
-    factor, base = HOW[name]
-    weights = VECTORS.initial(name).astype(np.float64)
-    velocity = np.zeros_like(weights)
-    for step in range(GROUP_UPDATES):
-        more, momentum = changed(SGD["momentum"], step, changes=changes)
-        decay = base * more
-        velocity = momentum * velocity + gradient(step, name) + decay * weights
-        weights = weights - rate(step) * factor * velocity
-    return {"master": weights, "momentum_buffer": velocity}
+        decay, momentum = base, first
+        if changes:
+            decay, momentum = base * (1 + step), (first, (first + 0.5) / 2, 0.5)[min(step, 2)]
+        how = {"betas": (momentum, settings["betas"][1])} if is_adamw else {"momentum": momentum}
+        optimizer.param_groups[0] |= how | {"lr": rate(step) * factor, "weight_decay": decay}
+        weights.grad = torch.from_numpy(gradient(step, name))
+        optimizer.step()
+    kept = {kind: value.numpy() for kind, value in optimizer.state[weights].items() if kind != "step"}
+    return kept | {"master": weights.detach().numpy()}
 
 
 def sgd_in_bf16_by_hand(name: str) -> dict[str, np.ndarray]:
@@ -112,39 +96,26 @@ def sgd_in_bf16_by_hand(name: str) -> dict[str, np.ndarray]:
     for step in range(GROUP_UPDATES):
         velocity = kept * np.float32(0.9) + gradient(step, name).astype(np.float32) + decay * weights
         weights = weights - np.float32(rate(step)) * factor * velocity
-        kept = nearest_bf16(velocity)
+        kept = torch.from_numpy(velocity).bfloat16().float().numpy()
     return {"master": weights, "momentum_buffer": kept}
-
-
-def nearest_bf16(values: np.ndarray) -> np.ndarray:
-    """Of fp32 the upper 16 bits, rounded to the nearest, and to even in the middle."""
-    bits = values.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
 
 
 @pytest.fixture(scope="module")
 def updated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("groups")
-    cases = {name: content(settings, precision, stage) for name, settings, precision, stage in CASES}
-    cases |= {
-        name: content(settings, precision, stage, changes=True) for name, settings, precision, stage in CHANGING_CASES
-    }
+    cases = {case[0]: content(*case) for case in CASES}
     on_ranks(RANKS, update_groups, root, cases)
     return root
 
 
-def whole(root: Path, case: str) -> dict[tuple[str, str], np.ndarray]:
-    """What the ranks own, put together."""
-    return put_together(root / f"{case}-{rank}.npz" for rank in range(RANKS))
-
-
 @pytest.mark.parametrize(("case", "settings", "precision", "stage"), CASES, ids=[case[0] for case in CASES])
-def test_every_stage_updates_groups_as_the_optimizer_written_by_hand(updated, case, settings, precision, stage):
-    found = whole(updated, case)
-    by_hand = {"adamw": adamw_by_hand, "sgd": sgd_by_hand}[settings["name"]]
+def test_every_stage_updates_groups_as_torch_and_as_the_schedule_says(updated, case, settings, precision, stage):
+    found = put_together(updated / f"{case}-{rank}.npz" for rank in range(RANKS))
     if settings is SGD_BF16:
-        by_hand = sgd_in_bf16_by_hand
-    expected = {(kind, name): value for name in HOW for kind, value in by_hand(name).items()}
+        by_name = {name: sgd_in_bf16_by_hand(name) for name in HOW}
+    else:
+        by_name = {name: by_torch(settings, name, changes="changing" in case) for name in HOW}
+    expected = {(kind, name): value for name in HOW for kind, value in by_name[name].items()}
     assert found.keys() == expected.keys() | {("master", name) for name in FROZEN}
     for key, value in expected.items():
         np.testing.assert_allclose(found[key], value, rtol=2e-6, atol=2e-6, err_msg=str(key))
@@ -154,15 +125,6 @@ def test_every_stage_updates_groups_as_the_optimizer_written_by_hand(updated, ca
         assert np.array_equal(found["master", name], VECTORS.initial(name)), "also the digits that bf16 does not have"
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         assert np.array_equal(weights[name], torch.from_numpy(VECTORS.initial(name)).to(dtype).float().numpy())
-
-
-@pytest.mark.parametrize(("case", "settings", "precision", "stage"), CHANGING_CASES, ids=[c[0] for c in CHANGING_CASES])
-def test_weight_decay_and_momentum_change_as_the_schedule_says(updated, case, settings, precision, stage):
-    by_hand = {"adamw": adamw_by_hand, "sgd": sgd_by_hand}[settings["name"]]
-    found = whole(updated, case)
-    for name in HOW:
-        for kind, value in by_hand(name, changes=True).items():
-            np.testing.assert_allclose(found[kind, name], value, rtol=2e-6, atol=2e-6, err_msg=f"{kind} {name}")
 
 
 def groups(tmp_path: Path, **settings: Any) -> dict[str, tuple[float, float]]:
@@ -185,23 +147,25 @@ def test_without_groups_the_order_is_that_of_checkpoints_before_there_were_group
     weights, biases = ([f"{layer}.{kind}" for layer in SIZES] for kind in ("weight", "bias"))
     assert list(groups(tmp_path, decay_exclude="bias")) == weights + biases
     assert list(groups(tmp_path, decay_exclude="bias", weight_decay=0.0)) == weights + biases
+    assert groups(tmp_path) == dict.fromkeys(VECTORS.shapes, (1.0, 0.1))
     assert list(groups(tmp_path)) == list(VECTORS.shapes)
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([{"match": "nothing"}], ["optimizer.groups.0.match", "'nothing'", "none of the model's"]),
+        ({"decay_exclude": "nothing"}, ["optimizer.decay_exclude"]),
+        ({"groups": [{"match": "nothing"}]}, ["optimizer.groups.0.match", "'nothing'", "none of the model's"]),
         (
-            [{"match": "head"}, {"match": "head.bias", "frozen": True}],
+            {"groups": [{"match": "head"}, {"match": "head.bias", "frozen": True}]},
             ["optimizer.groups.1.match", "'head.bias'", "groups before it"],
         ),
-        ([{"match": "", "frozen": True}], ["every parameter is frozen"]),
+        ({"groups": [{"match": "", "frozen": True}]}, ["every parameter is frozen"]),
     ],
 )
 def test_a_group_without_effect_and_nothing_to_train_are_refused(tmp_path, given, words):
     with pytest.raises(RecipeError) as caught:
-        groups(tmp_path, groups=given)
+        groups(tmp_path, **given)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
@@ -217,13 +181,16 @@ def test_a_group_without_effect_and_nothing_to_train_are_refused(tmp_path, given
         ({"optimizer": {**SGD, "layer_decay": 1.5}}, "optimizer.layer_decay"),
         ({"optimizer": {**SGD_BF16, "momentum": 0.0}}, "momentum_dtype"),
         ({"optimizer": {**ADAMW, "momentum_dtype": "bf16"}}, "momentum_dtype"),
+        ({"optimizer": {"name": "muon", "lr": 1.0, "matrices": "a(b"}}, "optimizer.matrices"),
+        ({"optimizer": {"name": "lamb", "lr": 1.0, "momentum": 0.9}}, "optimizer.momentum"),
+        ({"optimizer": {"name": "adafactor", "lr": 1.0, "momentum": 0.0}}, "optimizer.momentum"),
+        ({"optimizer": {"name": "muon", "lr": 1.0}, "parallelism": {"offload": "optimizer"}}, "and this is muon"),
         ({"optimizer": {**SGD, "layer_decay": 0.7}, "model": {"name": "ResNet50x1"}}, "optimizer.layer_decay"),
     ],
 )
 def test_mistakes_name_their_key(tmp_path, blocks, key):
-    replaced = {"model": {"name": "ViT-B/16"}, **blocks}
     with pytest.raises(RecipeError) as caught:
-        make_recipe(tmp_path, **replaced)
+        make_recipe(tmp_path, **{"model": {"name": "ViT-B/16"}, **blocks})
     assert key in str(caught.value)
 
 

@@ -50,24 +50,22 @@ def precision_of(run_dir: Path) -> str:
     return written
 
 
-def test_a_processor_without_bf16_computes_in_fp32_and_the_run_stays_so(recipe, tmp_path):
-    begun = pretrain(recipe, tmp_path / "run", "--stop-at", "2", **WITHOUT_BF16)
+@pytest.mark.parametrize(
+    ("precision", "environment"),
+    [("fp32", {}), pytest.param("bf16", WITHOUT_BF16, marks=pytest.mark.slow)],
+)
+def test_without_bf16_a_run_computes_in_fp32_unless_told_otherwise_and_stays_so(
+    recipe, tmp_path, precision, environment
+):
+    """On whatever processor it goes on, or on one that lacks the instructions as well."""
+    told = [] if precision == "fp32" else ["--set", f"precision={precision}"]
+    begun = pretrain(recipe, tmp_path / "run", "--stop-at", "2", *told, **WITHOUT_BF16)
     assert begun.returncode == 0, begun.stderr
-    assert precision_of(tmp_path / "run") == "fp32"
-    resumed = pretrain(recipe, tmp_path / "run")  # on whatever processor
+    assert f"precision {precision}" in begun.stdout
+    assert precision_of(tmp_path / "run") == precision
+    resumed = pretrain(recipe, tmp_path / "run", **environment)
     assert resumed.returncode == 0, resumed.stderr
-    assert precision_of(tmp_path / "run") == "fp32"
-
-
-@pytest.mark.slow
-def test_a_run_in_bf16_stays_so_without_the_instructions(recipe, tmp_path):
-    begun = pretrain(recipe, tmp_path / "run", "--stop-at", "2", "--set", "precision=bf16", **WITHOUT_BF16)
-    assert begun.returncode == 0, begun.stderr
-    assert "precision bf16" in begun.stdout
-    assert precision_of(tmp_path / "run") == "bf16"
-    resumed = pretrain(recipe, tmp_path / "run", **WITHOUT_BF16)
-    assert resumed.returncode == 0, resumed.stderr
-    assert precision_of(tmp_path / "run") == "bf16"
+    assert precision_of(tmp_path / "run") == precision
 
 
 def test_what_goes_with_bf16_alone_is_refused_where_auto_is_fp32(recipe, tmp_path):

@@ -6,6 +6,8 @@ from rich.console import Console
 
 from vitscale.training.deepspeed.progress import TrainingProgress
 
+FIGURES = {"loss": 0.5, "lr": 1e-3, "images_per_s": 1234.5}
+
 
 class Clock:
     now = 100.0
@@ -14,9 +16,15 @@ class Clock:
         return self.now
 
 
-def test_plain_lines_come_now_and_then_and_at_the_end():
+def progress_of(total_steps, **console):
+    """A progress line, its clock, and what it writes to."""
     out, clock = io.StringIO(), Clock()
-    with TrainingProgress(total_steps=100, console=Console(file=out), clock=clock) as progress:
+    return TrainingProgress(total_steps=total_steps, console=Console(file=out, **console), clock=clock), clock, out
+
+
+def test_plain_lines_come_now_and_then_and_at_the_end():
+    progress, clock, out = progress_of(100)
+    with progress:
         for step in range(10, 101, 10):
             progress.update(step, loss=1 / step, lr=8e-4, images_per_s=1234.5)
             clock.now += 10
@@ -28,41 +36,23 @@ def test_plain_lines_come_now_and_then_and_at_the_end():
     assert lines[-1] == "saved [checkpoint]"
 
 
-def test_a_terminal_gets_one_live_line():
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120, color_system=None)
-    with TrainingProgress(total_steps=1000, console=console, clock=Clock()) as progress:
-        progress.update(500, loss=0.5, lr=1e-3, images_per_s=10)
-        progress.note("step 500: val/top1 0.9")
-    text = out.getvalue()
-    assert "step 500/1,000" in text and "loss 0.5000" in text and "10.0 images/s" in text
-    assert "step 500: val/top1 0.9" in text
-
-
-def test_a_terminal_shows_every_step_and_the_time_left_after_two():
-    out, clock = io.StringIO(), Clock()
-    console = Console(file=out, force_terminal=True, width=80, color_system=None)
-    with TrainingProgress(total_steps=10_000, console=console, clock=clock) as progress:
-        progress.update(1, loss=0.5, lr=1e-3, images_per_s=1234.5)
+def test_a_terminal_shows_every_step_on_one_line_and_the_time_left_after_two():
+    progress, clock, out = progress_of(10_000, force_terminal=True, width=80, color_system=None)
+    with progress:
+        progress.update(1, **FIGURES)
         clock.now += 2
         progress.advance(2)
-        progress.note("a line")  # shows the live one once more
+        progress.note("step 2: val/top1 0.9")  # shows the live one once more
     lines = out.getvalue().replace("\r", "\n").splitlines()
     (shown,) = {line[line.index("step") :].rstrip() for line in lines if "step 2/10,000" in line}
-    assert "loss 0.5000 at step 1 " in shown and shown.endswith("ETA 5:33:16")  # 9,998 steps of 2 s; in 80 columns
+    assert "loss 0.5000 at step 1 " in shown and "1,234.5 images/s" in shown
+    assert shown.endswith("ETA 5:33:16")  # 9,998 steps of 2 s; in 80 columns
+    assert any("step 2: val/top1 0.9" in line for line in lines)
 
 
-def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+def test_a_dumb_terminal_gets_plain_lines_and_a_run_that_is_done_the_end(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=80, color_system=None)
-    with TrainingProgress(total_steps=10, console=console, clock=Clock()) as progress:
-        progress.update(1, loss=0.5, lr=1e-3, images_per_s=10)
-    assert out.getvalue().startswith("step 1/10  loss 0.5000")
-
-
-def test_a_process_that_finds_its_run_done_shows_the_end():
-    out = io.StringIO()
-    with TrainingProgress(total_steps=5, console=Console(file=out), clock=Clock()) as progress:
-        progress.update(5, loss=0.5, lr=0.0, images_per_s=10)
-    assert "ETA 0:00:00" in out.getvalue()
+    progress, _, out = progress_of(5, force_terminal=True, width=80, color_system=None)
+    with progress:
+        progress.update(5, **FIGURES)
+    assert out.getvalue().startswith("step 5/5  loss 0.5000") and "ETA 0:00:00" in out.getvalue()

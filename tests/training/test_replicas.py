@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from outcomes import error_of
 from rank_faults import flip_bit, wrong_layer
@@ -26,41 +26,18 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return torch.frombuffer(bytearray(content[: len(content) // width * width]), dtype=dtype)
 
 
-@given(tensors(), st.data())
-def test_any_flipped_bit_changes_the_checksum(tensor, data):
-    bits = tensor.view(torch.uint8)
-    index, bit = data.draw(st.integers(0, len(bits) - 1)), data.draw(st.integers(0, 7))
-    before = checksum(tensor)
-    assert checksum(tensor.clone()) == before
-    bits[index] ^= 1 << bit
-    assert checksum(tensor) != before
+@given(tensors())
+def test_the_checksum_is_the_sum_of_odd_multiples_of_the_bits(tensor):
+    """As the multiples are odd and differ, every flipped bit and every two elements that change places are seen."""
+    expected = sum((2 * index + 1) * bits for index, bits in enumerate(tensor.view(TYPES[tensor.dtype]).tolist()))
+    assert checksum(tensor) == expected % 2**64
+    assert checksum(tensor.view(-1, 1).expand(-1, 3)[:, 1]) == expected % 2**64
 
 
-@given(tensors(), st.data())
-def test_the_order_of_elements_matters(tensor, data):
-    bits = tensor.view(TYPES[tensor.dtype])
-    if tensor.dtype is torch.float64:  # of two numbers of eight bytes the difference can vanish modulo 2^64
-        bits >>= 8
-    one, other = (data.draw(st.integers(0, len(bits) - 1)) for _ in range(2))
-    before, is_same = checksum(tensor), bool(bits[one] == bits[other])
-    bits[[one, other]] = bits[[other, one]]
-    assert (checksum(tensor) == before) is is_same
-
-
-@settings(max_examples=3, deadline=None)
-@given(st.integers(0, (1 << 22) + 4), st.integers(0, 15))
-def test_of_a_tensor_in_several_pieces_too(index, bit):
+def test_of_a_tensor_in_several_pieces_too():
     bits = torch.arange((1 << 22) + 5, dtype=torch.int32).to(torch.int16)
-    before = checksum(bits.view(torch.bfloat16))
-    bits[index] ^= torch.tensor(1 << bit, dtype=torch.int32).to(torch.int16)
-    assert checksum(bits.view(torch.bfloat16)) != before
-
-
-def test_the_checksum_is_the_sum_of_odd_multiples():
-    values = [-5, 7, 0, 2**31 - 1, -(2**31)]
-    expected = sum((2 * index + 1) * value for index, value in enumerate(values)) % 2**64
-    assert checksum(torch.tensor(values, dtype=torch.int32)) == expected
-    assert checksum(torch.tensor(values, dtype=torch.int32).view(5, 1).expand(5, 3)[:, 1]) == expected
+    expected = (bits.long() * torch.arange(1, 2 * len(bits), 2)).sum()
+    assert checksum(bits.view(torch.bfloat16)) == int(expected) % 2**64
 
 
 def blocks(stage: int, precision: str = "bf16", **others: Any) -> dict[str, Any]:

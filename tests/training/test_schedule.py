@@ -18,20 +18,26 @@ def test_warmup_starts_at_zero_and_reaches_the_base(decay):
     assert learning_rate(2_500, **JFT, decay=decay) == pytest.approx(2e-4, rel=1e-12)
 
 
-def test_linear_ends_at_1e_5():
-    assert learning_rate(517_800, **JFT, decay="linear") == pytest.approx(1e-5, rel=1e-12)
-    assert learning_rate(263_900, **JFT, decay="linear") == pytest.approx((8e-4 + 1e-5) / 2, rel=1e-12)
-    assert learning_rate(600_000, **JFT, decay="linear") == pytest.approx(1e-5, rel=1e-12)
-    assert learning_rate(517_800, **JFT, decay="linear", end=0.0) == 0.0
-
-
-def test_cosine_ends_at_zero():
-    quarter = 10_000 + (517_800 - 10_000) / 4
-    assert learning_rate(517_800, **JFT, decay="cosine") == pytest.approx(0.0, abs=1e-18)
-    assert learning_rate(517_800, **JFT, decay="cosine", floor=1e-6) == pytest.approx(1e-6, rel=1e-12)
-    assert learning_rate(263_900, **JFT, decay="cosine", floor=1e-6) == pytest.approx(4e-4 + 5e-7, rel=1e-12)
-    assert learning_rate(263_900, **JFT, decay="cosine") == pytest.approx(4e-4, rel=1e-12)
-    assert learning_rate(int(quarter), **JFT, decay="cosine") == pytest.approx(4e-4 * (1 + math.sqrt(0.5)), rel=1e-9)
+@pytest.mark.parametrize(
+    ("step", "how", "expected"),
+    [
+        (517_800, {"decay": "linear"}, 1e-5),
+        (263_900, {"decay": "linear"}, (8e-4 + 1e-5) / 2),
+        (600_000, {"decay": "linear"}, 1e-5),
+        (517_800, {"decay": "linear", "end": 0.0}, 0.0),
+        (517_800, {"decay": "cosine"}, 0.0),
+        (517_800, {"decay": "cosine", "floor": 1e-6}, 1e-6),
+        (263_900, {"decay": "cosine", "floor": 1e-6}, 4e-4 + 5e-7),
+        (263_900, {"decay": "cosine"}, 4e-4),
+        (136_950, {"decay": "cosine"}, 4e-4 * (1 + math.sqrt(0.5))),
+        # Without warmup the first update has the base rate; a run may be all warmup.
+        *((0, {"warmup": 0, "decay": decay}, 8e-4) for decay in ("linear", "cosine", "constant")),
+        (5, {"total": 10, "warmup": 10, "decay": "cosine"}, 4e-4),
+        (10, {"total": 10, "warmup": 10, "decay": "linear"}, 8e-4),
+    ],
+)
+def test_linear_and_cosine(step, how, expected):
+    assert learning_rate(step, **JFT | how) == pytest.approx(expected, rel=1e-12, abs=1e-18)
 
 
 @pytest.mark.parametrize(
@@ -48,16 +54,6 @@ def test_stairs_are_those_of_bit_hyperrule(warmup, boundaries, total):
     assert learning_rate(boundaries[0] + 1, **{**bit, "factor": 0.5}) == pytest.approx(0.0015)
 
 
-def test_without_warmup_the_first_update_has_the_base_rate():
-    for decay in ("linear", "cosine", "constant"):
-        assert learning_rate(0, base=0.1, total=100, warmup=0, decay=decay) == pytest.approx(0.1)
-
-
-def test_a_run_that_is_all_warmup():
-    assert learning_rate(5, base=0.1, total=10, warmup=10, decay="cosine") == pytest.approx(0.05)
-    assert learning_rate(10, base=0.1, total=10, warmup=10, decay="linear") == pytest.approx(0.1)
-
-
 def big_vision(step, *, base, total, warmup, decay, timescale=10_000, cooldown=0):
     """`create_learning_rate_schedule` of big_vision, of what it calls const and rsqrt, as its page has the formulas."""
     rate = base / math.sqrt(1 + (step - warmup) / timescale) if decay == "rsqrt" and step >= warmup else base
@@ -70,13 +66,11 @@ STEPS = [0, 1, 5_000, 9_999, 10_000, 10_001, 100_000, 467_799, 467_800, 467_801,
 
 @pytest.mark.parametrize("cooldown", [0, 50_000])
 def test_rsqrt_and_wsd_are_big_visions_rsqrt_and_const_with_cooldown(cooldown):
-    rsqrt = {"timescale": 20_000, "cooldown": cooldown}
-    for step in STEPS:
-        assert learning_rate(step, **JFT, decay="rsqrt", **rsqrt) == pytest.approx(
-            big_vision(step, **JFT, decay="rsqrt", **rsqrt), rel=1e-12, abs=1e-18
-        )
-        assert learning_rate(step, **JFT, decay="wsd", cooldown=cooldown) == pytest.approx(
-            big_vision(step, **JFT, decay="const", cooldown=cooldown), rel=1e-12, abs=1e-18
+    how = JFT | {"timescale": 20_000, "cooldown": cooldown}
+    for ours, theirs in (("rsqrt", "rsqrt"), ("wsd", "const")):
+        expected = [big_vision(step, **how, decay=theirs) for step in STEPS]
+        assert [learning_rate(step, **how, decay=ours) for step in STEPS] == pytest.approx(
+            expected, rel=1e-12, abs=1e-18
         )
 
 

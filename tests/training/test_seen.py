@@ -4,29 +4,27 @@ Compared with a log of what the run's loader handed out, and with the digests in
 """
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from outcomes import metrics, stored_bytes, uids_of
+from outcomes import metrics, seen_again, stored_bytes, uids_of
 from PIL import Image
 from rank_faults import poison
 from ranks import STEPS, job, launch, make_data
-from typer.testing import CliRunner
 
 from vitscale.about.checks.seen import Content, History, steps_of
-from vitscale.cli.main import app
 from vitscale.data.order import TrainOrder
 from vitscale.data.shards import Manifest
 from vitscale.ground.errors import CheckpointError, DataError, RecipeError
 from vitscale.training.watching.anomalies import SkippedData
 
 SKIPPED = 3  # the batch with a bad loss
-WORD = 2**64
 
 
 @settings(deadline=None)
@@ -98,27 +96,19 @@ def uids(root) -> list[int]:
 @pytest.mark.parametrize("name", ["run", "mixed"])
 def test_sightings_and_pixels_are_those_of_the_run(root, uids, name):
     history = History(root / "runs" / name)
-    digests, seen, slots = defaultdict(int), defaultdict(int), {}
-    for uid, sightings in zip(uids, history.sightings(history.find(uids)), strict=True):
-        for sighting in sightings:
-            batch = history.pixels(sighting)
-            assert batch.uids.tolist() == [uid]
-            digests[sighting.step] = (digests[sighting.step] + batch.digest) % WORD
-            seen[sighting.step] += 1
-            slots[sighting.batch, sighting.slot] = uid, sighting.partner
-    lines = metrics(root, name)
+    digests, sightings = seen_again(history, uids)
+    lines, seen = metrics(root, name), Counter(sighting.step for _, sighting in sightings)
     left_out = {None} if name == "run" else set()
     assert set(seen.values()) == {16} and set(seen) == {*left_out, *(line["step"] for line in lines)}
-    for (batch, slot), (_, partner) in slots.items():
-        assert partner == (slots[batch, slot ^ 1][0] if name == "mixed" else None)
-    assert [f"{digests[line['step']]:016x}" for line in lines] == [line["batch_digest"] for line in lines]
+    slots = {(each.batch, each.slot): uid for uid, each in sightings}
+    for _, each in sightings:
+        assert each.partner == (slots[each.batch, each.slot ^ 1] if name == "mixed" else None)
+    assert [digests[line["step"]] for line in lines] == [line["batch_digest"] for line in lines]
 
 
 def run_seen(root, *arguments):
-    result = CliRunner().invoke(app, ["seen", *map(str, arguments), "--run", str(root / "runs" / "run"), "--json"])
-    if isinstance(result.exception, Exception):
-        raise result.exception
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    _, printed = run("seen", *arguments, "--run", root / "runs" / "run", "--json")
+    return [json.loads(line) for line in printed.splitlines()]
 
 
 def test_an_image_is_found_by_its_bytes_and_shown_as_it_was_seen(root, history, uids, tmp_path):

@@ -292,20 +292,6 @@ def test_groups_of_muon_are_of_matrices_or_of_none(tmp_path):
         parameter_groups(nothing, model)
 
 
-@pytest.mark.parametrize(
-    ("blocks", "words"),
-    [
-        ({"optimizer": {**OPTIMIZERS["muon"], "matrices": "a(b"}}, r"optimizer\.matrices"),
-        ({"optimizer": {**OPTIMIZERS["lamb"], "momentum": 0.9}}, r"optimizer\.momentum"),
-        ({"optimizer": {**OPTIMIZERS["adafactor"], "momentum": 0.0}}, r"optimizer\.momentum"),
-        ({"optimizer": OPTIMIZERS["muon"], "parallelism": {"offload": "optimizer"}}, "offload.*muon"),
-    ],
-)
-def test_mistakes_name_their_key(tmp_path, blocks, words):
-    with pytest.raises(RecipeError, match=words):
-        make_recipe(tmp_path, **blocks)
-
-
 @pytest.mark.parametrize("shape", [(64, 64), (32, 96), (96, 32)])
 def test_orthogonal_is_near_to_the_matrix_with_the_same_singular_vectors(shape):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
