@@ -58,7 +58,7 @@ def test_a_run_goes_on_without_its_directory(tmp_path: Path, s3: S3Server):
 def test_a_run_begins_with_the_weights_of_one_whose_checkpoints_are_there(tmp_path: Path, s3: S3Server):
     make_data(tmp_path)
     (tmp_path / "runs").mkdir()
-    remote = {"every": {"steps": 1}, "dir": f"s3://{BUCKET}/checkpoints"}
+    remote = {"every": {"steps": 1}, "dir": f"s3://{BUCKET}/begun"}
     init = {"from": str(tmp_path / "runs" / "there"), "head": "keep"}
     there = {"ema": {"decay": 0.9}, "checkpoint": remote}
     launch(tmp_path, job("there", there, 3), job("here", {"init": init}, 1))
