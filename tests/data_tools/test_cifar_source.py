@@ -33,9 +33,6 @@ def make_batch(name: str, classes: int) -> dict:
     return batch
 
 
-# --------------------------------------------------------------------------------------------------------- the versions
-
-
 def write_binary(folder: Path, classes: int) -> Path:
     folder.mkdir(parents=True)
     for name in BATCHES[classes]:

@@ -100,9 +100,6 @@ def test_every_oddity_with_options(oddities, options):
                 assert distance(pixels(outcome), as_array(expected)) < (12 if line_art else 6), name
 
 
-# ------------------------------------------------------------------------------------------------------------- options
-
-
 @pytest.mark.parametrize(
     ("size", "limits", "expected"),
     [
@@ -163,9 +160,6 @@ def test_without_pass_through_the_quality_decides(photos):
     stored = store_image(photos[0], ImageOptions(pass_through=False))
     assert not stored.passed_through
     assert distance(pixels(stored), as_array(Image.open(io.BytesIO(photos[0])))) < 2
-
-
-# ------------------------------------------------------------------------------------------------------ kinds of files
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "MPO", "PNG", "WEBP", "TIFF", "AVIF"])
@@ -259,9 +253,6 @@ def test_transcoding_is_deterministic_and_carries_no_metadata():
         assert b"private note" not in stored.jpeg and b"profileprofile" not in stored.jpeg
         with Image.open(io.BytesIO(stored.jpeg)) as image:
             assert image.getexif() == {} and image.layer[0][1:3] == (1, 1)  # 4:4:4
-
-
-# --------------------------------------------------------------------------------------------------- damage and limits
 
 
 def test_passes_through_only_what_the_decoder_takes(photos):

@@ -30,9 +30,6 @@ def uploaded(s3, image_folder):
     return s3.put(image_folder, "images")
 
 
-# ------------------------------------------------------------------------------------------------------------- sources
-
-
 def test_a_folder_at_a_url_gives_the_same_bytes_and_costs_a_request_an_image(s3, uploaded, local, tmp_path):
     before = s3.mark()
     convert(Request(uploaded, shard_samples=4), tmp_path / "out", ONE)
@@ -60,9 +57,6 @@ def test_names_of_objects_may_be_anything_and_objects_may_be_empty(here, s3, pho
     assert pq.read_table(tmp_path / "of-s3" / "rejects.parquet").to_pylist() == [
         {"key": "cat/empty.jpg", "reason": "empty file (0 bytes)"}
     ]
-
-
-# ------------------------------------------------------------------------------------------------------------- outputs
 
 
 def test_an_output_at_a_url_is_equal_and_its_manifest_is_put_last(s3, image_folder, local):
@@ -189,6 +183,3 @@ def test_task_ranges_on_machines_that_share_nothing_but_the_url(here, s3, image_
     assert [path.name for path in (tmp_path / "third").iterdir()] == ["thesis.tex"]
     with pytest.raises(RecipeError, match="s3://bucket/nowhere"):
         merge("s3://bucket/nowhere", 0.01, tmp_path / "third")
-
-
-# -------------------------------------------------------------------------------------------------------------- memory

@@ -138,9 +138,6 @@ def test_class_names_come_from_tfds_or_from_the_rule(tmp_path):
         assert open_copy(find_copy(task, [tmp_path]).copy).class_names[1] == second
 
 
-# ---- Other layouts ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("task", ["eurosat", "clevr_dist"])
 def test_folders_of_classes(tmp_path, task):
     make_folders(tmp_path, task, train=IMAGES, val=IMAGES, test=IMAGES)
@@ -164,9 +161,6 @@ def test_tars_of_clip_benchmark(tmp_path, task):
     assert numbers == {"train800": list(range(8)), "val200": [8, 9]}
     assert [entry.label for entry in ids.val200] == [expected_label(task, 8), expected_label(task, 9)]
     assert prepared.counts["test"] == IMAGES and prepared.doubt is not None
-
-
-# ---- Lists of ids ----------------------------------------------------------------------------------------------------
 
 
 def test_a_list_of_ids_takes_the_same_images_from_another_copy(tmp_path):
@@ -217,9 +211,6 @@ def test_a_damaged_list_of_ids(tmp_path, damage):
     path.write_text(damage)
     with pytest.raises(DataError, match=r"ids\.json"):
         Ids.read(path)
-
-
-# ---- Repeating, and what cannot be taken -----------------------------------------------------------------------------
 
 
 def test_repeating_goes_on(tmp_path):

@@ -87,9 +87,6 @@ def test_the_folder_says_what_it_is_of(found, planted):
     assert [path.name for path in found.parent.iterdir()] == ["found"]
 
 
-# ------------------------------------------------------------------------------------------------- tables and no tables
-
-
 def stripped(planted, out):
     """The dataset as version 1 of the tables had it."""
     shutil.copytree(planted.dataset, out)
@@ -140,9 +137,6 @@ def test_only_candidates_are_decoded(found, planted, tmp_path):
     assert not [path for path in tmp_path.iterdir() if "never" in path.name]
 
 
-# ------------------------------------------------------------------------------------------------- settings and subsets
-
-
 def test_only_selected_samples_are_compared(found, planted, tmp_path):
     write_subset(str(planted.dataset), str(tmp_path / "subset"), 23)
     result = run(planted, tmp_path / "subset", tmp_path / "found")
@@ -157,9 +151,6 @@ def test_a_url_and_another_number_of_workers_give_equal_bytes(found, planted, tm
     for path in found.iterdir():
         if path.name != "found.json":  # which says where the dataset is
             assert (tmp_path / "found" / path.name).read_bytes() == path.read_bytes(), path.name
-
-
-# ------------------------------------------------------------------------------------------------------------- mistakes
 
 
 def test_mistakes_are_said_and_leave_nothing(planted, tmp_path):
@@ -276,9 +267,6 @@ def test_at_a_url(found, planted):
         assert not verify(view).damage and view.num_samples == OWN
     finally:
         memory.rm("/planted/view", recursive=True)
-
-
-# ------------------------------------------------------------------------------------------------------------- mistakes
 
 
 def test_what_does_not_belong_to_the_dataset_is_refused(found, planted, tmp_path):
