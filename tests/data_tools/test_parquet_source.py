@@ -41,19 +41,12 @@ def test_as_datasets_writes_it(tmp_path, photos, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     datasets = pytest.importorskip("datasets")
-    features = datasets.Features(
-        {
-            "image": datasets.Image(),
-            "label": datasets.ClassLabel(names=["zebra", "cat"]),
-            "tags": datasets.Sequence(datasets.ClassLabel(names=["small", "big", "far"])),
-        }
-    )
+    label = datasets.ClassLabel(names=["zebra", "cat"])
+    tags = datasets.Sequence(datasets.ClassLabel(names=["small", "big", "far"]))
+    features = datasets.Features({"image": datasets.Image(), "label": label, "tags": tags})
     (tmp_path / "0.jpg").write_bytes(photos[0])
-    rows = {
-        "image": [str(tmp_path / "0.jpg"), {"bytes": photos[1], "path": None}],
-        "label": [1, 0],
-        "tags": [[2, 0], []],
-    }
+    images = [str(tmp_path / "0.jpg"), {"bytes": photos[1], "path": None}]
+    rows = {"image": images, "label": [1, 0], "tags": [[2, 0], []]}
     written = datasets.Dataset.from_dict(rows, features=features)
     file = tmp_path / "train-00000-of-00001.parquet"
     written.with_format("arrow").map(datasets.table.embed_table_storage, batched=True).to_parquet(file)
@@ -135,15 +128,6 @@ def test_numbers_and_names_of_the_same_classes(tmp_path):
 def test_columns_that_cannot_be_told(tmp_path, columns, image, label, message):
     with pytest.raises(RecipeError, match=message):
         listed(write(tmp_path / "x.parquet", columns), image=image, label=label)
-
-
-def test_two_class_labels(tmp_path):
-    features = {"img": {"_type": "Image"}, "fine_label": class_label(*"abcd"), "coarse_label": class_label("e", "f")}
-    columns = {"img": embedded(), "fine_label": range(4), "coarse_label": [0, 1, 0, 1]}
-    file = write(tmp_path / "x.parquet", columns, features)
-    with pytest.raises(RecipeError, match=r"fine_label, coarse_label.*--label-field"):
-        listed(file)
-    assert [item.labels for item in listed(file, label="coarse_label")] == [("e",), ("f",)] * 2
 
 
 @pytest.mark.parametrize(

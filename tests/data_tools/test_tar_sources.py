@@ -1,3 +1,4 @@
+import errno
 import gzip
 import lzma
 import os
@@ -17,7 +18,7 @@ from data_tools.sources.tar import is_tar, open_tars
 from vitscale.ground.errors import DataError, RecipeError
 
 MODES = {"tar": "w", "tar.gz": "w:gz", "tgz": "w:gz", "tar.xz": "w:xz", "txz": "w:xz", "tar.bz2": "w:bz2"}
-STREAMS = {kind: kind != "tar" for kind in MODES}
+
 NAMES = [f"c{i % 2}/{i}.jpg" for i in range(50)]
 
 
@@ -34,7 +35,7 @@ def test_every_compression_gives_the_same(tmp_path, kind):
     with tarfile.open(path) as peer:
         expected = [(name, None, os.fsencode(name)) for name in peer.getnames()]
     assert is_tar(str(path)) and listed(path) == expected
-    assert open_tars("SRC", [str(path)], SourceOptions()).streams == STREAMS[kind]
+    assert open_tars("SRC", [str(path)], SourceOptions()).streams == (kind != "tar")
 
 
 @pytest.mark.parametrize("kind", ["tar", "tar.gz"])
@@ -60,35 +61,14 @@ def test_archives_of_gnu_tar(tmp_path, style):
 def test_plain_and_compressed_parts(tmp_path):
     first = write_tar(tmp_path / "a.tar", "cat/1.jpg", ("cat/2.jpg", tarfile.SYMTYPE, "1.jpg"))
     second = write_tar(tmp_path / "b.tar.gz", "dog/2.jpg", mode="w:gz")
-    assert listed(first, second) == [
-        ("cat/1.jpg", None, b"cat/1.jpg"),
-        ("cat/2.jpg", None, b"cat/1.jpg"),
-        ("dog/2.jpg", None, b"dog/2.jpg"),
-    ]
+    found = {key: content for key, _, content in listed(first, second)}
+    assert found == {"cat/1.jpg": b"cat/1.jpg", "cat/2.jpg": b"cat/1.jpg", "dog/2.jpg": b"dog/2.jpg"}
 
 
 def test_hostile_paths_are_only_keys(tmp_path):
     path = write_tar(tmp_path / "evil.tar", "/etc/cat/1.jpg", "../../etc/dog/2.jpg", "./etc//cat/../cat/3.jpg")
     assert [key for key, _, _ in listed(path)] == ["etc/cat/1.jpg", "etc/dog/2.jpg", "etc/cat/cat/3.jpg"]
     assert [path.name for path in tmp_path.iterdir()] == ["evil.tar"]
-
-
-def test_what_is_no_image_is_counted(tmp_path):
-    names = ["a/1.jpg", "b/2.webp", "a/notes.txt", "README", ".git/x.jpg", "a/._1.jpg", "__MACOSX/a/1.jpg", "a/b.tar"]
-    ignored: Counter[str] = Counter()
-    found = listed(write_tar(tmp_path / "images.tar", *names, ("a/pipe.jpg", tarfile.FIFOTYPE, "")), ignored=ignored)
-    assert [key for key, _, _ in found] == ["a/1.jpg", "b/2.webp"]
-    assert ignored == {
-        "hidden": 3,
-        "no image suffix": 2,
-        "archive inside of the archive": 1,
-        "neither file nor folder": 1,
-    }
-
-
-def test_names_that_are_no_utf8(tmp_path):
-    path = write_tar(tmp_path / "a.tar", "dog/1.jpg", os.fsdecode(b"caf\xe9/\xff.jpg"))
-    assert [key for key, _, _ in listed(path)] == ["dog/1.jpg", "caf\\xe9/\\xff.jpg"]
 
 
 def test_links_and_repeated_names(tmp_path):
@@ -101,6 +81,8 @@ def test_links_and_repeated_names(tmp_path):
         "./cat/1.jpg",
         ("dog/later.jpg", tarfile.SYMTYPE, "hard.jpg"),
         ("dog/latest.jpg", tarfile.LNKTYPE, "cat/1.jpg"),
+        ("dog/pipe.jpg", tarfile.FIFOTYPE, ""),
+        "dog/b.tar",
     )
     ignored: Counter[str] = Counter()
     assert listed(path, ignored=ignored) == [
@@ -111,7 +93,7 @@ def test_links_and_repeated_names(tmp_path):
         ("dog/later.jpg", None, b"cat/1.jpg"),
         ("dog/latest.jpg", None, b"./cat/1.jpg"),
     ]
-    assert ignored == {"neither file nor folder": 1}
+    assert ignored == {"neither file nor folder": 2, "archive inside of the archive": 1}
 
 
 def test_links_in_a_stream_are_refused(tmp_path):
@@ -229,8 +211,9 @@ def test_an_archive_that_became_shorter(tmp_path):
     (item,) = source.items(0, Counter())
     assert struct.unpack("<QQ", item.content) == (512, 9)
     path.write_bytes(path.read_bytes()[:515])
-    with pytest.raises(OSError, match="shorter"):
+    with pytest.raises(OSError, match=r"shorter.*a\.tar") as caught:
         source.read(0, item.content)
+    assert caught.value.errno == errno.EIO
 
 
 def inner_tars(prefix: str = "") -> tuple[tuple[str, bytes], ...]:
@@ -292,12 +275,8 @@ def test_flat_images_with_a_list(tmp_path):
     path = write_tar(tmp_path / "val.tar", *(f"val/ILSVRC2012_val_{i:08d}.JPEG" for i in (2, 1, 3)))
     labels = tmp_path / "imagenet_2012_validation_synset_labels.txt"
     labels.write_text("n01751748\nn09193705\nn02105855\n")
-    found = {key: labels for key, labels, _ in listed(path, labels=str(labels))}
-    assert found == {
-        "val/ILSVRC2012_val_00000001.JPEG": ("n01751748",),
-        "val/ILSVRC2012_val_00000002.JPEG": ("n09193705",),
-        "val/ILSVRC2012_val_00000003.JPEG": ("n02105855",),
-    }
+    found = [item.labels for item in listed(path, labels=str(labels))]
+    assert found == [("n09193705",), ("n01751748",), ("n02105855",)]
     with pytest.raises(RecipeError, match=r"--labels .*absent\.txt"):
         open_tars("SRC", [str(path)], SourceOptions(labels=str(tmp_path / "absent.txt")))
     with pytest.raises(RecipeError, match="--image-field jpg"):

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from commands import run as command
+from datasets_on_disk import samples_of, uids
 from dedup_data import build_here, make_photo
 from messages import refusal
 from PIL import Image
@@ -25,8 +26,7 @@ from data_tools.request import Request
 from data_tools.sources import SourceOptions
 from data_tools.tasks import run_inline
 from data_tools.views import write_subset
-from vitscale.data.shards import Manifest, ShardFile
-from vitscale.data.shards.opening import open_shard
+from vitscale.data.shards import Manifest
 from vitscale.data.shards.verify import verify
 from vitscale.ground.errors import DataError, RecipeError
 
@@ -189,33 +189,17 @@ def removal_of(planted, found, dataset=None):
     return Removal.of(str(dataset or planted.dataset), str(found))
 
 
-def samples(dataset):
-    """What a dataset selects, by uid: image, label, checksum and row of provenance."""
-    manifest, all_of = Manifest.load(dataset), {}
-    for index in range(len(manifest.shards)):
-        path = manifest.shard_path(index)
-        slots = manifest.selected_slots(index)
-        rows = pq.read_table(path.with_suffix(".idx.parquet")).to_pylist()
-        with ShardFile(path) as shard:
-            for slot in range(shard.samples) if slots is None else slots.tolist():
-                facts = (shard.read(slot), shard.labels(slot), int(shard.label[slot]), int(shard.crc[slot]), rows[slot])
-                all_of[int(shard.uid[slot])] = facts
-    assert len(all_of) == manifest.num_samples
-    return all_of
-
-
 def expected(planted):
     """What must be left, by what was planted."""
-    whole = samples(planted.dataset)
-    left = {uid: facts for uid, facts in whole.items() if facts[-1]["key"] not in PLANTED}
-    assert len(left) == OWN == len(whole) - len(PLANTED)
+    left = {uid: sample for uid, sample in samples_of(planted.dataset).items() if sample.key not in PLANTED}
+    assert len(left) == OWN
     return left
 
 
 def test_a_view_is_what_is_left(found, planted, tmp_path):
     before = files_in(planted.dataset)
     view = removal_of(planted, found).write(str(tmp_path / "deep" / "view"))
-    assert samples(tmp_path / "deep" / "view") == expected(planted)
+    assert samples_of(tmp_path / "deep" / "view") == expected(planted)
     whole = Manifest.load(planted.dataset)
     assert (view.num_removed, view.class_names, view.shuffle_seed) == (len(PLANTED), whole.class_names, 3)
     indexes = [json.loads((planted.indexes[name] / "index.json").read_text()) for name in ("birds", "fish")]
@@ -233,13 +217,14 @@ def test_a_view_is_what_is_left(found, planted, tmp_path):
 def test_what_was_found_in_a_subset_leaves_the_subset(planted, tmp_path):
     """And a view of a view: the second comparison's index is another, and both are told."""
     write_subset(str(planted.dataset), str(tmp_path / "subset"), 30)
-    dataset, left = tmp_path / "subset", {u: facts for u, facts in samples(planted.dataset).items() if u < 30}
+    dataset = tmp_path / "subset"
+    left = samples_of(dataset)
     for step, name in enumerate(("fish", "birds")):
         find(str(dataset), [str(planted.indexes[name])], str(tmp_path / f"found-{name}"), run_inline)
         out = tmp_path / f"without-{name}"
         view = removal_of(planted, tmp_path / f"found-{name}", dataset).write(str(out))
-        left = {u: facts for u, facts in left.items() if PLANTED.get(facts[-1]["key"], ("",))[0] != name}
-        assert samples(out) == left and not verify(view).damage
+        left = {uid: sample for uid, sample in left.items() if PLANTED.get(sample.key, ("",))[0] != name}
+        assert samples_of(out) == left and not verify(view).damage
         assert len(view.options["dedup_against"]) == step + 1
         dataset = out
     assert view.num_removed == 30 - len(left) and set(left) == {uid for uid in expected(planted) if uid < 30}
@@ -250,12 +235,12 @@ def test_what_was_found_in_a_subset_leaves_the_subset(planted, tmp_path):
 
 
 def test_a_shard_of_which_nothing_is_left_disappears(found, planted, tmp_path):
-    whole = samples(planted.dataset)
+    whole = samples_of(planted.dataset)
     uids = np.array([uid for uid in whole if 9 <= uid < 18 or uid in (0, 20)])
     removal = replace(removal_of(planted, found), uids=uids)
     written = removal.write(str(tmp_path / "view"))
     assert len(written.shards) == len(Manifest.load(planted.dataset).shards) - 1
-    assert samples(tmp_path / "view") == {uid: facts for uid, facts in whole.items() if uid not in uids}
+    assert samples_of(tmp_path / "view") == {uid: sample for uid, sample in whole.items() if uid not in uids}
     assert not verify(written).damage
 
 
@@ -339,5 +324,4 @@ def test_copies_are_found_and_taken_out(tmp_path, monkeypatch, mode):
     view = Manifest.load(tmp_path / "far" / "view")
     assert (view.schema_version, view.num_samples, view.num_removed) == (2, 4, 2)
     assert not verify(view, decode=True).damage
-    with open_shard(view, 0) as shard:
-        assert shard.slots.tolist() == [0, 2, 3, 5]
+    assert uids(view) == [0, 2, 3, 5]
