@@ -85,13 +85,6 @@ def test_order_is_by_hash_then_key(tmp_path, monkeypatch, bucket_rows, most):
     assert ConversionPlan.load(tmp_path) == plan
 
 
-def test_common_folders_are_no_part_of_keys(tmp_path):
-    deep = plan_of(tmp_path / "deep", Listed(paths(*(f"data/train/{key}" for key in KEYS))))
-    shallow = plan_of(tmp_path, Listed(paths(*KEYS)))
-    assert deep.sha256 == shallow.sha256
-    assert [row["key"] for row in rows_of(deep)[0]] == [row["key"] for row in rows_of(shallow)[0]]
-
-
 def test_the_digest_tells_plans_apart(tmp_path):
     digests = set()
     for i, (keys, seed, size) in enumerate(((KEYS, 0, 10), (KEYS, 1, 10), (KEYS[1:], 0, 10), (KEYS, 0, 11))):

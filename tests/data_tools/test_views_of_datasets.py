@@ -33,21 +33,6 @@ def whole(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("count", [1, 9, 10, 11, 20, 22, 23])
-def test_a_subset_is_a_prefix(whole, tmp_path, count):
-    subset = write_subset(str(whole), str(tmp_path / "deep" / "out"), count)
-    assert subset.num_samples == count and uids(tmp_path / "deep" / "out") == list(range(count))
-    assert [path.name for path in (tmp_path / "deep" / "out").iterdir()] == ["manifest.json"]
-    for name in ("class_names", "options", "shuffle_seed"):
-        assert getattr(subset, name) == getattr(Manifest.load(whole), name)
-    for shard in subset.shards:
-        assert shard.path == f"{os.path.relpath(whole, tmp_path / 'deep' / 'out')}/{Path(shard.path).name}"
-    assert not verify(subset).damage
-    for fewer in {1, count}:
-        of_subset = write_subset(str(tmp_path / "deep" / "out" / "manifest.json"), str(tmp_path / f"{fewer}"), fewer)
-        assert of_subset.sha256 == write_subset(str(whole), str(tmp_path / f"{fewer} of all"), fewer).sha256
-
-
 def view(whole, out, excluded):
     """A view without some slots of each shard."""
     manifest = Manifest.load(whole)
@@ -55,20 +40,33 @@ def view(whole, out, excluded):
     return uids(write_view(manifest, str(out), kept))
 
 
-@pytest.mark.parametrize("count", [*range(1, 17)])
-def test_what_a_view_excludes_stays_out(whole, tmp_path, count):
-    left = view(whole, tmp_path / "view", [[0, 4], [3, 8, 9], [0, 2]])
-    assert left == [*(1, 2, 3, 5, 6, 7, 8, 9), *(10, 11, 12, 14, 15, 16, 17), 21]
-    out = tmp_path / "a" / "subset"
-    subset = write_subset(str(tmp_path / "view"), str(out), count)
-    assert uids(out) == left[:count]
-    if count >= 8:
+LEFT = [*(1, 2, 3, 5, 6, 7, 8, 9), *(10, 11, 12, 14, 15, 16, 17), 21]
+
+
+@pytest.mark.parametrize(
+    ("left", "count"),
+    [*((range(23), count) for count in (1, 9, 10, 11, 20, 22, 23)), *((LEFT, count) for count in range(1, 17))],
+)
+def test_a_subset_is_a_prefix(whole, tmp_path, left, count):
+    """Of a dataset, and of a view: what that excludes stays out."""
+    if left == LEFT:
+        assert view(whole, tmp_path / "view", [[0, 4], [3, 8, 9], [0, 2]]) == LEFT
+    dataset, out = str(tmp_path / "view" if left == LEFT else whole), tmp_path / "deep" / "out"
+    subset = write_subset(dataset, str(out), count)
+    assert uids(out) == list(left[:count])
+    for name in ("class_names", "options", "shuffle_seed"):
+        assert getattr(subset, name) == getattr(Manifest.load(whole), name)
+    for shard in subset.shards:
+        assert shard.path == f"{os.path.relpath(whole, out)}/{Path(shard.path).name}"
+    if left != LEFT:
+        assert [path.name for path in out.iterdir()] == ["manifest.json"]
+    elif count >= 8:
         assert subset.shards[0].select.exclude.path == "../../view/shard-00000.excluded.npy"
     assert not verify(subset).damage
     for fewer in range(1, count):
-        nested = tmp_path / f"nested-{fewer}"
-        write_subset(str(out), str(nested), fewer)
-        assert uids(nested) == left[:fewer]
+        nested = write_subset(str(out / "manifest.json"), str(tmp_path / f"{fewer}"), fewer)
+        assert uids(nested) == list(left[:fewer])
+        assert nested.sha256 == write_subset(dataset, str(tmp_path / f"{fewer} at once"), fewer).sha256
 
 
 def test_links_are_followed_before_paths_are_made(whole, tmp_path):

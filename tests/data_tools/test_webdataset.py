@@ -139,13 +139,15 @@ def test_what_a_webdataset_is(tmp_path):
 
 
 def test_a_list_of_labels_instead(tmp_path):
-    path = write_tar(tmp_path / "a.tar", "000.jpg", ("000.json", b'{"caption": 1}'), "001.jpg", ("001.json", b"{}"))
+    path = write_tar(tmp_path / "a.tar", "2.jpg", ("2.json", b'{"caption": 1}'), "1.jpg", ("1.json", b"{}"))
     labels = tmp_path / "labels.csv"
-    labels.write_text("000,cat\n001,dog|owl\n")
-    found = [item[:2] for item in listed(path, labels=str(labels))]
-    assert found == [("000.jpg", ("cat",)), ("001.jpg", ("dog", "owl"))]
-    with pytest.raises(RecipeError, match="--label-field x"):
-        listed(path, labels=str(labels), label_field="x")
+    labels.write_text("1,cat\n2,dog|owl\n")
+    assert listed(path, labels=str(labels)) == [("2.jpg", ("dog", "owl"), b"2.jpg"), ("1.jpg", ("cat",), b"1.jpg")]
+    with pytest.raises(RecipeError, match=r"--labels .*absent\.txt"):
+        open_tars("SRC", [str(path)], SourceOptions(labels=str(tmp_path / "absent.txt")))
+    for field in ("image", "label"):
+        with pytest.raises(RecipeError, match=f"--{field}-field x"):
+            listed(path, labels=str(labels), **{f"{field}_field": "x"})
 
 
 def test_the_first_look_is_bounded(tmp_path):

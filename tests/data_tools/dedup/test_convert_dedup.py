@@ -1,6 +1,5 @@
 """Copies of test images are left out of what is converted, whoever converts it and however often it is killed."""
 
-import io
 import json
 import re
 import shutil
@@ -14,6 +13,7 @@ from datasets_on_disk import contents, run_here
 from dedup_data import index_of, source_of, write_photos
 from messages import assert_messages
 from planted_copies import OWN, PLANTED, photo
+from small_files import flip, write_files
 from typer.testing import CliRunner
 
 from data_tools.conversion import convert, merge
@@ -185,23 +185,16 @@ def test_another_index_on_a_half_done_output(pictures, index, unrelated, tmp_pat
 
 
 def test_indexes_that_cannot_be_used(pictures, index, tmp_path):
-    old = shutil.copytree(index, tmp_path / "old")
-    content = json.loads((old / "index.json").read_text())
-    (old / "index.json").write_text(json.dumps(content | {"version": 0}))
     damaged = shutil.copytree(index, tmp_path / "damaged")
-    with (damaged / "hashes.npy").open("r+b") as file:
-        file.seek(-5, io.SEEK_END)
-        file.write(b"\1")
+    flip(damaged / "hashes.npy", (damaged / "hashes.npy").stat().st_size - 5)
     for indexes, kind, message in (
-        ([old], DataError, "version"),
         ([damaged], DataError, r"hashes\.npy: damaged"),
-        ([tmp_path], DataError, "no index there"),
         ([index, index], RecipeError, "birds"),
         (["s3://bucket/index"], RecipeError, "--dedup-against s3://bucket/index: an index is read"),
     ):
         with pytest.raises(kind, match=message):
             request_for(pictures, *indexes)
-    done = run_here(pictures, tmp_path / "out", "--dedup-against", old)
+    done = run_here(pictures, tmp_path / "out", "--dedup-against", damaged)
     assert done.exit_code == 3 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -223,9 +216,8 @@ def test_splits_have_their_own(pictures, index, tmp_path):
 
 
 def test_shards_of_which_nothing_is_left(pictures, index, tmp_path):
-    for name in ("own-00.jpg", "own-02.jpg", "same-bytes.jpg", "own-04.jpg", "quality.jpg"):
-        (tmp_path / "images" / "a").mkdir(parents=True, exist_ok=True)
-        shutil.copy(pictures / "a" / name, tmp_path / "images" / "a" / name)
+    names = ("own-00.jpg", "own-02.jpg", "same-bytes.jpg", "own-04.jpg", "quality.jpg")
+    write_files(tmp_path / "images" / "a", *((name, (pictures / "a" / name).read_bytes()) for name in names))
     out = converted(replace(request_for(tmp_path / "images", index), shard_samples=1), tmp_path / "out")
     manifest = Manifest.load(out)
     assert [shard.samples for shard in manifest.shards] == [1] * 3 and manifest.num_removed == 2
@@ -236,9 +228,8 @@ def test_shards_of_which_nothing_is_left(pictures, index, tmp_path):
 
 def test_a_source_that_is_the_test_set(planted, index, tmp_path):
     tests = planted.test_sets["fish"]
-    (tmp_path / "images").mkdir()
     shutil.copytree(tests, tmp_path / "images" / "x")
-    (tmp_path / "images" / "x" / "broken.jpg").write_bytes(b"no image")
+    write_files(tmp_path / "images" / "x", ("broken.jpg", b"no image"))
     request, url = request_for(tmp_path / "images", index), f"memory://{tmp_path.name}"
     with pytest.raises(DataError, match=r"\b6\b.*\b1\b"):
         convert(request, f"{url}/out", Machine(max_reject_rate=0.5))
@@ -271,14 +262,12 @@ def test_a_dataset_is_cleaned_by_converting_it(pictures, index, tmp_path):
 
 def test_two_copies_of_one_test_image_in_two_indexes(planted, tmp_path):
     """An image that is in several test sets is told with each, and removed once."""
-    birds = planted.test_sets["birds"]
-    for name, files in (("one", ["0.jpg"]), ("two", ["0.jpg", "1.jpg"])):
-        (tmp_path / name).mkdir()
-        for file in files:
-            shutil.copy(birds / file, tmp_path / name / file)
-        index_of(tmp_path / f"{name}.index", [source_of(tmp_path / name, name, preset="photo", level=0)])
+    birds = [(f"{i}.jpg", (planted.test_sets["birds"] / f"{i}.jpg").read_bytes()) for i in range(2)]
+    for name, files in (("one", birds[:1]), ("two", birds)):
+        source = source_of(write_files(tmp_path / name, *files), name, preset="photo", level=0)
+        index_of(tmp_path / f"{name}.index", [source])
     write_photos(tmp_path / "images" / "x", ["a.jpg", "b.jpg"], seed=3000)
-    shutil.copy(birds / "0.jpg", tmp_path / "images" / "x" / "c.jpg")
+    write_files(tmp_path / "images" / "x", ("c.jpg", birds[0][1]))
     photo(1).save(tmp_path / "images" / "x" / "d.png")  # what 1.jpg was made of
     request = request_for(tmp_path / "images", tmp_path / "one.index", tmp_path / "two.index")
     manifest = Manifest.load(converted(request, tmp_path / "out"))

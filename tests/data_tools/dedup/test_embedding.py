@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dedup_data import build_here, candidate, make_photo, source_of, unevenly_lit, write_photos
+from dedup_data import candidate, make_photo, source_of, unevenly_lit, write_photos
 from PIL import Image, ImageOps
 from sklearn.covariance import ShrunkCovariance
 
@@ -40,11 +40,6 @@ class Constant(Pooled):
 
     def __call__(self, rgb: np.ndarray) -> np.ndarray:
         return np.full(self.dimensions, self.value, np.float32)
-
-
-@pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    build_here(monkeypatch)
 
 
 def index_with(embedder: Pooled | None, photos: Path, out: Path) -> FingerprintIndex:

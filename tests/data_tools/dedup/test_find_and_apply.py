@@ -6,17 +6,16 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 
-import fsspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from commands import run as command
 from datasets_on_disk import samples_of, uids
-from dedup_data import build_here, make_photo
+from dedup_data import make_photo
 from messages import refusal
-from PIL import Image
+from pictures import encoded
 from planted_copies import OWN, PLANTED, URL
-from small_files import files_in, flip_images
+from small_files import files_in, flip_images, upload, write_files
 from stock_beton import write_stock
 
 from data_tools.conversion import convert
@@ -155,8 +154,7 @@ def test_a_url_and_another_number_of_workers_give_equal_bytes(found, planted, tm
 
 def test_mistakes_are_said_and_leave_nothing(planted, tmp_path):
     fish, dataset = str(planted.indexes["fish"]), str(planted.dataset)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine.txt").write_text("x")
+    write_files(tmp_path / "full", "mine.txt")
     for arguments, kind in (
         ((str(tmp_path / "no"), [fish], "out"), DataError),
         ((dataset, [str(tmp_path / "full")], "out"), DataError),
@@ -246,12 +244,8 @@ def test_a_shard_of_which_nothing_is_left_disappears(found, planted, tmp_path):
 
 def test_at_a_url(found, planted):
     """The same dataset, by its bytes, so what was found on this machine holds there."""
-    removal, memory = removal_of(planted, found, URL), fsspec.filesystem("memory")
-    try:
-        view = removal.write("memory://planted/view")
-        assert not verify(view).damage and view.num_samples == OWN
-    finally:
-        memory.rm("/planted/view", recursive=True)
+    view = removal_of(planted, found, URL).write("memory://planted/view")
+    assert not verify(view).damage and view.num_samples == OWN
 
 
 def test_what_does_not_belong_to_the_dataset_is_refused(found, planted, tmp_path):
@@ -266,11 +260,8 @@ def test_what_does_not_belong_to_the_dataset_is_refused(found, planted, tmp_path
         ("found.json", b"{}"),
         ("found.json", b'{"version": 1'),
     ):
-        broken = tmp_path / "broken"
-        shutil.copytree(found, broken)
-        (broken / name).unlink()
-        if damage is not None:
-            (broken / name).write_bytes(damage)
+        broken = shutil.copytree(found, tmp_path / "broken")
+        (broken / name).unlink() if damage is None else (broken / name).write_bytes(damage)
         with refusal(DataError, "dedup", f"{name} {damage!r}", {broken: "FOUND"}):
             removal_of(planted, broken)
         shutil.rmtree(broken)
@@ -278,14 +269,11 @@ def test_what_does_not_belong_to_the_dataset_is_refused(found, planted, tmp_path
 
 def test_nothing_left_is_refused(planted, tmp_path):
     """A training set that is the test set itself."""
-    url = "memory://planted/fish"
-    try:
-        convert(Request(str(planted.test_sets["fish"]), source=SourceOptions(unlabelled=True)), url)
-        find(url, [str(planted.indexes["fish"])], str(tmp_path / "found"), run_inline)
-        with pytest.raises(RecipeError, match=r"\b6 samples\b"):
-            Removal.of(url, str(tmp_path / "found"))
-    finally:
-        fsspec.filesystem("memory").rm("/planted/fish", recursive=True)
+    url = f"memory://{tmp_path.name}/fish"
+    convert(Request(str(planted.test_sets["fish"]), source=SourceOptions(unlabelled=True)), url)
+    find(url, [str(planted.indexes["fish"])], str(tmp_path / "found"), run_inline)
+    with pytest.raises(RecipeError, match=r"\b6 samples\b"):
+        Removal.of(url, str(tmp_path / "found"))
 
 
 def test_uids_that_the_shards_do_not_have(found, planted, tmp_path):
@@ -295,31 +283,21 @@ def test_uids_that_the_shards_do_not_have(found, planted, tmp_path):
     assert not list((tmp_path / "view").iterdir())
 
 
-ADOPTED = "memory://dedup-adopted"  # for this process, which then needs no workers
-
-
 @pytest.mark.parametrize("mode", ["raw", "jpg"])
-def test_copies_are_found_and_taken_out(tmp_path, monkeypatch, mode):
+def test_copies_are_found_and_taken_out(inline, tmp_path, mode):
     from ffcv.fields import IntField, RGBImageField
 
     photos = [np.asarray(make_photo(i, 140, 140)) for i in range(6)]
     fields = {"label": IntField(), "image": RGBImageField(write_mode=mode)}
     path = write_stock(tmp_path / "train.beton", fields, [(i % 2, photo) for i, photo in enumerate(photos)])
     command("shards", "adopt", path)
-    (tmp_path / "pets").mkdir()
-    for i in (1, 4):
-        Image.fromarray(photos[i]).save(tmp_path / "pets" / f"{i}.png")
-    make_photo(99, 140, 140).save(tmp_path / "pets" / "other.png")
-    build_here(monkeypatch)
+    pets = [make_photo(i, 140, 140) for i in (1, 4, 99)]
+    write_files(tmp_path / "pets", *((f"{i}.png", encoded(photo, "PNG")) for i, photo in enumerate(pets)))
     command("dedup", "index", tmp_path / "pets", "--out", tmp_path / "index", "--workers", 1)
-    memory = fsspec.filesystem("memory")
-    memory.put(str(path), "/dedup-adopted/train.beton")
-    memory.put(str(tmp_path / "train"), "/dedup-adopted/train", recursive=True)
-    try:
-        command("dedup", "find", f"{ADOPTED}/train", tmp_path / "index", "--out", tmp_path / "found")
-    finally:
-        memory.rm("/dedup-adopted", recursive=True)
-
+    bucket = f"memory://{tmp_path.name}"  # for this process, which then needs no workers
+    upload(path, f"{bucket}/train.beton")
+    upload(tmp_path / "train", f"{bucket}/train")
+    command("dedup", "find", f"{bucket}/train", tmp_path / "index", "--out", tmp_path / "found")
     command("dedup", "apply", tmp_path / "train", tmp_path / "found", tmp_path / "far" / "view")
     view = Manifest.load(tmp_path / "far" / "view")
     assert (view.schema_version, view.num_samples, view.num_removed) == (2, 4, 2)

@@ -7,17 +7,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
+import pdqhash
 import pytest
 import xxhash
 from datasets_on_disk import contents
 from dedup_data import NAMES, candidate, index_of, make_photo, source_of
 from messages import OF_PYDANTIC, assert_messages
 from PIL import Image, ImageOps
+from small_files import write_files, write_tar
 
 from data_tools.dedup import building
 from data_tools.dedup.building import TestSource, build_index
@@ -70,7 +71,6 @@ def test_an_index_has_what_the_files_are(photos, made):
 
 
 def test_hashes_are_those_of_the_crops_and_their_mirror_images(photos, made):
-    pdqhash = pytest.importorskip("pdqhash")
     index = FingerprintIndex(made)
     assert index.owners.tolist() == sorted(index.owners.tolist())
     of_image = hashes_by_key(index)
@@ -117,11 +117,14 @@ def test_several_test_sets_follow_one_another(inline, tmp_path, photos, made):
     assert [index.set_of(row) for row in (0, 10, 11, 21)] == [0, 0, 1, 1]
 
 
-def test_what_streams_gives_the_same_hashes(monkeypatch, tmp_path, photos, made):
-    packed = tmp_path / "photos.tar.gz"
-    with tarfile.open(packed, "w:gz") as archive:
-        for name in reversed(NAMES):
-            archive.add(photos / name, name)
+@pytest.fixture
+def packed(tmp_path, photos) -> Path:
+    """The photos in a tar that has to be streamed, the last first."""
+    files = ((name, (photos / name).read_bytes()) for name in reversed(NAMES))
+    return write_tar(tmp_path / "photos.tar.gz", *files, mode="w:gz")
+
+
+def test_what_streams_gives_the_same_hashes(monkeypatch, tmp_path, packed, made):
     monkeypatch.setattr(building, "_PIECE_BYTES", 300_000)  # two or three of these photos
     source = source_of(packed, level=1)
     assert source.source.streams
@@ -174,11 +177,8 @@ def test_exact_test_sets_have_no_hashes_and_match(inline, tmp_path, photos):
     other = tmp_path / "other.jpg"
     Image.open(photos / NAMES[4]).save(other, quality=95)
     matches = Matcher([index]).match([file(photos / NAMES[3]), file(same), file(other)])
-    assert [[(one.tier, one.key) for one in of] for of in matches] == [
-        [("bytes", "03.png")],
-        [("pixels", "04.png")],
-        [],
-    ]
+    told = [[(one.tier, one.key) for one in of] for of in matches]
+    assert told == [[("bytes", "03.png")], [("pixels", "04.png")], []]
 
 
 def test_pictures_of_odd_shapes(inline, tmp_path):
@@ -203,14 +203,13 @@ def names_in(folder: Path) -> list[str]:
 
 
 def test_a_place_that_is_taken_is_left_alone(tmp_path, photos):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    write_files(tmp_path / "out", "thesis.txt")
     for out in (tmp_path / "out", tmp_path / "out" / "thesis.txt", tmp_path / "out" / "thesis.txt" / "below"):
         with pytest.raises(RecipeError, match="--out"):
             build_index([source_of(photos)], out, workers=1)
     with pytest.raises(RecipeError, match="s3://bucket/index"):
         build_index([source_of(photos)], "s3://bucket/index", workers=1)
-    assert contents(tmp_path / "out") == {"thesis.txt": b"years of work"}
+    assert contents(tmp_path / "out") == {"thesis.txt": b"thesis.txt"}
     assert names_in(tmp_path) == ["out"]
 
 
@@ -228,8 +227,7 @@ def test_a_level_that_there_is_not(photos):
 
 
 def test_a_test_set_without_images(inline, tmp_path, photos):
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("a")
+    write_files(tmp_path / "texts", "a.txt")
     with pytest.raises(DataError, match=r"texts\b.*\b1 file"):
         build_index([source_of(photos, "a", level=0), source_of(tmp_path / "texts")], tmp_path / "index", workers=1)
     assert names_in(tmp_path) == ["texts"]
@@ -245,11 +243,7 @@ def test_an_image_that_cannot_be_read_ends_it(inline, tmp_path, photos, preset):
     assert names_in(tmp_path) == ["photos"]
 
 
-def test_a_damaged_archive_ends_it(inline, tmp_path, photos):
-    packed = tmp_path / "photos.tar.gz"
-    with tarfile.open(packed, "w:gz") as archive:
-        for name in NAMES:
-            archive.add(photos / name, name)
+def test_a_damaged_archive_ends_it(inline, tmp_path, packed):
     packed.write_bytes(packed.read_bytes()[:-50_000])
     with pytest.raises(DataError, match=r"photos\.tar\.gz"):
         build_index([source_of(packed, preset="photo", level=0)], tmp_path / "index", workers=1)
@@ -346,33 +340,22 @@ EDITS = [
     ("version", 2, ["version 2", "1"]),
     ("algorithm", "pdq-64-0", ["pdq-64-0"]),
     ("algorithm", GONE, ["None"]),
-    ("test_sets", GONE, ["test_sets"]),
     ("test_sets", [], ["test_sets"]),
-    ("test_sets", {"a": 1}, ["test_sets"]),
-    ("test_sets 1", 5, ["test_sets.1"]),
     ("test_sets 1 name", "photos", ["photos"]),
-    ("test_sets 0 level", GONE, ["test_sets.0.level"]),
     ("test_sets 0 level", 9, ["test_sets.0.level"]),
-    ("test_sets 0 name", None, ["test_sets.0.name"]),
     ("test_sets 0 images", -1, ["test_sets.0.images"]),
     ("test_sets 0 images", 10**30, ["images.parquet"]),
     ("test_sets 0 hashes", 10**30, ["hashes.npy"]),
     ("test_sets 0 images", "11", ["test_sets.0.images"]),
     ("test_sets 0 colour", 1, ["colour"]),
-    ("test_sets 0 settings", None, ["test_sets.0.settings"]),
     ("test_sets 0 settings distance", 81, ["distance 81", "80"]),
     ("test_sets 0 settings candidates", 256, ["candidates 256", "90"]),
     ("test_sets 0 settings correlation", float("nan"), ["correlation"]),
-    ("test_sets 0 settings min_quality", "50", ["min_quality"]),
-    ("test_sets 0 settings near", 1, ["near"]),
     ("test_sets 0 images", 12, ["images.parquet", "11", "12"]),
     ("test_sets 0 hashes", 87, ["hashes.npy", "(4, 88)", "(4, 87)"]),
-    ("embedding", {"title": "m", "sha256": "5" * 64}, ["embedding.dimensions"]),
     ("embedding", {"title": "m", "sha256": "5" * 64, "dimensions": 8}, ["embeddings.npy"]),
-    ("files", [], ["files"]),
     ("files owners.npy", GONE, ["owners.npy"]),
     ("files ../secret", {"bytes": 1, "sha256": "5" * 64}, ["../secret"]),
-    ("files owners.npy bytes", 1.5, ["files.owners.npy.bytes"]),
     ("files owners.npy sha256", "no", ["files.owners.npy.sha256"]),
 ]
 
