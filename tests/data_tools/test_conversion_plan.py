@@ -53,8 +53,8 @@ def plan_of(
     return write_plan(request, images, images.batches, folder, [], allow_unlabelled=allow_unlabelled)
 
 
-def rows_of(plan: ConversionPlan) -> list[list[dict]]:
-    return [batch.to_pylist() for _, batch in plan.rows(range(plan.tasks))]
+def rows_of(plan: ConversionPlan, tasks: range | None = None) -> list[dict]:
+    return [row for _, batch in plan.rows(range(plan.tasks) if tasks is None else tasks) for row in batch.to_pylist()]
 
 
 KEYS = [f"class{i % 7}/{i}.jpg" for i in range(500)]
@@ -70,9 +70,8 @@ def test_order_is_by_hash_then_key(tmp_path, monkeypatch, bucket_rows, most):
     monkeypatch.setattr(listing, "_MAX_BUCKETS", most)
     source = Listed(paths(*KEYS[:200]), paths(), paths(*KEYS[200:]))
     plan = plan_of(tmp_path, source, seed=7, shard_samples=64)
-    shards = rows_of(plan)
-    assert [len(shard) for shard in shards] == [64] * 7 + [52] and plan.images == 500
-    rows = [row for shard in shards for row in shard]
+    assert [len(shard) for _, shard in plan.rows(range(plan.tasks))] == [64] * 7 + [52] and plan.images == 500
+    rows = rows_of(plan)
     assert [row["key"] for row in rows] == expected_order(KEYS, 7)
     assert [row["uid"] for row in rows] == list(range(500))
     assert plan.class_names == tuple(f"class{i}" for i in range(7))
@@ -98,7 +97,7 @@ def labelled(*rows: tuple[str, tuple[str, ...]]) -> Listed:
 
 
 def labels_by_key(plan: ConversionPlan) -> dict[str, list[int]]:
-    return {row["key"]: row["labels"] for shard in rows_of(plan) for row in shard}
+    return {row["key"]: row["labels"] for row in rows_of(plan)}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +161,7 @@ def test_one_class_by_its_name(tmp_path):
 def test_a_later_member_of_an_archive_replaces_an_earlier_one(tmp_path):
     twice = [Item("a/1.jpg", None, b"old"), Item("b/2.jpg", None, b""), Item("a/1.jpg", None, b"new")]
     plan = plan_of(tmp_path, Listed(twice))
-    assert {row["key"]: row["content"] for row in rows_of(plan)[0]} == {"a/1.jpg": b"new", "b/2.jpg": b""}
+    assert {row["key"]: row["content"] for row in rows_of(plan)} == {"a/1.jpg": b"new", "b/2.jpg": b""}
     assert plan.ignored == {"hidden": 1, "replaced later in the archive": 1}
 
 
@@ -175,7 +174,7 @@ def test_unlabelled_images_lie_anywhere(tmp_path):
 
 def test_limit_takes_the_first(tmp_path):
     plan = plan_of(tmp_path / "25", Listed(paths(*KEYS)), limit=25)
-    assert [row["key"] for shard in rows_of(plan) for row in shard] == expected_order(KEYS, 0)[:25]
+    assert [row["key"] for row in rows_of(plan)] == expected_order(KEYS, 0)[:25]
     assert plan.tasks == 3
     shared = plan_of(tmp_path / "200", Listed(paths(*KEYS)), ["val=20%", "train=rest"], limit=200)
     assert shared.images == 200 and 20 < shared.splits[0].images < 60
@@ -187,7 +186,7 @@ def test_splits(tmp_path):
     plan = plan_of(tmp_path, Listed(paths(*KEYS)), splits)
     found, uids, task = {}, {}, 0
     for split in plan.splits:
-        rows = [row for shard in rows_of(plan)[task : task + split.shards] for row in shard]
+        rows = rows_of(plan, range(task, task + split.shards))
         task += split.shards
         found[split.name], uids[split.name] = [row["key"] for row in rows], [row["uid"] for row in rows]
         assert split.images == len(rows)
@@ -236,7 +235,7 @@ def test_a_spool_gives_the_bytes_back(tmp_path, monkeypatch):
     bytes_of = {key: rng.bytes(int(rng.integers(1, 200))) for key in KEYS[:100]}
     items = [Item(key, ("x",), content) for key, content in bytes_of.items()]
     plan = plan_of(tmp_path, Listed(items[:40], items[40:], streams=True))
-    rows = [row for shard in rows_of(plan) for row in shard]
+    rows = rows_of(plan)
     assert [row["key"] for row in rows] == expected_order(bytes_of, 0)
     spool = Spool(tmp_path / "listing")
     assert all(spool.read(row["part"], row["content"]) == bytes_of[row["key"]] for row in rows)

@@ -23,7 +23,6 @@ NAMES = [f"c{i % 2}/{i}.jpg" for i in range(50)]
 
 
 def listed(*paths: Path | str, ignored: Counter | None = None, **options: str) -> list[Item]:
-    """Key, labels and bytes of every image."""
     return items_of(open_tars("SRC", [str(path) for path in paths], SourceOptions(**options)), ignored)
 
 

@@ -27,14 +27,12 @@ from vitscale.ground.errors import DataError, RecipeError
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """23 samples in shards of 10, 10 and 3."""
     folder = tmp_path_factory.mktemp("subset") / "jft" / "train"
     write_generated_dataset(folder, [10, 10, 3])
     return folder
 
 
 def view(whole, out, excluded):
-    """A view without some slots of each shard."""
     manifest = Manifest.load(whole)
     kept = ((index, np.setdiff1d(manifest.slots(index), slots)) for index, slots in enumerate(excluded))
     return uids(write_view(manifest, str(out), kept))
@@ -126,7 +124,6 @@ def test_counts():
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory):
-    """203 samples in shards of 100, 100 and 3."""
     folder = tmp_path_factory.mktemp("divided") / "toy" / "train"
     write_generated_dataset(folder, [100, 100, 3])
     return folder
@@ -147,7 +144,6 @@ def test_every_sample_is_in_one_part_of_the_size_asked_for(divided, tmp_path_fac
 
 
 def test_98_to_2_as_the_command_writes_them(divided, tmp_path):
-
     result = CliRunner().invoke(app, ["shards", "split", str(divided), "--parts", "98,2"])
     assert result.exit_code == 0, result.output
     train, development = (Manifest.load(divided.parent / name) for name in ("train-98", "train-2"))

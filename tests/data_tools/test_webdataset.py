@@ -16,7 +16,6 @@ from vitscale.ground.errors import DataError, RecipeError
 
 
 def test_shards_of_the_webdataset_library(tmp_path):
-    """Written and read back by the library itself."""
     with wds.ShardWriter(str(tmp_path / "train-%04d.tar"), maxcount=4, verbose=0) as sink:
         for i in range(10):
             image = b"\xff\xd8image %d" % i

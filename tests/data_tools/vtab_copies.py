@@ -27,7 +27,6 @@ def expected_label(task: str, number: int) -> int:
 
 
 def picture(split: str, number: int, *, gray: bool = False, binary: bool = False) -> bytes:
-    """A PNG of 8 x 8 pixels."""
     rng = np.random.default_rng([number, len(split), ord(split[0])])
     pixels = rng.integers(0, 2 if binary else 256, (8, 8) if gray or binary else (8, 8, 3), np.uint8)
     return encoded(Image.fromarray(pixels), "PNG")

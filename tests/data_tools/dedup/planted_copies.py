@@ -50,7 +50,6 @@ def photo(seed: int, height: int = 150, width: int = 200) -> Image.Image:
 
 
 def plant(root: Path) -> Planted:
-    """Write all of it into a folder."""
     birds, fish = [photo(i) for i in range(10)], [photo(100 + i) for i in range(6)]
     test_sets = {
         "birds": write_files(root / "birds", *((f"{i}.jpg", jpeg(picture)) for i, picture in enumerate(birds))),

@@ -33,7 +33,6 @@ LISTED = f"{len(PLANTED)} (listed in dedup.parquet)"
 
 @pytest.fixture(scope="module")
 def index(planted, tmp_path_factory) -> Path:
-    """Of both test sets."""
     sources = [source_of(folder, name) for name, folder in planted.test_sets.items()]
     return index_of(tmp_path_factory.mktemp("both") / "index", sources).folder
 
@@ -85,7 +84,6 @@ def decisions(dataset: Path) -> list[dict]:
 
 
 def rows_of(dataset: Path) -> list[dict]:
-    """The rows of provenance of all shards."""
     return [row for path in sorted(dataset.glob("*.idx.parquet")) for row in pq.read_table(path).to_pylist()]
 
 

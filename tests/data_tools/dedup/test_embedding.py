@@ -106,7 +106,6 @@ def shaded(inline, tmp_path) -> tuple[Path, Path]:
 
 
 def with_settings(index: FingerprintIndex, **values: float) -> FingerprintIndex:
-    """The index, made with other settings."""
     index.test_sets = tuple(replace(one, settings=replace(one.settings, **values)) for one in index.test_sets)
     return index
 

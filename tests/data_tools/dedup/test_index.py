@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import xxhash
 from datasets_on_disk import contents
 from dedup_data import NAMES, candidate, index_of, make_photo, source_of
 from messages import OF_PYDANTIC, assert_messages
+from pictures import encoded
 from PIL import Image, ImageOps
 from small_files import write_files, write_tar
 
@@ -25,15 +27,9 @@ from data_tools.dedup.building import TestSource, build_index
 from data_tools.dedup.fingerprint import square_luma
 from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.matching import Matcher
-from data_tools.dedup.queries import Candidate
 from data_tools.dedup.settings import PRESETS, Settings
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.files.durable import durable_folder
-
-
-def file(path: Path) -> Candidate:
-    """An image file as a query."""
-    return candidate(path.read_bytes())
 
 
 def hashes_by_key(index: FingerprintIndex) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
@@ -134,19 +130,15 @@ def test_what_streams_gives_the_same_hashes(monkeypatch, tmp_path, packed, made)
 
 
 def test_borders_are_in_the_index_and_found_by_it(inline, tmp_path):
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    ImageOps.expand(make_photo(5), (0, 30), "black").save(folder / "bars.png")
-    index = index_of(tmp_path / "index", [source_of(folder)])
+    bars = encoded(ImageOps.expand(make_photo(5), (0, 30), "black"), "PNG")
+    index = index_of(tmp_path / "index", [source_of(write_files(tmp_path / "photos", ("bars.png", bars)))])
     assert index.size(0) == (260, 260, (30, 0, 200, 260))
-    make_photo(5).save(tmp_path / "without.png")
-    ((match,),) = Matcher([index]).match([file(tmp_path / "without.png")])
+    ((match,),) = Matcher([index]).match([candidate(encoded(make_photo(5), "PNG"))])
     assert (match.tier, match.distance, match.key) == ("hash", 0, "bars.png")
 
 
 def test_images_that_cannot_be_decoded_are_known_by_their_bytes(inline, tmp_path, photos):
-    folder = tmp_path / "mixed"
-    shutil.copytree(photos, folder)
+    folder = shutil.copytree(photos, tmp_path / "mixed")
     (folder / "broken.jpg").write_bytes(b"\xff\xd8\xff no more")
     counted = []
     build_index([source_of(folder)], tmp_path / "index", workers=1, tick=lambda *counts: counted.append(counts))
@@ -155,37 +147,26 @@ def test_images_that_cannot_be_decoded_are_known_by_their_bytes(inline, tmp_path
     assert counted[-1] == (12, 1)
     row = index.keys.to_pylist().index("broken.jpg")
     assert index.images["pixels"][row].as_py() is None and row not in index.owners and index.pictures([row]) == [b""]
-    ((match,),) = Matcher([index]).match([FileOfBytes((folder / "broken.jpg").read_bytes())])
+    broken = replace(candidate(encoded(make_photo(99))), sha256=hashlib.sha256(b"\xff\xd8\xff no more").digest())
+    ((match,),) = Matcher([index]).match([broken])
     assert (match.image, match.tier) == (row, "bytes")
-
-
-class FileOfBytes:
-    """A query that cannot be decoded either."""
-
-    pixels, quality, pdq, pdq_trimmed = None, 0, bytes(32), None
-
-    def __init__(self, data: bytes) -> None:
-        self.sha256 = hashlib.sha256(data).digest()
 
 
 def test_exact_test_sets_have_no_hashes_and_match(inline, tmp_path, photos):
     index = index_of(tmp_path / "index", [source_of(photos, preset="exact")])
     assert index.hashes.shape == (4, 0) and index.test_sets[0].hashes == 0
     index.verify()
-    same = tmp_path / "same.png"
-    Image.open(photos / NAMES[4]).save(same, compress_level=1)
-    other = tmp_path / "other.jpg"
-    Image.open(photos / NAMES[4]).save(other, quality=95)
-    matches = Matcher([index]).match([file(photos / NAMES[3]), file(same), file(other)])
+    photo = Image.open(photos / NAMES[4])
+    files = (photos / NAMES[3]).read_bytes(), encoded(photo, "PNG", compress_level=1), encoded(photo, quality=95)
+    matches = Matcher([index]).match([candidate(content) for content in files])
     told = [[(one.tier, one.key) for one in of] for of in matches]
     assert told == [[("bytes", "03.png")], [("pixels", "04.png")], []]
 
 
 def test_pictures_of_odd_shapes(inline, tmp_path):
-    (tmp_path / "odd").mkdir()
-    for height, width in ((1, 1), (1, 3000), (3000, 2), (7, 5), (64, 64)):
-        make_photo(height, height, width).save(tmp_path / "odd" / f"{height}-{width}.png")
-    index = index_of(tmp_path / "index", [source_of(tmp_path / "odd", level=3)])
+    shapes = ((1, 1), (1, 3000), (3000, 2), (7, 5), (64, 64))
+    files = ((f"{height}-{width}.png", encoded(make_photo(height, height, width), "PNG")) for height, width in shapes)
+    index = index_of(tmp_path / "index", [source_of(write_files(tmp_path / "odd", *files), level=3)])
     assert (index.test_sets[0].images, index.test_sets[0].unreadable) == (5, 0)
     sizes = {f"{index.size(row)[0]}-{index.size(row)[1]}.png" for row in range(5)}
     assert sizes == set(index.keys.to_pylist())
@@ -235,8 +216,7 @@ def test_a_test_set_without_images(inline, tmp_path, photos):
 
 @pytest.mark.parametrize("preset", [None, "photo"])
 def test_an_image_that_cannot_be_read_ends_it(inline, tmp_path, photos, preset):
-    folder = tmp_path / "photos"
-    shutil.copytree(photos, folder)
+    folder = shutil.copytree(photos, tmp_path / "photos")
     (folder / "gone.jpg").symlink_to("nowhere.jpg")
     with pytest.raises(DataError, match=r"'gone\.jpg'.*No such file"):
         build_index([source_of(folder, preset=preset)], tmp_path / "index", workers=1)
@@ -294,17 +274,18 @@ def index_copy(tmp_path: Path, made: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "copy"))
 
 
-def edit(index: Path, change) -> None:
-    content = json.loads((index / "index.json").read_text())
-    change(content)
-    (index / "index.json").write_text(json.dumps(content))
-
-
-def put_array(index: Path, name: str, array: np.ndarray) -> None:
-    """In place of another one, with its size in `index.json`."""
-    np.save(index / f"{name}.npy", array)
-    size = (index / f"{name}.npy").stat().st_size
-    edit(index, lambda content: content["files"][f"{name}.npy"].update(bytes=size))
+def edit(index: Path, key: str, value: object) -> None:
+    """Set what is at a path of keys in `index.json`, such as `files owners.npy bytes`."""
+    described = content = json.loads((index / "index.json").read_text())
+    content["test_sets"] *= 2 if key.startswith("test_sets 1") else 1
+    *folders, last = [int(part) if part.isdigit() else part for part in key.split()]
+    for part in folders:
+        content = content[part]
+    if value is GONE:
+        del content[last]
+    else:
+        content[last] = value
+    (index / "index.json").write_text(json.dumps(described))
 
 
 def test_a_folder_without_index(tmp_path, made):
@@ -362,17 +343,7 @@ EDITS = [
 
 @pytest.mark.parametrize(("key", "value", "named"), EDITS)
 def test_an_edited_index_file(index_copy, key, value, named):
-    def change(content) -> None:
-        content["test_sets"] *= 2 if key.startswith("test_sets 1") else 1
-        *folders, last = [int(part) if part.isdigit() else part for part in key.split()]
-        for part in folders:
-            content = content[part]
-        if value is GONE:
-            del content[last]
-        else:
-            content[last] = value
-
-    edit(index_copy, change)
+    edit(index_copy, key, value)
     with pytest.raises(DataError) as caught:
         FingerprintIndex(index_copy)
     message = str(caught.value)
@@ -393,21 +364,13 @@ def test_an_edited_index_file(index_copy, key, value, named):
         ("variants", np.zeros((), np.uint8)),
         ("thumbnails", np.zeros((11, 32, 32), np.uint8)),
         ("thumbnails", np.zeros((10, 64, 64), np.uint8)),
+        ("variants", np.array([print] * 88, object)),  # a pickle, which is not loaded
     ],
 )
 def test_arrays_that_contradict_each_other(index_copy, name, array):
-    put_array(index_copy, name, array)
+    np.save(index_copy / f"{name}.npy", array)
+    edit(index_copy, f"files {name}.npy bytes", (index_copy / f"{name}.npy").stat().st_size)
     with pytest.raises(DataError, match=f"{name}.npy"):
-        FingerprintIndex(index_copy)
-
-
-def test_pickles_are_not_loaded(index_copy):
-    (index_copy / "variants.npy").unlink()
-    with (index_copy / "variants.npy").open("wb") as file:
-        np.lib.format.write_array(file, np.array([print] * 88, object), allow_pickle=True)
-    size = (index_copy / "variants.npy").stat().st_size
-    edit(index_copy, lambda content: content["files"]["variants.npy"].update(bytes=size))
-    with pytest.raises(DataError, match=r"variants\.npy"):
         FingerprintIndex(index_copy)
 
 

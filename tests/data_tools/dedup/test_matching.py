@@ -158,7 +158,6 @@ def pictures(request: pytest.FixtureRequest) -> list[Image.Image]:
 
 
 def indexed(pictures: list[Image.Image], folder: Path) -> Matcher:
-    """A test set of these pictures, called by number."""
     write_files(folder, *((f"{i:02d}.jpg", jpeg(picture)) for i, picture in enumerate(pictures)))
     return Matcher([index_of(folder.with_suffix(".index"), [source_of(folder, preset="photo")])])
 
