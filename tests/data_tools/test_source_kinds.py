@@ -72,6 +72,8 @@ def test_a_wrong_guess_tells_what_was_seen(tmp_path):
     touch(tmp_path / "images", "cat/1.jpg")
     with pytest.raises(RecipeError, match=r"\bcat\b"):
         open_source(str(tmp_path / "images"), "tar", NONE)
+    with pytest.raises(RecipeError, match=r"images/cat/1\.jpg: .*\.tar\.gz"):
+        open_source(str(tmp_path / "images" / "cat" / "1.jpg"), "tar", NONE)
     (tmp_path / "text.tar").write_text("a text, no archive")
     with pytest.raises(DataError, match=r"text\.tar"):
         open_source(str(tmp_path / "text.tar"), None, NONE)
@@ -91,7 +93,7 @@ def listed(root: Path, kind: str = "folder", options: SourceOptions = NONE):
 def test_files_and_what_is_ignored(tmp_path, kind):
     images = ("a/1.jpg", "b/2.webp", os.fsdecode(b"caf\xe9/\xff.jpg"))
     others = ("a/notes.txt", "README", ".git/x.jpg", "a/._1.jpg", "__MACOSX/a/1.jpg")
-    place = (write_files if kind == "folder" else write_tar)(tmp_path / "x", *images, *others)
+    place = (write_files if kind == "folder" else write_tar)(tmp_path / "images.tar", *images, *others)
     source, items, ignored = listed(place, kind)
     keys = ["a/1.jpg", "b/2.webp", "caf\\xe9/\\xff.jpg"]
     assert [(item.key, item.labels) for item in items] == [(key, None) for key in keys]

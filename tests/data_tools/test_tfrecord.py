@@ -91,13 +91,7 @@ RECORDS = [
 EXPECTED = [("train-0/000000000/1.JPEG", ("n01",), b"first"), ("train-0/000000001", ("n02",), b"second" * 5000)]
 
 
-def test_local_files_have_random_access(tmp_path):
-    file = write(tmp_path / "train-0", *RECORDS)
-    assert not open_files(file).streams
-    assert listed(file) == EXPECTED
-
-
-@pytest.mark.parametrize("kind", ["gzip", "remote", "remote gzip", "one of two"])
+@pytest.mark.parametrize("kind", ["plain", "gzip", "remote", "remote gzip", "one of two"])
 def test_what_streams(tmp_path, kind):
     content = framed(*RECORDS)
     path = tmp_path / "train-0"
@@ -107,7 +101,7 @@ def test_what_streams(tmp_path, kind):
         files = [upload(path, "memory://records/train-0")]
     if kind == "one of two":
         files.append(write(tmp_path / "train-1", *RECORDS))
-    assert open_files(*files).streams
+    assert open_files(*files).streams == (kind != "plain")
     assert listed(*files)[:2] == EXPECTED
 
 

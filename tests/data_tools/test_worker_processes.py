@@ -13,11 +13,10 @@ from vitscale.ground.errors import DataError, RecipeError
 
 @dataclass(frozen=True)
 class Job:
-    """A task that meets `fate` at the image at `at`; every time, or until the file `once` exists."""
+    """A task that meets `fate` at the third image; every time, or until the file `once` exists."""
 
     number: int
     fate: str = ""
-    at: int = 2
     once: Path | None = None
     refused: dict[int, str] = field(default_factory=dict)
     can_refuse: bool = True
@@ -34,28 +33,26 @@ class Job:
 
     def run(self, progress) -> tuple[int, dict[int, str]]:
         for position in range(5):
-            if position == self.at and position not in self.refused and not (self.once and self.once.exists()):
+            if self.fate and position == 2 and position not in self.refused and not (self.once and self.once.exists()):
                 if self.once is not None:
                     self.once.touch()
-                meet(self.fate)
+                FATES[self.fate]()
             progress.advance(rejected=position in self.refused)
         return self.number, self.refused
 
 
-def meet(fate: str) -> None:
-    match fate:
-        case "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "crash":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        case "exit":
-            os._exit(7)
-        case "stall":
-            time.sleep(3600)
-        case "bad data":
-            raise DataError("the disk is full")
-        case "bug":
-            raise ZeroDivisionError("a bug")
+def fail(error: Exception) -> None:
+    raise error
+
+
+FATES = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "exit": lambda: os._exit(7),
+    "stall": lambda: time.sleep(3600),
+    "bad data": lambda: fail(DataError("the disk is full")),
+    "bug": lambda: fail(ZeroDivisionError("a bug")),
+}
 
 
 def run(*jobs: Job, workers: int = 2, stall_seconds: float = 60.0):

@@ -76,9 +76,9 @@ def make_tars(root: Path, task: str, splits: tuple[str, ...], images: int = IMAG
     folder = root / f"wds_vtab-{ORIGINS[task].tars or task}"
     for split in splits:
         for index, half in enumerate((range(images // 2), range(images // 2, images))):
-            images = ((f"s{number:07d}.png", picture(split, number)) for number in half)
+            pngs = ((f"s{number:07d}.png", picture(split, number)) for number in half)
             labels = ((f"s{number:07d}.cls", b"%d" % expected_label(task, number)) for number in half)
-            write_tar(folder / split / f"{index}.tar", *chain.from_iterable(zip(images, labels, strict=True)))
+            write_tar(folder / split / f"{index}.tar", *chain.from_iterable(zip(pngs, labels, strict=True)))
         (folder / split / "nshards.txt").write_text("2\n")
     names = [f"class {number}" for number in range(TASKS[task].num_classes)]
     (folder / "classnames.txt").write_text("\n".join(names) + "\n")
