@@ -13,7 +13,6 @@ from datasets_on_disk import command, contents, run, run_here, start
 from dedup_data import index_of, source_of
 from faulty_calls import run_with_fault
 from kill_at import convert_killed_at
-from messages import refusal
 from pictures import encoded, make_picture
 from processes import wait_until
 from small_disk import small_disk
@@ -24,7 +23,7 @@ from data_tools.conversion import convert
 from data_tools.machine import Machine
 from data_tools.request import Request
 from vitscale.data.shards import Manifest
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError
 
 SHARDS = ("--shard-samples", 6, "--max-reject-rate", 0.2)
 
@@ -211,9 +210,3 @@ def test_files_that_vanish_between_listing_and_reading(here, tmp_path, photos):
     rejects = out / "rejects.parquet"
     missed = [row["key"] for row in pq.read_table(rejects).to_pylist()] if rejects.exists() else []
     assert outcome.manifests[""].num_samples == 21 - len(missed) and "images/cat/20.jpg" not in missed
-
-
-def test_a_finished_data_set_of_other_images_is_refused(here, pictures, tmp_path, image_folder):
-    convert(Request(str(image_folder)), tmp_path / "out", Machine(workers=1))
-    with refusal(RecipeError, "convert", "dataset of other images", {tmp_path: "FOLDER"}):
-        convert(Request(str(pictures)), tmp_path / "out", Machine(workers=1))

@@ -144,6 +144,8 @@ def test_a_list_of_labels_instead(tmp_path):
     assert listed(path, labels=str(labels)) == [("2.jpg", ("dog", "owl"), b"2.jpg"), ("1.jpg", ("cat",), b"1.jpg")]
     with pytest.raises(RecipeError, match=r"--labels .*absent\.txt"):
         open_tars("SRC", [str(path)], SourceOptions(labels=str(tmp_path / "absent.txt")))
+    with pytest.raises(RecipeError, match=r"2 tars.*one tar"):
+        listed(path, path, labels=str(labels))
     for field in ("image", "label"):
         with pytest.raises(RecipeError, match=f"--{field}-field x"):
             listed(path, labels=str(labels), **{f"{field}_field": "x"})

@@ -207,27 +207,20 @@ def test_a_level_that_there_is_not(photos):
             source_of(photos, level=level)
 
 
-def test_a_test_set_without_images(inline, tmp_path, photos):
-    write_files(tmp_path / "texts", "a.txt")
-    with pytest.raises(DataError, match=r"texts\b.*\b1 file"):
-        build_index([source_of(photos, "a", level=0), source_of(tmp_path / "texts")], tmp_path / "index", workers=1)
-    assert names_in(tmp_path) == ["texts"]
-
-
-@pytest.mark.parametrize("preset", [None, "photo"])
-def test_an_image_that_cannot_be_read_ends_it(inline, tmp_path, photos, preset):
+def test_sets_without_images_and_images_that_cannot_be_read_end_it(inline, tmp_path, photos, packed):
+    texts = write_files(tmp_path / "texts", "a.txt")
     folder = shutil.copytree(photos, tmp_path / "photos")
     (folder / "gone.jpg").symlink_to("nowhere.jpg")
-    with pytest.raises(DataError, match=r"'gone\.jpg'.*No such file"):
-        build_index([source_of(folder, preset=preset)], tmp_path / "index", workers=1)
-    assert names_in(tmp_path) == ["photos"]
-
-
-def test_a_damaged_archive_ends_it(inline, tmp_path, packed):
     packed.write_bytes(packed.read_bytes()[:-50_000])
-    with pytest.raises(DataError, match=r"photos\.tar\.gz"):
-        build_index([source_of(packed, preset="photo", level=0)], tmp_path / "index", workers=1)
-    assert names_in(tmp_path) == ["photos.tar.gz"]
+    for sources, named in (
+        ([source_of(photos, "a", level=0), source_of(texts)], r"texts\b.*\b1 file"),
+        ([source_of(folder)], r"'gone\.jpg'.*No such file"),
+        ([source_of(folder, preset="photo")], r"'gone\.jpg'.*No such file"),
+        ([source_of(packed, preset="photo", level=0)], r"photos\.tar\.gz"),
+    ):
+        with pytest.raises(DataError, match=named):
+            build_index(sources, tmp_path / "index", workers=1)
+    assert names_in(tmp_path) == ["photos", "photos.tar.gz", "texts"]
 
 
 @pytest.mark.parametrize("piece", [256, 1])  # too large for the disk are the pieces; or what is made of them
