@@ -12,7 +12,7 @@ import pytest
 from datasets_on_disk import contents, run_here
 from dedup_data import index_of, source_of, write_photos
 from messages import assert_messages
-from planted_copies import OWN, PLANTED, photo
+from planted_copies import OWN, PLANTED, photo, stripped
 from small_files import flip, write_files
 from typer.testing import CliRunner
 
@@ -22,7 +22,6 @@ from data_tools.machine import Machine, TaskRange
 from data_tools.request import Request, parse_splits
 from vitscale.cli.main import app as vitscale_app
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.provenance import FINGERPRINT_COLUMNS
 from vitscale.data.shards.verify import verify
 from vitscale.ground.errors import DataError, RecipeError
 
@@ -233,11 +232,8 @@ def test_a_dry_run_counts_them(pictures, index, tmp_path):
     assert [sum(map(int, lines[name][7:9])) for name in ("birds", "fish")] == [4, 3]
 
 
-def test_a_dataset_is_cleaned_by_converting_it(pictures, index, tmp_path):
-    converted(Request(str(pictures), shard_samples=8), tmp_path / "all")
-    for path in (tmp_path / "all").glob("*.idx.parquet"):  # as older versions wrote them
-        pq.write_table(pq.read_table(path).drop_columns(list(FINGERPRINT_COLUMNS)), path)
-    converted(request_for(tmp_path / "all", index), tmp_path / "clean")
+def test_a_dataset_is_cleaned_by_converting_it(planted, index, tmp_path):
+    converted(request_for(stripped(planted, tmp_path / "all"), index), tmp_path / "clean")
     removed = {row["train_key"] for row in decisions(tmp_path / "clean") if row["removed"]}
     assert removed == PLANTED.keys()
     assert Manifest.load(tmp_path / "clean").num_samples == OWN

@@ -14,7 +14,7 @@ from datasets_on_disk import samples_of, uids
 from dedup_data import make_photo
 from messages import refusal
 from pictures import encoded
-from planted_copies import OWN, PLANTED, URL
+from planted_copies import OWN, PLANTED, URL, stripped
 from small_files import files_in, flip_images, upload, write_files
 from stock_beton import write_stock
 
@@ -84,15 +84,6 @@ def test_the_folder_says_what_it_is_of(found, planted):
     assert {"dedup.parquet", "contaminated.csv", "report.json"} <= set(described["files"])
     assert {path.name for path in found.iterdir()} == {"found.json", *described["files"]}
     assert [path.name for path in found.parent.iterdir()] == ["found"]
-
-
-def stripped(planted, out):
-    """The dataset as version 1 of the tables had it."""
-    shutil.copytree(planted.dataset, out)
-    for path in out.glob("*.idx.parquet"):
-        table = pq.read_table(path).drop_columns(["pixels", "pdq", "pdq_quality", "pdq_trimmed"])
-        pq.write_table(table.replace_schema_metadata(None), path, compression="zstd")
-    return out
 
 
 def test_tables_without_fingerprints_give_the_same(found, planted, tmp_path):
