@@ -36,21 +36,17 @@ def paths(*keys: str) -> list[Item]:
     return [Item(key, None, key.encode()) for key in keys]
 
 
-def ordered(folder, source, seed=0, known=None, **options):
-    listing = folder / "listing"
-    listing.mkdir(parents=True, exist_ok=True)
-    for _ in run_inline([ListingTask(source, i, listing, seed, "") for i in range(len(source.parts))], lambda *_: None):
-        pass
-    return order_images(source, listing, seed, known, **options)
-
-
 def plan_of(
-    folder, source, splits=(), shard_samples=10, limit=None, seed=0, known=None, allow_unlabelled=True, **options
+    folder, source, splits=(), shard_samples=10, limit=None, seed=0, known=None, unlabelled=False
 ) -> ConversionPlan:
-    images = ordered(folder, source, seed, known, **options)
+    place = folder / "listing"
+    place.mkdir(parents=True, exist_ok=True)
+    tasks = [ListingTask(source, part, place, seed, "") for part in range(len(source.parts))]
+    list(run_inline(tasks, lambda *_: None))
+    images = order_images(source, place, seed, known, unlabelled=unlabelled)
     rules = parse_splits(list(splits))
     request = Request("", shuffle_seed=seed, shard_samples=shard_samples, splits=rules, limit=limit)
-    return write_plan(request, images, images.batches, folder, [], allow_unlabelled=allow_unlabelled)
+    return write_plan(request, images, images.batches, folder, [], allow_unlabelled=True)
 
 
 def rows_of(plan: ConversionPlan, tasks: range | None = None) -> list[dict]:

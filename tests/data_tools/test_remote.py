@@ -8,17 +8,16 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from commands import command
 from datasets_on_disk import contents, run_here, start
 from messages import refusal
 from processes import wait_until
 from s3_server import SECRET, S3Server
 from small_files import pack, write_files
-from typer.testing import CliRunner
 
 from data_tools.conversion import convert, merge
 from data_tools.machine import Machine, TaskRange
 from data_tools.request import Request
-from vitscale.cli.main import app as vitscale_app
 from vitscale.ground.errors import RecipeError
 
 ONE = Machine(workers=1)
@@ -83,8 +82,7 @@ def test_an_output_at_a_url_is_equal_and_its_manifest_is_put_last(s3, image_fold
     assert again.was_complete and contents(s3.bucket / "out") == contents(local)
     with pytest.raises(RecipeError, match="s3://bucket/out"):
         convert(Request(str(image_folder), shard_samples=5), "s3://bucket/out", ONE)
-    verified = CliRunner().invoke(vitscale_app, ["shards", "verify", "s3://bucket/out"])
-    assert verified.exit_code == 0, verified.output
+    assert command("shards", "verify", "s3://bucket/out").returncode == 0
 
 
 def kill_at(s3: S3Server, marker: str, *arguments: object, how: int = signal.SIGKILL) -> subprocess.Popen[str]:

@@ -9,16 +9,15 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from commands import command
 from datasets_on_disk import uids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import refusal
 from small_files import upload, write_files
-from typer.testing import CliRunner
 
 from data_tools.request import parse_count
 from data_tools.views import Part, parse_parts, write_parts, write_subset, write_view
-from vitscale.cli.main import app
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.data.shards.verify import verify
@@ -27,9 +26,7 @@ from vitscale.ground.errors import DataError, RecipeError
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("subset") / "jft" / "train"
-    write_generated_dataset(folder, [10, 10, 3])
-    return folder
+    return write_generated_dataset(tmp_path_factory.mktemp("subset") / "jft" / "train", [10, 10, 3]).directory
 
 
 def view(whole, out, excluded):
@@ -124,9 +121,7 @@ def test_counts():
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("divided") / "toy" / "train"
-    write_generated_dataset(folder, [100, 100, 3])
-    return folder
+    return write_generated_dataset(tmp_path_factory.mktemp("divided") / "toy" / "train", [100, 100, 3]).directory
 
 
 def parts(*shares):
@@ -144,11 +139,10 @@ def test_every_sample_is_in_one_part_of_the_size_asked_for(divided, tmp_path_fac
 
 
 def test_98_to_2_as_the_command_writes_them(divided, tmp_path):
-    result = CliRunner().invoke(app, ["shards", "split", str(divided), "--parts", "98,2"])
-    assert result.exit_code == 0, result.output
+    code, printed = command("shards", "split", divided, "--parts", "98,2").answer
     train, development = (Manifest.load(divided.parent / name) for name in ("train-98", "train-2"))
     assert (train.num_samples, development.num_samples) == (199, 4)
-    assert str(divided.parent / "train-2") in result.output
+    assert code == 0 and str(divided.parent / "train-2") in printed
     assert not verify(train).damage and not verify(development).damage
     files = [path.name for folder in ("train-98", "train-2") for path in (divided.parent / folder).iterdir()]
     assert not [name for name in files if name.endswith(".beton")]

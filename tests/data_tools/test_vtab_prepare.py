@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import command
 from datasets_on_disk import samples_of
 from messages import refusal
 from PIL import Image
 from rich.console import Console
 from test_tfrecord import encode, write
-from typer.testing import CliRunner
 from vtab_copies import IMAGES, expected_label, make_folders, make_tars, make_tfds, picture
 
 from data_tools.machine import Machine
@@ -34,7 +34,6 @@ from data_tools.vtab.tasks import (
     kitti_distance,
     stated,
 )
-from vitscale.cli.main import app
 from vitscale.data.shards import Manifest
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.vtab import TASKS
@@ -278,24 +277,23 @@ def test_slices_round_down_to_an_image():
     assert Slice("test", 50).rows(24300) == range(12150, 24300)
 
 
-def call(*arguments: object):
-    return CliRunner().invoke(app, ["vtab", *map(str, arguments)])
-
-
 def test_the_command_takes_what_there_is_and_says_what_is_missing(tmp_path):
     make_tfds(tmp_path / "tfds", "camelyon", images={"train": 800, "validation": 200, "test": 4})
     out = tmp_path / "out"
-    result = call("prepare", tmp_path / "tfds", "--out", out)
-    assert result.exit_code == 0, result.output
+    code, printed = command("vtab", "prepare", tmp_path / "tfds", "--out", out).answer
+    assert code == 0, printed
     assert [Manifest.load(out / "camelyon" / name).num_samples for name in DATASETS] == [1000, 800, 200, 4]
-    assert "missing: caltech101" in result.output and str(tmp_path / "tfds" / "kitti") in result.output
-    assert ORIGINS["resisc45"].get in result.output
-    assert call("prepare", tmp_path / "tfds", "--out", out, "--task", "camelyon").exit_code == 0
-    assert call("prepare", tmp_path / "tfds", "--out", out, "--task", "camelyon", "--task", "dtd").exit_code == 3
-    assert isinstance(call("prepare", tmp_path / "tfds", "--out", out, "--task", "mnist").exception, RecipeError)
-    assert isinstance(call("prepare", tmp_path / "no", "--out", out).exception, RecipeError)
-    pinned = call("prepare", tmp_path / "tfds", "--out", tmp_path / "b", "--ids", out, "--task", "camelyon")
-    assert pinned.exit_code == 0, pinned.output
+    assert "missing: caltech101" in printed and str(tmp_path / "tfds" / "kitti") in printed
+    assert ORIGINS["resisc45"].get in printed
+    camelyon = "--task", "camelyon"
+    for folder, arguments, code in (
+        ("tfds", ("--out", out, *camelyon), 0),
+        ("tfds", ("--out", out, *camelyon, "--task", "dtd"), 3),
+        ("tfds", ("--out", out, "--task", "mnist"), 2),
+        ("no", ("--out", out), 2),
+        ("tfds", ("--out", tmp_path / "b", "--ids", out, *camelyon), 0),
+    ):
+        assert command("vtab", "prepare", tmp_path / folder, *arguments).returncode == code
     both = [Ids.read(folder / "camelyon" / "ids.json") for folder in (out, tmp_path / "b")]
     assert both[0].parts == both[1].parts
 
@@ -303,9 +301,9 @@ def test_the_command_takes_what_there_is_and_says_what_is_missing(tmp_path):
 def test_a_task_that_fails_does_not_stop_the_others(tmp_path):
     make_tfds(tmp_path / "tfds", "camelyon", images=20)
     make_folders(tmp_path / "tfds", "svhn", train=1000, test=20)
-    result = call("prepare", tmp_path / "tfds", "--out", tmp_path / "out")
-    assert result.exit_code == 3 and (tmp_path / "out" / "svhn" / "test" / "manifest.json").is_file()
-    assert "failed: camelyon" in result.output
+    done = command("vtab", "prepare", tmp_path / "tfds", "--out", tmp_path / "out")
+    assert done.returncode == 3 and (tmp_path / "out" / "svhn" / "test" / "manifest.json").is_file()
+    assert "failed: camelyon" in done.stdout
 
 
 @pytest.mark.parametrize(

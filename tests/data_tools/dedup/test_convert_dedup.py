@@ -9,18 +9,17 @@ from pathlib import Path
 import fsspec
 import pyarrow.parquet as pq
 import pytest
+from commands import command
 from datasets_on_disk import contents, run_here
 from dedup_data import index_of, source_of, write_photos
 from messages import assert_messages
 from planted_copies import OWN, PLANTED, photo, stripped
 from small_files import flip, write_files
-from typer.testing import CliRunner
 
 from data_tools.conversion import convert
 from data_tools.dedup.against import name_indexes
 from data_tools.machine import Machine, TaskRange
 from data_tools.request import Request, parse_splits
-from vitscale.cli.main import app as vitscale_app
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.verify import verify
 from vitscale.ground.errors import DataError, RecipeError
@@ -112,8 +111,7 @@ def test_the_command_tells_what_was_left_out(here, pictures, index, in_peace, tm
     without = run_here(pictures, tmp_path / "out", *SHARDS)
     assert without.exit_code == 2
     assert_messages("convert", {"complete dataset": without.stderr.rstrip()}, {tmp_path / "out": "OUT"})
-    checked = CliRunner().invoke(vitscale_app, ["shards", "verify", str(tmp_path / "out")])
-    assert checked.exit_code == 0, checked.output
+    assert command("shards", "verify", tmp_path / "out").returncode == 0
 
 
 def test_what_is_kept_is_stored_as_without_the_option(pictures, in_peace, unrelated, tmp_path):
