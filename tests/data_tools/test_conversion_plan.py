@@ -28,9 +28,6 @@ class Listed:
         ignored["hidden"] += 1
         yield from self._items[part]
 
-    def read(self, part: int, content: bytes) -> bytes:
-        raise AssertionError("a stream is read from its spool")
-
 
 def paths(*keys: str) -> list[Item]:
     return [Item(key, None, key.encode()) for key in keys]

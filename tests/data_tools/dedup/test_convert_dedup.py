@@ -135,7 +135,7 @@ def test_what_is_kept_is_stored_as_without_the_option(pictures, in_peace, unrela
 def test_task_ranges_and_a_merge_that_needs_the_index(here, pictures, index, in_peace, tmp_path):
     out, place = tmp_path / "out", tmp_path / "index"
     shutil.copytree(index, place)
-    for i, where in enumerate((place, index)):  # wherever the same index is
+    for i, where in enumerate((index, place)):  # the same index, which was moved: the merge looks where it was last
         done = run_here(pictures, out, *SHARDS, "--dedup-against", where, "--task-range", f"{i}/2")
         assert done.exit_code == 0, done.stderr
     place.rename(tmp_path / "elsewhere")
