@@ -42,17 +42,13 @@ pytestmark = pytest.mark.usefixtures("here")
 
 TAKES = Takes(8, 2)
 # (split, first image) of the validation images, and (split, first image) of the test part, of 40 images in TFDS.
-PUBLISHED = {
-    **{"caltech101": (("train", 36), ("test", 0)), "cifar100": (("train", 36), ("test", 0))},
-    **{"dtd": (("validation", 0), ("test", 0)), "flowers102": (("validation", 0), ("test", 0))},
-    **{"pets": (("train", 32), ("test", 0)), "sun397": (("validation", 0), ("test", 0))},
-    **{"svhn": (("train", 36), ("test", 0)), "camelyon": (("validation", 0), ("test", 0))},
-    **{"eurosat": (("train", 24), ("train", 32)), "resisc45": (("train", 24), ("train", 32))},
-    **{"retinopathy": (("validation", 0), ("test", 0)), "clevr_count": (("train", 36), ("validation", 0))},
-    **{"clevr_dist": (("train", 36), ("validation", 0)), "dmlab": (("validation", 0), ("test", 0))},
-    **{"dspr_loc": (("train", 32), ("train", 36)), "dspr_ori": (("train", 32), ("train", 36))},
-    **{"kitti_dist": (("validation", 0), ("test", 0)), "snorb_azim": (("test", 0), ("test", 20))},
-    "snorb_elev": (("test", 0), ("test", 20)),
+PUBLISHED = dict.fromkeys(TASKS, (("validation", 0), ("test", 0))) | {
+    **dict.fromkeys(("caltech101", "cifar100", "svhn"), (("train", 36), ("test", 0))),
+    **dict.fromkeys(("eurosat", "resisc45"), (("train", 24), ("train", 32))),
+    **dict.fromkeys(("clevr_count", "clevr_dist"), (("train", 36), ("validation", 0))),
+    **dict.fromkeys(("dspr_loc", "dspr_ori"), (("train", 32), ("train", 36))),
+    **dict.fromkeys(("snorb_azim", "snorb_elev"), (("test", 0), ("test", 20))),
+    "pets": (("train", 32), ("test", 0)),
 }
 
 
