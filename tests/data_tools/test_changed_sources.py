@@ -49,6 +49,14 @@ def test_folders_that_were_swapped(tmp_path):
         convert(request, tmp_path / "out", Machine(workers=1, max_reject_rate=1.0))
 
 
+def test_a_folder_that_was_mended_is_listed_anew(tmp_path):
+    request = Request(str(make_images(tmp_path / "images", "cat/1.jpg", "2.jpg")))
+    with pytest.raises(DataError, match="--unlabelled"):
+        convert(request, tmp_path / "out", ONE)
+    (tmp_path / "images" / "2.jpg").rename(tmp_path / "images" / "cat" / "2.jpg")
+    assert convert(request, tmp_path / "out", ONE).manifests[""].num_samples == 2
+
+
 def replace_a_tar(root: Path) -> None:
     make_tar(root / "m-1.tar", NAMES[::-1])
     os.utime(root / "m-1.tar", (1, 1))
