@@ -10,7 +10,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from data_tools.sources.archive import Archive, ArchiveSource, is_tar, must_stream, open_archive, stem_of, suffix_of
+from data_tools.sources.archive import (
+    TAR_SUFFIXES,
+    Archive,
+    ArchiveSource,
+    is_tar,
+    must_stream,
+    open_archive,
+    stem_of,
+    suffix_of,
+)
 from data_tools.sources.label_list import labelled, read_label_list
 from data_tools.sources.source import NO_IMAGE, Item, Source, SourceOptions, path_item, refuse_fields, visible_path
 from data_tools.sources.webdataset import WebDatasetSource, sample_name
@@ -31,11 +40,15 @@ def open_tars(src: str, files: Sequence[str], options: SourceOptions) -> Source:
     WebDataset: giving one of them declares the tars to be one. `src` is what messages call the source.
 
     Raises:
-        RecipeError: options that do not apply to this kind of tar; a label list that does not exist.
+        RecipeError: options that do not apply to this kind of tar; a label list that does not exist; a name without a
+            suffix of tars.
         DataError: a first tar that is damaged or missing; a label list that cannot be understood.
         StorageError: a URL that does not answer.
     """
     parts = tuple(files)
+    for part in parts:
+        if not is_tar(part):
+            raise RecipeError(f"SRC {part}: a tar is read by the suffix of its name, one of {' '.join(TAR_SUFFIXES)}")
     streams = any(must_stream(file) for file in parts)
     kind = _kind(parts[0])
     if kind is NestedTarSource:

@@ -12,7 +12,6 @@ from data_tools.request import Request
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversions run in this process."""
     convert_here(monkeypatch)
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -15,7 +16,8 @@ from data_tools.dedup.against import open_matcher
 from data_tools.sources.source import Item
 from data_tools.tasks import run_inline
 from vitscale.cli.convert import app
-from vitscale.data.shards import Manifest, ShardFile
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.opening import open_shard
 
 
 def contents(dataset: Path) -> dict[str, bytes]:
@@ -32,16 +34,26 @@ def items_of(source, ignored: Counter[str] | None = None) -> list[Item]:
     return [item if source.streams else item._replace(content=source.read(part, item.content)) for part, item in found]
 
 
-def uids(dataset: Manifest | Path) -> list[int]:
-    """Uids of the selected samples, read through the manifest as training reads them."""
-    manifest = dataset if isinstance(dataset, Manifest) else Manifest.load(dataset)
-    found = []
+class Sample(NamedTuple):
+    key: str | None
+    labels: list[int]
+    image: bytes
+
+
+def samples_of(dataset: Manifest | Path) -> dict[int, Sample]:
+    """What a dataset selects, by uid, in the order of shards."""
+    manifest, found = dataset if isinstance(dataset, Manifest) else Manifest.load(dataset), {}
     for index in range(len(manifest.shards)):
-        slots = manifest.selected_slots(index)
-        with ShardFile(manifest.shard_path(index)) as shard:
-            found += (shard.uid if slots is None else shard.uid[slots]).tolist()
+        with open_shard(manifest, index) as shard:
+            for slot in shard.slots.tolist():
+                key = shard.keys and shard.keys[slot]
+                found[int(shard.file.uid[slot])] = Sample(key, shard.labels(slot), bytes(shard.image(slot)))
     assert len(found) == manifest.num_samples
     return found
+
+
+def uids(dataset: Manifest | Path) -> list[int]:
+    return list(samples_of(dataset))
 
 
 def command(*arguments: object) -> list[str]:

@@ -16,7 +16,6 @@ from data_tools import shard_task
 from data_tools.conversion import convert, merge
 from data_tools.machine import Machine, TaskRange
 from data_tools.request import Request, parse_splits
-from data_tools.sources import SourceOptions
 from vitscale.data.shards import Manifest
 from vitscale.ground.errors import DataError, RecipeError
 
@@ -48,6 +47,14 @@ def test_folders_that_were_swapped(tmp_path):
     (root / "c1").rename(root / "c0")
     with pytest.raises(DataError, match=r"images/c0/\d\d\.jpg"):
         convert(request, tmp_path / "out", Machine(workers=1, max_reject_rate=1.0))
+
+
+def test_a_folder_that_was_mended_is_listed_anew(tmp_path):
+    request = Request(str(make_images(tmp_path / "images", "cat/1.jpg", "2.jpg")))
+    with pytest.raises(DataError, match="--unlabelled"):
+        convert(request, tmp_path / "out", ONE)
+    (tmp_path / "images" / "2.jpg").rename(tmp_path / "images" / "cat" / "2.jpg")
+    assert convert(request, tmp_path / "out", ONE).manifests[""].num_samples == 2
 
 
 def replace_a_tar(root: Path) -> None:
@@ -125,7 +132,7 @@ def test_a_finished_data_set_is_never_written_into(tmp_path):
         (Request(str(root), splits=parse_splits(["val=4", "test=4", "train=rest"])), "out"),
         (Request(str(root)), "out"),
         (Request(str(root), splits=splits), "plain"),
-        (Request(str(root), shard_samples=3), "plain"),
+        (Request(str(tmp_path / "other images")), "plain"),
     ):
         with pytest.raises(RecipeError, match=str(tmp_path / out)):
             convert(request, tmp_path / out, ONE)
@@ -135,25 +142,19 @@ def test_a_finished_data_set_is_never_written_into(tmp_path):
         convert(Request(str(root), shard_samples=3), tmp_path / "plain", ONE)
 
 
-def test_a_finished_data_set_that_lost_a_shard(tmp_path):
+def test_a_finished_data_set_is_known_again_unless_it_lost_a_shard(tmp_path):
     root = make_images(tmp_path / "images", *(name.replace("bmp", "jpg") for name in NAMES))
     request = Request(str(root), shard_samples=4)
     for i in range(2):
         convert(request, tmp_path / "out", Machine(workers=1, tasks=TaskRange(i, 2)))
     assert merge(tmp_path / "out", 0.01).manifests[""].num_samples == 16
+    with (tmp_path / "out" / "convert.log.jsonl").open("a") as file:
+        file.write('{"time": "2020-01-')  # as a kill cuts it
     assert merge(tmp_path / "out", 0.01).was_complete and convert(request, tmp_path / "out", ONE).was_complete
     (tmp_path / "out" / "shard-00002.beton").unlink()
     for again in (lambda: convert(request, tmp_path / "out", ONE), lambda: merge(tmp_path / "out", 0.01)):
         with pytest.raises(DataError, match=r"\b1 of .*shard-00002\.beton"):
             again()
-
-
-def test_a_log_that_was_cut(tmp_path):
-    root = make_images(tmp_path / "images", *(name.replace("bmp", "jpg") for name in NAMES))
-    convert(Request(str(root)), tmp_path / "out", ONE)
-    with (tmp_path / "out" / "convert.log.jsonl").open("a") as file:
-        file.write('{"time": "2020-01-')
-    assert convert(Request(str(root)), tmp_path / "out", ONE).was_complete
 
 
 def test_pipes_and_devices_in_a_list(tmp_path, monkeypatch):
@@ -164,20 +165,8 @@ def test_pipes_and_devices_in_a_list(tmp_path, monkeypatch):
     (tmp_path / "list.csv").write_text("path,label\n" + "\n".join(rows))
     convert(Request(str(tmp_path / "list.csv")), tmp_path / "out", Machine(workers=1, max_reject_rate=0.5))
     rejects = {row["key"]: row["reason"] for row in pq.read_table(tmp_path / "out" / "rejects.parquet").to_pylist()}
-    assert rejects == {
-        "pipe.jpg": "cannot be read: is not a regular file",
-        "dev/zero": "cannot be read: is not a regular file",
-        "nowhere.jpg": "cannot be read: No such file or directory",
-    }
-
-
-def test_a_list_of_labels_goes_with_one_tar(tmp_path):
-    make_tar(tmp_path / "0.tar", ["a/1.bmp"]), make_tar(tmp_path / "1.tar", ["b/1.bmp"])
-    (tmp_path / "labels.txt").write_text("cat\n")
-    request = Request(str(tmp_path / "*.tar"), source=SourceOptions(labels=str(tmp_path / "labels.txt")))
-    with pytest.raises(RecipeError, match=r"2 tars.*one tar"):
-        convert(request, tmp_path / "out", ONE)
-    assert not (tmp_path / "out").exists()
+    missing, other = (f"cannot be read: {why}" for why in ("No such file or directory", "is not a regular file"))
+    assert rejects == {"pipe.jpg": other, "dev/zero": other, "nowhere.jpg": missing}
 
 
 def test_machines_that_plan_by_themselves_must_see_the_same_source(tmp_path):

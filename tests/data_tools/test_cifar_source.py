@@ -1,5 +1,4 @@
 import io
-import os
 import pickle
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 from datasets_on_disk import items_of
 from messages import refusal
 from PIL import Image
-from small_files import pack, upload
+from small_files import pack, upload, write_files
 
 from data_tools.sources.cifar import is_cifar, open_cifar
 from data_tools.sources.source import Item, SourceOptions
@@ -31,9 +30,6 @@ def make_batch(name: str, classes: int) -> dict:
     for field in FIELDS[classes]:
         batch[field] = rng.integers(0, len(NAMES[field]), COUNT).tolist()
     return batch
-
-
-# --------------------------------------------------------------------------------------------------------- the versions
 
 
 def write_binary(folder: Path, classes: int) -> Path:
@@ -126,30 +122,22 @@ def test_what_people_may_get_wrong(tmp_path, names, options):
     folder = write_binary(tmp_path / "ten", 10)
     write_binary(tmp_path / "hundred", 100)
     (folder / "readme.html").write_text("read me")
-    (tmp_path / "python").mkdir()
-    (tmp_path / "python" / "test_batch").write_bytes(b"cposix\nsystem\n(S'false'\ntR.")
+    write_files(tmp_path / "python", ("test_batch", b"cposix\nsystem\n(S'false'\ntR."))
     with refusal(RecipeError, "cifar", f"{names} {options}", {tmp_path: "FOLDER"}):
         open_cifar("SOURCE", [str(folder / name) for name in names], SourceOptions(**options))
 
 
-class Evil:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_nothing_of_the_python_version_is_run(tmp_path, packed):
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
-    for name in ("batches.meta", "data_batch_1", "test_batch"):
-        (folder / name).write_bytes(pickle.dumps(Evil(tmp_path / "trap")))
+    trap = b"cposix\nmkdir\n(V%s\ntR." % bytes(tmp_path / "trap")
+    names = ("batches.meta", "data_batch_1", "test_batch")
+    folder = write_files(tmp_path / "cifar-10-batches-py", *((name, trap) for name in names))
     files = [pack(folder, tmp_path / "cifar.tar.gz")] if packed else sorted(folder.iterdir())
     with pytest.raises(RecipeError, match=r"cifar-10-binary\.tar\.gz"):
         open_all(*files)
     assert not (tmp_path / "trap").exists()
+    pickle.loads(trap)
+    assert (tmp_path / "trap").is_dir()
 
 
 @pytest.mark.parametrize("content", [b"", bytes(3072), bytes(3073 * 2 + 1)])

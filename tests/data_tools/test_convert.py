@@ -36,7 +36,9 @@ def dataset(image_folder, tmp_path_factory):
 
 def test_every_image_is_stored_once_with_its_label(dataset, image_folder):
     manifest = Manifest.load(dataset)
-    assert manifest.class_names == ("cat", "dog", "owl")
+    assert str(image_folder) not in (dataset / "manifest.json").read_text()
+    expected = {"image_suffixes", "jpeg_quality", "jpeg_subsampling", "pass_through", "shard_samples"}
+    assert manifest.options.keys() == expected and manifest.class_names == ("cat", "dog", "owl")
     assert (manifest.num_samples, manifest.num_rejected, manifest.shuffle_seed) == (22, 0, 5)
     assert [(shard.samples, shard.first_uid) for shard in manifest.shards] == [(8, 0), (8, 8), (6, 16)]
     seen = {}

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 from messages import refusal
-from small_files import upload
+from small_files import upload, write_files
 
 from data_tools.sources.image_list import open_image_list
 from data_tools.sources.source import Item, SourceOptions
@@ -17,10 +17,9 @@ from vitscale.ground.errors import DataError, RecipeError
 
 def listed(*files, image=None, label=None, **others) -> list[Item]:
     options = SourceOptions(image_field=image, label_field=label, **others)
-    source = open_image_list("source", [str(file) for file in files], options)
+    source = pickle.loads(pickle.dumps(open_image_list("source", list(map(str, files)), options)))  # as it travels
     assert not source.streams
-    copy = pickle.loads(pickle.dumps(source))  # as it travels to a worker
-    return [item for part in range(len(files)) for item in copy.items(part, Counter())]
+    return [item for part in range(len(files)) for item in source.items(part, Counter())]
 
 
 def write(path, text: str | bytes):
@@ -41,10 +40,7 @@ TWO = [Item("a/1.jpg", ("cat",), b"a/1.jpg"), Item("a/2.jpg", ("cat", "dog"), b"
         ("x.tsv", "image\ttarget\na/1.jpg\tcat\na/2.jpg\tcat|dog\n"),
         ("x.TSV", "a/1.jpg\tcat\na/2.jpg\tcat|dog\n"),
         ("x.jsonl", '{"file_name": "a/1.jpg", "label": "cat"}\n\n{"label": ["cat", "dog"], "file_name": "a/2.jpg"}'),
-        (
-            "x.ndjson",
-            '\ufeff{"path": "a/1.jpg", "cls": ["cat"]}\r\n{"path": "a/2.jpg", "cls": ["cat", "dog", "cat"]}\r\n',
-        ),
+        ("x.ndjson", '\ufeff{"url": "a/1.jpg", "cls": ["cat"]}\r\n{"url": "a/2.jpg", "cls": ["cat", "dog", "cat"]}\r'),
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
@@ -67,9 +63,8 @@ def test_labels_that_are_none(tmp_path):
     path = write(tmp_path / "x.csv", "path,label\n" + "".join(f"{i}.jpg,{row}\n" for i, row in enumerate(rows)))
     assert [item.labels for item in listed(path)] == [(), (), ("0",), ("07",)]
     values = [None, -1, 0, 12, "", [], [3, -1], [1, "x"]]
-    path = write(
-        tmp_path / "x.jsonl", "".join(json.dumps({"path": "1.jpg", "label": value}) + "\n" for value in values)
-    )
+    lines = [json.dumps({"path": "1.jpg", "label": value}) for value in values]
+    path = write(tmp_path / "x.jsonl", "\n".join(lines))
     assert [item.labels for item in listed(path)] == [(), (), ("0",), ("12",), (), (), ("3",), ("1", "x")]
 
 
@@ -117,8 +112,6 @@ HEAD = b"path,label\n"
         ("x.jsonl", b'{"path": "1.jpg", "label": 1}\n[1]'),
         ("x.jsonl", b'{"path": "1.jpg", "label": 1}\n{"label": 1}'),
         ("x.jsonl", b'{"path": "1.jpg", "label": 1}\n{"path": "2.jpg"}'),
-        ("x.jsonl", b'{"path": "1.jpg", "label": 1.5}'),
-        ("x.jsonl", b'{"path": "1.jpg", "label": true}'),
         ("x.jsonl", b'{"path": "1.jpg", "label": [[1]]}'),
         ("x.jsonl", b'{"path": "1.jpg", "label": -2}'),
         ("x.jsonl", b'{"path": "\\ud800.jpg", "label": 1}'),
@@ -154,22 +147,21 @@ def test_keys(tmp_path, path, key):
 
 def test_keys_below_the_list_are_relative_to_it(tmp_path):
     """However the list names them: a dataset does not depend on where its folder is mounted."""
-    (tmp_path / "a").mkdir()
     inside, beside = tmp_path / "a" / "cat" / "1.jpg", tmp_path / "ab" / "2.jpg"
-    path = write(tmp_path / "a" / "x.csv", f"path,label\n{inside},cat\n{beside},cat\n../ab/3.jpg,cat\n")
-    assert [item.key for item in listed(path)] == ["cat/1.jpg", str(beside).lstrip("/"), "ab/3.jpg"]
-    assert next(iter(listed(path))).content == str(inside).encode()
+    rows = f"path,label\n{inside},cat\n{beside},cat\n../ab/3.jpg,cat\n"
+    items = listed(write_files(tmp_path / "a", ("x.csv", rows.encode())) / "x.csv")
+    assert [item.key for item in items] == ["cat/1.jpg", str(beside).lstrip("/"), "ab/3.jpg"]
+    assert items[0].content == str(inside).encode()
 
 
 def test_relative_paths_start_at_the_list(tmp_path, monkeypatch):
     folder = tmp_path / "lists"
-    folder.mkdir()
-    write(tmp_path / "1.jpg", b"one")
+    write_files(tmp_path, ("1.jpg", b"one"), ("2.jpg", b"two"))
     paths = ["../1.jpg", str(tmp_path / "1.jpg"), "memory://images/2.jpg", "absent.jpg", "memory://images/absent.jpg"]
     content = "path,label\n" + "".join(f"{path},cat\n" for path in paths)
-    write(folder / "x.csv", content)
-    upload(write(tmp_path / "2.jpg", b"two"), "memory://images/2.jpg")
-    upload(write(tmp_path / "far.csv", content.replace("../1.jpg", "../2.jpg")), "memory://images/lists/x.csv")
+    write_files(folder, ("x.csv", content.encode()), ("far.csv", content.replace("../1.jpg", "../2.jpg").encode()))
+    upload(tmp_path / "2.jpg", "memory://images/2.jpg")
+    upload(folder / "far.csv", "memory://images/lists/x.csv")
     monkeypatch.chdir(folder)
     for where, expected in (
         (str(folder / "x.csv"), [b"one", b"one", b"two"]),

@@ -72,6 +72,8 @@ def test_a_wrong_guess_tells_what_was_seen(tmp_path):
     touch(tmp_path / "images", "cat/1.jpg")
     with pytest.raises(RecipeError, match=r"\bcat\b"):
         open_source(str(tmp_path / "images"), "tar", NONE)
+    with pytest.raises(RecipeError, match=r"images/cat/1\.jpg: .*\.tar\.gz"):
+        open_source(str(tmp_path / "images" / "cat" / "1.jpg"), "tar", NONE)
     (tmp_path / "text.tar").write_text("a text, no archive")
     with pytest.raises(DataError, match=r"text\.tar"):
         open_source(str(tmp_path / "text.tar"), None, NONE)
@@ -80,18 +82,22 @@ def test_a_wrong_guess_tells_what_was_seen(tmp_path):
         open_source(str(tmp_path / "list.csv"), None, SourceOptions(labels="x.csv"))
 
 
-def listed(root: Path, options: SourceOptions | None = None):
-    source = open_source(str(root), "folder", options or SourceOptions())
+def listed(root: Path, kind: str = "folder", options: SourceOptions = NONE):
+    source = open_source(str(root), kind, options)
     ignored: Counter[str] = Counter()
     items = sorted(source.items(0, ignored))
     return pickle.loads(pickle.dumps(source)), items, +ignored  # as it travels to a worker
 
 
-def test_files_and_what_is_ignored(tmp_path):
-    names = ("a/1.jpg", "b/2.webp", "a/notes.txt", "README", ".git/x.jpg", "a/._1.jpg", "__MACOSX/a/1.jpg")
-    source, items, ignored = listed(write_files(tmp_path, *names))
-    assert [(item.key, item.labels) for item in items] == [("a/1.jpg", None), ("b/2.webp", None)]
-    assert [source.read(0, item.content) for item in items] == [b"a/1.jpg", b"b/2.webp"]
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_files_and_what_is_ignored(tmp_path, kind):
+    images = ("a/1.jpg", "b/2.webp", os.fsdecode(b"caf\xe9/\xff.jpg"))
+    others = ("a/notes.txt", "README", ".git/x.jpg", "a/._1.jpg", "__MACOSX/a/1.jpg")
+    place = (write_files if kind == "folder" else write_tar)(tmp_path / "images.tar", *images, *others)
+    source, items, ignored = listed(place, kind)
+    keys = ["a/1.jpg", "b/2.webp", "caf\\xe9/\\xff.jpg"]
+    assert [(item.key, item.labels) for item in items] == [(key, None) for key in keys]
+    assert [source.read(0, item.content) for item in items] == [os.fsencode(name) for name in images]
     assert ignored == {"hidden": 3, "no image suffix": 2}
 
 
@@ -111,13 +117,6 @@ def test_odd_files(tmp_path):
         source.read(0, items[1].content)
 
 
-def test_names_that_are_no_utf8(tmp_path):
-    name = b"caf\xe9/\xff.jpg"
-    source, items, _ = listed(write_files(tmp_path, os.fsdecode(name)))
-    assert [item.key for item in items] == ["caf\\xe9/\\xff.jpg"]
-    assert source.read(0, items[0].content) == name
-
-
 def test_a_folder_that_vanishes(tmp_path):
     source, _, _ = listed(write_files(tmp_path / "images", "a/1.jpg"))
     (tmp_path / "images").rename(tmp_path / "away")
@@ -128,5 +127,5 @@ def test_a_folder_that_vanishes(tmp_path):
 def test_labels_from_a_list(tmp_path):
     root = write_files(tmp_path / "images", "x/1.jpg", "2.jpg")
     (tmp_path / "labels.csv").write_text("x/1.jpg,cat\n2.jpg,dog\n")
-    _, items, _ = listed(root, SourceOptions(labels=str(tmp_path / "labels.csv")))
+    _, items, _ = listed(root, options=SourceOptions(labels=str(tmp_path / "labels.csv")))
     assert [(item.key, item.labels) for item in items] == [("2.jpg", ("dog",)), ("x/1.jpg", ("cat",))]

@@ -1,6 +1,5 @@
 """Conversions that are killed, starved and shared; what comes out equals one that was left in peace."""
 
-import json
 import os
 import random
 import signal
@@ -10,21 +9,21 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from datasets_on_disk import contents, run, run_here, start
+from datasets_on_disk import command, contents, run, run_here, start
 from dedup_data import index_of, source_of
 from faulty_calls import run_with_fault
 from kill_at import convert_killed_at
-from messages import refusal
 from pictures import encoded, make_picture
 from processes import wait_until
 from small_disk import small_disk
 from small_files import write_files
+from test_worker_processes import workers_of
 
 from data_tools.conversion import convert
 from data_tools.machine import Machine
 from data_tools.request import Request
 from vitscale.data.shards import Manifest
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError
 
 SHARDS = ("--shard-samples", 6, "--max-reject-rate", 0.2)
 
@@ -51,47 +50,19 @@ def in_peace(whole) -> dict[str, bytes]:
     return contents(whole[0])
 
 
-CONVERT = """
-import sys
-from data_tools.conversion import convert
-from data_tools.machine import Machine
-from data_tools.request import Request
-from vitscale.ground.errors import VitscaleError
-try:
-    convert(Request(sys.argv[1], shard_samples=6), sys.argv[2], Machine(workers=1, max_reject_rate=0.2))
-except VitscaleError as error:
-    print(type(error).__name__, error)
-"""
-
-
 @pytest.mark.parametrize(
     ("folder", "call"), [(".vitscale-convert/listing", 2), (".", 4), pytest.param(".", 1, marks=pytest.mark.slow)]
 )
 def test_a_disk_that_fails_once_is_named_and_the_repeated_command_goes_on(pictures, in_peace, tmp_path, folder, call):
     """Not the source, whatever is being flushed: the list of it, a shard, a table."""
     out = tmp_path / "out"
-    said = run_with_fault(f"fsync:error=EIO:when={call}", CONVERT, pictures, out, path=out / folder)
-    assert said.startswith(f"DataError {out}"), said
+    arguments = *command(pictures, out, *SHARDS), "--workers", 1
+    script = "import subprocess, sys; print(subprocess.run(sys.argv[1:], capture_output=True, text=True).stderr)"
+    said = run_with_fault(f"fsync:error=EIO:when={call}", script, *arguments, path=out / folder)
+    assert said.startswith(f"error: {out}"), said
     assert not (out / "manifest.json").exists()
     assert run_here(pictures, out, *SHARDS).exit_code == 0
     assert contents(out) == in_peace
-
-
-def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
-
-
-def shards_of(out: Path) -> list[Path]:
-    return sorted(out.glob("shard-*.beton"))
-
-
-def done_in(out: Path) -> list[Path]:
-    return list((out / ".vitscale-convert" / "done").glob("*.json"))
-
-
-def part_files(out: Path) -> list[Path]:
-    return list(out.glob(".shard-*.part"))
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
@@ -134,40 +105,30 @@ def test_killed_after_every_rename(pictures, tmp_path):
 
 def test_a_killed_worker_is_replaced(pictures, in_peace, tmp_path):
     process = start(pictures, tmp_path / "out", *SHARDS)
-    wait_until(lambda: part_files(tmp_path / "out"))
-    os.kill(workers_of(process)[0], signal.SIGKILL)
+    wait_until(lambda: list(tmp_path.glob("out/.shard-*.part")))
+    os.kill(workers_of(process.pid)[0], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert contents(tmp_path / "out") == in_peace
 
 
 def test_interrupted_and_continued(pictures, in_peace, tmp_path):
-    out = tmp_path / "out"
+    out, done = tmp_path / "out", tmp_path / "out" / ".vitscale-convert" / "done"
     for how in (signal.SIGINT, signal.SIGTERM):
-        already = len(done_in(out))
+        already = set(done.glob("*.json"))
         process = start(pictures, out, *SHARDS)
-        wait_until(lambda already=already: len(done_in(out)) > already)
-        workers = workers_of(process)
+        wait_until(lambda already=already: set(done.glob("*.json")) - already)
+        workers = workers_of(process.pid)
         os.killpg(process.pid, how) if how == signal.SIGINT else process.send_signal(how)
         _, message = process.communicate(timeout=20)
         assert process.returncode == 130 and "Traceback" not in message
         assert not [worker for worker in workers if Path(f"/proc/{worker}").exists()]
         assert not (out / "manifest.json").exists()
-    before = {path: path.stat().st_mtime_ns for path in shards_of(out)}
+    before = {path: path.stat().st_mtime_ns for path in out.glob("shard-*.beton")}
     again = run_here(pictures, out, *SHARDS)
     assert again.exit_code == 0 and "already done" in again.stdout
     assert contents(out) == in_peace
-    assert sum(path.stat().st_mtime_ns == when for path, when in before.items()) >= 1  # they were not written again
-
-
-def test_a_changed_option_on_a_half_done_output(pictures, in_peace, tmp_path):
-    out = tmp_path / "out"
-    assert run_here(pictures, out, *SHARDS, "--task-range", "0/2").exit_code == 0
-    done = run_here(pictures, out, "--shard-samples", 7, "--quality", 80, "--max-reject-rate", 0.2)
-    assert done.exit_code == 2 and "Traceback" not in done.stderr
-    assert "quality: 95 before, 80 now" in done.stderr and "shard_samples: 6 before, 7 now" in done.stderr
-    done = run_here(pictures, out, *SHARDS, "--workers", 1)  # which changes nothing
-    assert done.exit_code == 0 and contents(out) == in_peace
+    assert any(path.stat().st_mtime_ns == when for path, when in before.items())  # they were not written again
 
 
 def test_task_ranges_and_merge(pictures, in_peace, tmp_path):
@@ -190,17 +151,18 @@ def test_task_ranges_and_merge(pictures, in_peace, tmp_path):
 def test_two_converters_refuse_each_other(pictures, in_peace, tmp_path):
     out = tmp_path / "out"
     first = start(pictures, out, *SHARDS, "--task-range", "0/2")
-    wait_until(lambda: part_files(out))
+    wait_until(lambda: list(out.glob(".shard-*.part")))
     os.kill(first.pid, signal.SIGSTOP)
     try:
         for arguments, code, message in (
             (SHARDS, 2, f"another vitscale-convert (process {first.pid}"),
             ((*SHARDS, "--task-range", "1/4"), 2, "tasks 0/2"),
             (("--shard-samples", 7, "--task-range", "1/2"), 2, "shard_samples: 6 before, 7 now"),
-            ((*SHARDS, "--task-range", "1/2"), 0, ""),
+            ((*SHARDS, "--quality", 80, "--task-range", "1/2"), 2, "quality: 95 before, 80 now"),
+            ((*SHARDS, "--task-range", "1/2", "--workers", 1), 0, ""),  # workers change nothing
         ):
             done = run_here(pictures, out, *arguments)
-            assert done.exit_code == code and message in done.stderr, done.stderr
+            assert done.exit_code == code and message in done.stderr and "Traceback" not in done.stderr, done.stderr
         merge = run_here("--merge", out)
         assert merge.exit_code == 2 and "another vitscale-convert" in merge.stderr
     finally:
@@ -228,7 +190,7 @@ def test_a_full_disk(pictures, in_peace, tmp_path):
     with small_disk(tmp_path / "small", "1m") as mount:
         done = run(pictures, mount / "out", *SHARDS)
         assert done.returncode == 3 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
-        assert shards_of(mount / "out") and not (mount / "out" / "manifest.json").exists()
+        assert list(mount.glob("out/shard-*.beton")) and not (mount / "out" / "manifest.json").exists()
         subprocess.run(["mount", "-o", "remount,size=400m", mount], check=True)
         done = run_here(pictures, mount / "out", *SHARDS)
         assert done.exit_code == 0 and "already done" in done.stdout
@@ -248,25 +210,3 @@ def test_files_that_vanish_between_listing_and_reading(here, tmp_path, photos):
     rejects = out / "rejects.parquet"
     missed = [row["key"] for row in pq.read_table(rejects).to_pylist()] if rejects.exists() else []
     assert outcome.manifests[""].num_samples == 21 - len(missed) and "images/cat/20.jpg" not in missed
-
-
-def test_a_source_that_was_mended_is_listed_anew(here, tmp_path, photos):
-    request = Request(str(write_files(tmp_path / "images", ("cat/1.jpg", photos[0]), ("2.jpg", photos[0]))))
-    with pytest.raises(DataError, match="--unlabelled"):
-        convert(request, tmp_path / "out", Machine(workers=1))
-    (tmp_path / "images" / "2.jpg").rename(tmp_path / "images" / "cat" / "2.jpg")
-    assert convert(request, tmp_path / "out", Machine(workers=1)).manifests[""].num_samples == 2
-
-
-def test_the_log_alone_says_when_and_where(in_peace, pictures):
-    manifest = json.loads(in_peace["manifest.json"])
-    assert str(pictures) not in json.dumps(manifest)
-    assert {"image_suffixes", "jpeg_quality", "jpeg_subsampling", "pass_through", "shard_samples"} == set(
-        manifest["options"]
-    )
-
-
-def test_a_finished_data_set_of_other_images_is_refused(here, pictures, tmp_path, image_folder):
-    convert(Request(str(image_folder)), tmp_path / "out", Machine(workers=1))
-    with refusal(RecipeError, "convert", "dataset of other images", {tmp_path: "FOLDER"}):
-        convert(Request(str(pictures)), tmp_path / "out", Machine(workers=1))

@@ -1,3 +1,4 @@
+import errno
 import gzip
 import lzma
 import os
@@ -17,12 +18,11 @@ from data_tools.sources.tar import is_tar, open_tars
 from vitscale.ground.errors import DataError, RecipeError
 
 MODES = {"tar": "w", "tar.gz": "w:gz", "tgz": "w:gz", "tar.xz": "w:xz", "txz": "w:xz", "tar.bz2": "w:bz2"}
-STREAMS = {kind: kind != "tar" for kind in MODES}
+
 NAMES = [f"c{i % 2}/{i}.jpg" for i in range(50)]
 
 
 def listed(*paths: Path | str, ignored: Counter | None = None, **options: str) -> list[Item]:
-    """Key, labels and bytes of every image."""
     return items_of(open_tars("SRC", [str(path) for path in paths], SourceOptions(**options)), ignored)
 
 
@@ -34,13 +34,8 @@ def test_every_compression_gives_the_same(tmp_path, kind):
     with tarfile.open(path) as peer:
         expected = [(name, None, os.fsencode(name)) for name in peer.getnames()]
     assert is_tar(str(path)) and listed(path) == expected
-    assert open_tars("SRC", [str(path)], SourceOptions()).streams == STREAMS[kind]
-
-
-@pytest.mark.parametrize("kind", ["tar", "tar.gz"])
-def test_remote_tars_are_streamed(tmp_path, kind):
-    path = write_tar(tmp_path / f"images.{kind}", *NAMES, mode=MODES[kind])
-    assert listed(upload(path, f"memory://bucket/images.{kind}")) == listed(path)
+    assert open_tars("SRC", [str(path)], SourceOptions()).streams == (kind != "tar")
+    assert listed(upload(path, f"memory://bucket/images.{kind}")) == expected
     with pytest.raises(DataError, match=r"absent\.tar"):
         listed("memory://bucket/absent.tar")
 
@@ -60,35 +55,14 @@ def test_archives_of_gnu_tar(tmp_path, style):
 def test_plain_and_compressed_parts(tmp_path):
     first = write_tar(tmp_path / "a.tar", "cat/1.jpg", ("cat/2.jpg", tarfile.SYMTYPE, "1.jpg"))
     second = write_tar(tmp_path / "b.tar.gz", "dog/2.jpg", mode="w:gz")
-    assert listed(first, second) == [
-        ("cat/1.jpg", None, b"cat/1.jpg"),
-        ("cat/2.jpg", None, b"cat/1.jpg"),
-        ("dog/2.jpg", None, b"dog/2.jpg"),
-    ]
+    found = {key: content for key, _, content in listed(first, second)}
+    assert found == {"cat/1.jpg": b"cat/1.jpg", "cat/2.jpg": b"cat/1.jpg", "dog/2.jpg": b"dog/2.jpg"}
 
 
 def test_hostile_paths_are_only_keys(tmp_path):
     path = write_tar(tmp_path / "evil.tar", "/etc/cat/1.jpg", "../../etc/dog/2.jpg", "./etc//cat/../cat/3.jpg")
     assert [key for key, _, _ in listed(path)] == ["etc/cat/1.jpg", "etc/dog/2.jpg", "etc/cat/cat/3.jpg"]
     assert [path.name for path in tmp_path.iterdir()] == ["evil.tar"]
-
-
-def test_what_is_no_image_is_counted(tmp_path):
-    names = ["a/1.jpg", "b/2.webp", "a/notes.txt", "README", ".git/x.jpg", "a/._1.jpg", "__MACOSX/a/1.jpg", "a/b.tar"]
-    ignored: Counter[str] = Counter()
-    found = listed(write_tar(tmp_path / "images.tar", *names, ("a/pipe.jpg", tarfile.FIFOTYPE, "")), ignored=ignored)
-    assert [key for key, _, _ in found] == ["a/1.jpg", "b/2.webp"]
-    assert ignored == {
-        "hidden": 3,
-        "no image suffix": 2,
-        "archive inside of the archive": 1,
-        "neither file nor folder": 1,
-    }
-
-
-def test_names_that_are_no_utf8(tmp_path):
-    path = write_tar(tmp_path / "a.tar", "dog/1.jpg", os.fsdecode(b"caf\xe9/\xff.jpg"))
-    assert [key for key, _, _ in listed(path)] == ["dog/1.jpg", "caf\\xe9/\\xff.jpg"]
 
 
 def test_links_and_repeated_names(tmp_path):
@@ -101,6 +75,8 @@ def test_links_and_repeated_names(tmp_path):
         "./cat/1.jpg",
         ("dog/later.jpg", tarfile.SYMTYPE, "hard.jpg"),
         ("dog/latest.jpg", tarfile.LNKTYPE, "cat/1.jpg"),
+        ("dog/pipe.jpg", tarfile.FIFOTYPE, ""),
+        "dog/b.tar",
     )
     ignored: Counter[str] = Counter()
     assert listed(path, ignored=ignored) == [
@@ -111,7 +87,7 @@ def test_links_and_repeated_names(tmp_path):
         ("dog/later.jpg", None, b"cat/1.jpg"),
         ("dog/latest.jpg", None, b"./cat/1.jpg"),
     ]
-    assert ignored == {"neither file nor folder": 1}
+    assert ignored == {"neither file nor folder": 2, "archive inside of the archive": 1}
 
 
 def test_links_in_a_stream_are_refused(tmp_path):
@@ -177,15 +153,10 @@ def test_damage_at_every_place_of_a_header(tmp_path):
     assert undone <= 2
 
 
-def header(name: str, kind: bytes = b"0", size: bytes = b"%011o\0" % 0) -> bytes:
-    """A tar header as the standard has it, with whatever size."""
-    block = bytearray(512)
-    block[: len(name)] = name.encode()
-    block[100:108], block[124:136], block[156:157] = b"0000644\0", size, kind
-    block[257:265] = b"ustar\x0000"
-    block[148:156] = b" " * 8
-    block[148:156] = b"%06o\0 " % sum(block)
-    return bytes(block)
+def header(name: str, kind: bytes = b"0", size: int = 0) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.type, info.size = kind, size
+    return info.tobuf(tarfile.GNU_FORMAT)
 
 
 @pytest.mark.parametrize(
@@ -197,9 +168,8 @@ def header(name: str, kind: bytes = b"0", size: bytes = b"%011o\0" % 0) -> bytes
 )
 def test_hostile_sizes(tmp_path, kind, size):
     """Sizes in base 256, also negative ones, neither hang nor fill the memory."""
-    packed = size.to_bytes(12, "big", signed=True)
-    packed = (b"\xff" if size < 0 else b"\x80") + packed[1:]
-    content = tar_bytes("cat/1.jpg")[:1024] + header("cat/2.jpg", kind, packed) + tar_bytes("cat/3.jpg")
+    content = tar_bytes("cat/1.jpg")[:1024] + header("cat/2.jpg", kind, size) + tar_bytes("cat/3.jpg")
+    assert content[1024 + 124] in b"\x80\xff"
     for suffix in ("tar", "tar.xz"):
         path = tmp_path / f"a.{suffix}"
         path.write_bytes(content if suffix == "tar" else lzma.compress(content))
@@ -210,14 +180,14 @@ def test_hostile_sizes(tmp_path, kind, size):
 def test_endless_sparse_map(tmp_path):
     """A map of holes that promises more than there is; tarfile would read on for ever."""
     record = b"22 GNU.sparse.major=1\n22 GNU.sparse.minor=0\n"
-    pax = header("p", b"x", b"%011o\0" % len(record)) + record.ljust(512, b"\0")
-    (tmp_path / "a.tar").write_bytes(pax + header("cat/1.jpg", size=b"%011o\0" % 512) + b"9" * 512)
+    pax = header("p", b"x", len(record)) + record.ljust(512, b"\0")
+    (tmp_path / "a.tar").write_bytes(pax + header("cat/1.jpg", size=512) + b"9" * 512)
     with pytest.raises(DataError, match=r"a\.tar"):
         listed(tmp_path / "a.tar")
 
 
 def test_headers_within_headers(tmp_path):
-    long = header("l", b"L", b"%011o\0" % 10) + b"x".ljust(512, b"\0")
+    long = header("l", b"L", 10) + b"x".ljust(512, b"\0")
     (tmp_path / "a.tar").write_bytes(long * 5000)
     with pytest.raises(DataError, match=r"a\.tar"):
         listed(tmp_path / "a.tar")
@@ -229,8 +199,9 @@ def test_an_archive_that_became_shorter(tmp_path):
     (item,) = source.items(0, Counter())
     assert struct.unpack("<QQ", item.content) == (512, 9)
     path.write_bytes(path.read_bytes()[:515])
-    with pytest.raises(OSError, match="shorter"):
+    with pytest.raises(OSError, match=r"shorter.*a\.tar") as caught:
         source.read(0, item.content)
+    assert caught.value.errno == errno.EIO
 
 
 def inner_tars(prefix: str = "") -> tuple[tuple[str, bytes], ...]:
@@ -286,19 +257,3 @@ def test_a_tar_for_every_class(tmp_path):
     assert listed(*paths) == listed(write_tar(tmp_path / "all.tar", *inner_tars()))
     with pytest.raises(RecipeError, match="--label-field x"):
         listed(*paths, label_field="x")
-
-
-def test_flat_images_with_a_list(tmp_path):
-    path = write_tar(tmp_path / "val.tar", *(f"val/ILSVRC2012_val_{i:08d}.JPEG" for i in (2, 1, 3)))
-    labels = tmp_path / "imagenet_2012_validation_synset_labels.txt"
-    labels.write_text("n01751748\nn09193705\nn02105855\n")
-    found = {key: labels for key, labels, _ in listed(path, labels=str(labels))}
-    assert found == {
-        "val/ILSVRC2012_val_00000001.JPEG": ("n01751748",),
-        "val/ILSVRC2012_val_00000002.JPEG": ("n09193705",),
-        "val/ILSVRC2012_val_00000003.JPEG": ("n02105855",),
-    }
-    with pytest.raises(RecipeError, match=r"--labels .*absent\.txt"):
-        open_tars("SRC", [str(path)], SourceOptions(labels=str(tmp_path / "absent.txt")))
-    with pytest.raises(RecipeError, match="--image-field jpg"):
-        listed(path, labels=str(labels), image_field="jpg")

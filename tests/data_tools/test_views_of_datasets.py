@@ -9,16 +9,15 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from commands import command
 from datasets_on_disk import uids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from messages import refusal
-from small_files import excluding, upload, write_files
-from typer.testing import CliRunner
+from small_files import upload, write_files
 
 from data_tools.request import parse_count
-from data_tools.views import Part, parse_parts, write_parts, write_subset
-from vitscale.cli.main import app
+from data_tools.views import Part, parse_parts, write_parts, write_subset, write_view
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.data.shards.verify import verify
@@ -27,69 +26,42 @@ from vitscale.ground.errors import DataError, RecipeError
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """23 samples in shards of 10, 10 and 3."""
-    folder = tmp_path_factory.mktemp("subset") / "jft" / "train"
-    write_generated_dataset(folder, [10, 10, 3])
-    return folder
-
-
-@pytest.mark.parametrize("count", [1, 9, 10, 11, 20, 22, 23])
-def test_a_subset_is_a_prefix(whole, tmp_path, count):
-    subset = write_subset(str(whole), str(tmp_path / "deep" / "out"), count)
-    assert subset.num_samples == count and uids(tmp_path / "deep" / "out") == list(range(count))
-    assert [path.name for path in (tmp_path / "deep" / "out").iterdir()] == ["manifest.json"]
-    all_of = Manifest.load(whole)
-    assert (subset.class_names, subset.options, subset.shuffle_seed) == (
-        all_of.class_names,
-        all_of.options,
-        all_of.shuffle_seed,
-    )
-    for shard in subset.shards:
-        assert shard.path == f"{os.path.relpath(whole, tmp_path / 'deep' / 'out')}/{Path(shard.path).name}"
-    assert not verify(subset).damage
-
-
-def test_subsets_are_nested_and_have_subsets(whole, tmp_path):
-    for count in (14, 12, 3):
-        write_subset(str(whole), str(tmp_path / str(count)), count)
-    assert set(uids(tmp_path / "3")) < set(uids(tmp_path / "12")) < set(uids(tmp_path / "14"))
-    again = write_subset(str(tmp_path / "14" / "manifest.json"), str(tmp_path / "of-14"), 12)
-    assert again.sha256 == Manifest.load(tmp_path / "12").sha256
-    with pytest.raises(RecipeError, match=r"15 samples.*\b14\b"):
-        write_subset(str(tmp_path / "14"), str(tmp_path / "more"), 15)
-    assert not (tmp_path / "more").exists()
+    return write_generated_dataset(tmp_path_factory.mktemp("subset") / "jft" / "train", [10, 10, 3]).directory
 
 
 def view(whole, out, excluded):
-    """A view without some slots of each shard, as de-duplication makes it."""
-    out.mkdir()
     manifest = Manifest.load(whole)
-    shards = []
-    for index, (entry, slots) in enumerate(zip(manifest.shards, excluded, strict=True)):
-        entry = entry.model_copy(update={"path": os.path.relpath(manifest.shard_path(index), out)})
-        if slots:
-            entry = entry.model_copy(update={"select": excluding(out, f"{index}.npy", slots)})
-        shards.append(entry)
-    samples = sum(entry.num_selected for entry in shards)
-    manifest.model_copy(update={"shards": tuple(shards), "num_samples": samples}).save(out)
-    return uids(out)
+    kept = ((index, np.setdiff1d(manifest.slots(index), slots)) for index, slots in enumerate(excluded))
+    return uids(write_view(manifest, str(out), kept))
 
 
-@pytest.mark.parametrize("count", [*range(1, 17)])
-def test_what_a_view_excludes_stays_out(whole, tmp_path, count):
-    left = view(whole, tmp_path / "view", [[0, 4], [3, 8, 9], [1, 2]])
-    assert len(left) == 16
-    out = tmp_path / "a" / "subset"
-    subset = write_subset(str(tmp_path / "view"), str(out), count)
-    assert uids(out) == left[:count]
-    first = subset.shards[0].select
-    if count >= 8:
-        assert first.exclude.path == "../../view/0.npy"
+LEFT = [*(1, 2, 3, 5, 6, 7, 8, 9), *(10, 11, 12, 14, 15, 16, 17), 21]
+
+
+@pytest.mark.parametrize(
+    ("left", "count"),
+    [*((range(23), count) for count in (1, 9, 10, 11, 20, 22, 23)), *((LEFT, count) for count in range(1, 17))],
+)
+def test_a_subset_is_a_prefix(whole, tmp_path, left, count):
+    """Of a dataset, and of a view: what that excludes stays out."""
+    if left == LEFT:
+        assert view(whole, tmp_path / "view", [[0, 4], [3, 8, 9], [0, 2]]) == LEFT
+    dataset, out = str(tmp_path / "view" if left == LEFT else whole), tmp_path / "deep" / "out"
+    subset = write_subset(dataset, str(out), count)
+    assert uids(out) == list(left[:count])
+    for name in ("class_names", "options", "shuffle_seed"):
+        assert getattr(subset, name) == getattr(Manifest.load(whole), name)
+    for shard in subset.shards:
+        assert shard.path == f"{os.path.relpath(whole, out)}/{Path(shard.path).name}"
+    if left != LEFT:
+        assert [path.name for path in out.iterdir()] == ["manifest.json"]
+    elif count >= 8:
+        assert subset.shards[0].select.exclude.path == "../../view/shard-00000.excluded.npy"
     assert not verify(subset).damage
     for fewer in range(1, count):
-        nested = tmp_path / f"nested-{fewer}"
-        write_subset(str(out), str(nested), fewer)
-        assert uids(nested) == left[:fewer]
+        nested = write_subset(str(out / "manifest.json"), str(tmp_path / f"{fewer}"), fewer)
+        assert uids(nested) == list(left[:fewer])
+        assert nested.sha256 == write_subset(dataset, str(tmp_path / f"{fewer} at once"), fewer).sha256
 
 
 def test_links_are_followed_before_paths_are_made(whole, tmp_path):
@@ -106,20 +78,20 @@ def test_out_must_be_new_or_empty(whole, tmp_path):
         (whole, "file", 3, RecipeError, f"{tmp_path}/file"),
         (whole, "full", 3, RecipeError, r"mine\.txt"),
         (whole, "new", 0, RecipeError, "0 samples"),
+        (whole, "new", 24, RecipeError, r"24 samples.*\b23\b"),
         (tmp_path / "full", "new", 3, DataError, f"{tmp_path}/full"),
         (whole, "file/new", 3, DataError, f"{tmp_path}/file/new"),
     ):
         with pytest.raises(error, match=named):
             write_subset(str(source), str(tmp_path / out), count)
+    assert not (tmp_path / "new").exists()
 
 
 def test_at_a_url(whole, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "bucket" / "jft" / "train")
-    manifest = Manifest.load(folder)
-    first = manifest.shards[0].model_copy(update={"select": excluding(folder, "0.npy", [0, 4])})
-    manifest.model_copy(update={"shards": (first, *manifest.shards[1:]), "num_samples": 21}).save(folder)
+    view(folder, tmp_path / "bucket" / "jft" / "view", [[0, 4], [], []])
     bucket = upload(tmp_path / "bucket", f"memory://{tmp_path.name}")
-    train = f"{bucket}/jft/train"
+    train = f"{bucket}/jft/view"
     write_subset(train, f"{bucket}/out/18", 18)
     subset = write_subset(train, f"{bucket}/out/5", 5)
     found = fsspec.filesystem("memory").ls(f"{bucket}/out/5", detail=False)
@@ -149,10 +121,7 @@ def test_counts():
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory):
-    """203 samples in shards of 100, 100 and 3."""
-    folder = tmp_path_factory.mktemp("divided") / "toy" / "train"
-    write_generated_dataset(folder, [100, 100, 3])
-    return folder
+    return write_generated_dataset(tmp_path_factory.mktemp("divided") / "toy" / "train", [100, 100, 3]).directory
 
 
 def parts(*shares):
@@ -170,12 +139,10 @@ def test_every_sample_is_in_one_part_of_the_size_asked_for(divided, tmp_path_fac
 
 
 def test_98_to_2_as_the_command_writes_them(divided, tmp_path):
-    """Published sizes: 49,000 and 1,000 of CIFAR's 50,000; here 199 and 4."""
-    result = CliRunner().invoke(app, ["shards", "split", str(divided), "--parts", "98,2"])
-    assert result.exit_code == 0, result.output
+    code, printed = command("shards", "split", divided, "--parts", "98,2").answer
     train, development = (Manifest.load(divided.parent / name) for name in ("train-98", "train-2"))
     assert (train.num_samples, development.num_samples) == (199, 4)
-    assert str(divided.parent / "train-2") in result.output
+    assert code == 0 and str(divided.parent / "train-2") in printed
     assert not verify(train).damage and not verify(development).damage
     files = [path.name for folder in ("train-98", "train-2") for path in (divided.parent / folder).iterdir()]
     assert not [name for name in files if name.endswith(".beton")]
@@ -220,9 +187,7 @@ def test_names_are_given_or_made(divided):
 def test_nothing_is_written_where_something_is_wrong(divided, tmp_path):
     with pytest.raises(RecipeError, match="part-1"):
         write_parts(str(divided), str(tmp_path / "new"), parts(10_000, 1))
-    taken = tmp_path / "new" / "part-1"
-    taken.mkdir(parents=True)
-    (taken / "mine.txt").write_text("x")
+    write_files(tmp_path / "new" / "part-1", "mine.txt")
     with refusal(RecipeError, "shards", "part whose folder is taken", {tmp_path: "FOLDER"}):
         write_parts(str(divided), str(tmp_path / "new"), parts(1, 1))
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["part-1"]

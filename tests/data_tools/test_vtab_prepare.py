@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import command
+from datasets_on_disk import samples_of
 from messages import refusal
 from PIL import Image
 from rich.console import Console
 from test_tfrecord import encode, write
-from typer.testing import CliRunner
 from vtab_copies import IMAGES, expected_label, make_folders, make_tars, make_tfds, picture
 
 from data_tools.machine import Machine
@@ -27,16 +28,13 @@ from data_tools.vtab.tasks import (
     ORIGINS,
     Slice,
     Takes,
-    clevr_count,
     clevr_distance,
     dsprites_location,
     dsprites_orientation,
     kitti_distance,
     stated,
 )
-from vitscale.cli.main import app
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.opening import open_shard
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.vtab import TASKS
 
@@ -44,17 +42,13 @@ pytestmark = pytest.mark.usefixtures("here")
 
 TAKES = Takes(8, 2)
 # (split, first image) of the validation images, and (split, first image) of the test part, of 40 images in TFDS.
-PUBLISHED = {
-    **{"caltech101": (("train", 36), ("test", 0)), "cifar100": (("train", 36), ("test", 0))},
-    **{"dtd": (("validation", 0), ("test", 0)), "flowers102": (("validation", 0), ("test", 0))},
-    **{"pets": (("train", 32), ("test", 0)), "sun397": (("validation", 0), ("test", 0))},
-    **{"svhn": (("train", 36), ("test", 0)), "camelyon": (("validation", 0), ("test", 0))},
-    **{"eurosat": (("train", 24), ("train", 32)), "resisc45": (("train", 24), ("train", 32))},
-    **{"retinopathy": (("validation", 0), ("test", 0)), "clevr_count": (("train", 36), ("validation", 0))},
-    **{"clevr_dist": (("train", 36), ("validation", 0)), "dmlab": (("validation", 0), ("test", 0))},
-    **{"dspr_loc": (("train", 32), ("train", 36)), "dspr_ori": (("train", 32), ("train", 36))},
-    **{"kitti_dist": (("validation", 0), ("test", 0)), "snorb_azim": (("test", 0), ("test", 20))},
-    "snorb_elev": (("test", 0), ("test", 20)),
+PUBLISHED = dict.fromkeys(TASKS, (("validation", 0), ("test", 0))) | {
+    **dict.fromkeys(("caltech101", "cifar100", "svhn"), (("train", 36), ("test", 0))),
+    **dict.fromkeys(("eurosat", "resisc45"), (("train", 24), ("train", 32))),
+    **dict.fromkeys(("clevr_count", "clevr_dist"), (("train", 36), ("validation", 0))),
+    **dict.fromkeys(("dspr_loc", "dspr_ori"), (("train", 32), ("train", 36))),
+    **dict.fromkeys(("snorb_azim", "snorb_elev"), (("test", 0), ("test", 20))),
+    "pets": (("train", 32), ("test", 0)),
 }
 
 
@@ -62,12 +56,15 @@ def run_prepare(task: str, folder: Path, out: Path, pinned: Ids | None = None, t
     return prepare(task, [folder], out, Machine(1), Console(quiet=True), pinned, takes)
 
 
-def shown_sha256(task: str, split: str, number: int) -> str:
-    """Of the pixels of a made picture, by Pillow alone."""
+def shown(task: str, split: str, number: int) -> np.ndarray:
+    """The pixels of a made picture, by Pillow alone."""
     binary, gray = task.startswith("dspr"), task.startswith("snorb")
     with Image.open(io.BytesIO(picture(split, number, gray=gray, binary=binary))) as image:
-        pixels = np.asarray(image.convert("RGB"))
-    return hashlib.sha256((pixels * 255 if binary else pixels).tobytes()).hexdigest()
+        return np.asarray(image.convert("RGB")) * (255 if binary else 1)
+
+
+def shown_sha256(task: str, split: str, number: int) -> str:
+    return hashlib.sha256(shown(task, split, number).tobytes()).hexdigest()
 
 
 def expected(task: str, split: str, numbers: range) -> list[tuple[str, int]]:
@@ -76,18 +73,6 @@ def expected(task: str, split: str, numbers: range) -> list[tuple[str, int]]:
 
 def contents(entries) -> list[tuple[str, int]]:
     return sorted((entry.sha256, entry.label) for entry in entries)
-
-
-def samples(dataset: Path) -> list[tuple[str, int, np.ndarray]]:
-    """Key, label and pixels of every sample, sorted by key."""
-    manifest = Manifest.load(dataset)
-    found = []
-    for index in range(len(manifest.shards)):
-        with open_shard(manifest, index) as shard:
-            for slot in shard.slots.tolist():
-                with Image.open(io.BytesIO(shard.image(slot))) as image:
-                    found.append((shard.keys[slot], shard.labels(slot)[0], np.asarray(image)))
-    return sorted(found, key=lambda sample: sample[0])
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -100,10 +85,10 @@ def test_every_task_from_records_of_tfds(tmp_path, task):
     assert contents(ids.train800) == expected(task, "train", range(8))
     assert contents(ids.val200) == expected(task, val_split, range(val_first, val_first + 2))
 
-    held = {name: samples(place / name) for name in DATASETS}
+    held = {name: list(samples_of(place / name).values()) for name in DATASETS}
     assert {name: len(found) for name, found in held.items()} == prepared.counts
     assert prepared.counts == {"train800val200": 10, "train800": 8, "val200": 2, "test": IMAGES - test_first}
-    keys = {name: {key for key, _, _ in found} for name, found in held.items()}
+    keys = {name: {sample.key for sample in found} for name, found in held.items()}
     assert keys["train800"] | keys["val200"] == keys["train800val200"]
     assert not keys["train800"] & keys["val200"] and not keys["train800val200"] & keys["test"]
     assert prepared.doubt is None
@@ -118,17 +103,16 @@ def test_every_task_from_records_of_tfds(tmp_path, task):
 
     by_key = {entry.key: entry.sha256 for entry in (*ids.train800, *ids.val200)}
     tested = set()
-    for key, label, pixels in held["train800val200"] + held["test"]:
+    for key, labels, stored in held["train800val200"] + held["test"]:
         split, file, number = key.split("/")[:3]
         row = int(number) + (IMAGES // 3 if "00001-of" in file else 0)
         if key in by_key:
             assert by_key[key] == shown_sha256(task, split, row)
         else:
             tested.add((split, row))
-        assert label == expected_label(task, row)
-        with Image.open(io.BytesIO(picture(split, row, gray="snorb" in task, binary="dspr" in task))) as image:
-            original = np.asarray(image.convert("RGB")).astype(int) * (255 if "dspr" in task else 1)
-        assert np.abs(original - pixels).max() <= 8  # a JPEG of quality 100 loses next to nothing
+        assert labels == [expected_label(task, row)]
+        # A JPEG of quality 100 loses next to nothing.
+        assert np.abs(shown(task, split, row).astype(int) - np.asarray(Image.open(io.BytesIO(stored)))).max() <= 8
     assert tested == {(test_split, row) for row in range(test_first, IMAGES)}
 
 
@@ -136,9 +120,6 @@ def test_class_names_come_from_tfds_or_from_the_rule(tmp_path):
     for task, second in (("pets", "pets 1"), ("dmlab", "1"), ("kitti_dist", "to 20 m")):
         make_tfds(tmp_path, task)
         assert open_copy(find_copy(task, [tmp_path]).copy).class_names[1] == second
-
-
-# ---- Other layouts ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", ["eurosat", "clevr_dist"])
@@ -166,14 +147,15 @@ def test_tars_of_clip_benchmark(tmp_path, task):
     assert prepared.counts["test"] == IMAGES and prepared.doubt is not None
 
 
-# ---- Lists of ids ----------------------------------------------------------------------------------------------------
-
-
-def test_a_list_of_ids_takes_the_same_images_from_another_copy(tmp_path):
-    """By key where the copy has them; by pixels and label where it has another order and other keys."""
+@pytest.fixture
+def pinned(tmp_path) -> Ids:
     make_tfds(tmp_path / "one", "pets")
     run_prepare("pets", tmp_path / "one", tmp_path / "first")
-    pinned = Ids.read(tmp_path / "first" / "pets" / "ids.json")
+    return Ids.read(tmp_path / "first" / "pets" / "ids.json")
+
+
+def test_a_list_of_ids_takes_the_same_images_from_another_copy(tmp_path, pinned):
+    """By key where the copy has them; by pixels and label where it has another order and other keys."""
     again = run_prepare("pets", tmp_path / "one", tmp_path / "second", pinned)
     assert Ids.read(tmp_path / "second" / "pets" / "ids.json").parts == pinned.parts and again.doubt is None
 
@@ -191,10 +173,7 @@ def test_a_list_of_ids_takes_the_same_images_from_another_copy(tmp_path):
     assert Ids.read(tmp_path / "fourth" / "pets" / "ids.json").sha256 == pinned.sha256
 
 
-def test_a_list_of_ids_is_verified(tmp_path):
-    make_tfds(tmp_path / "one", "pets")
-    run_prepare("pets", tmp_path / "one", tmp_path / "first")
-    pinned = Ids.read(tmp_path / "first" / "pets" / "ids.json")
+def test_a_list_of_ids_is_verified(tmp_path, pinned):
     for changed in ({"sha256": "0" * 64}, {"key": "train/x", "sha256": "0" * 64}):
         first, *others = pinned.train800
         other = pinned.model_copy(update={"train800": (first.model_copy(update=changed), *others)})
@@ -205,21 +184,13 @@ def test_a_list_of_ids_is_verified(tmp_path):
         run_prepare("pets", tmp_path / "one", tmp_path / "first", other)
 
 
-@pytest.mark.parametrize("damage", ["{", '{"version": 2}', "twice"])
-def test_a_damaged_list_of_ids(tmp_path, damage):
-    make_tfds(tmp_path, "pets")
-    run_prepare("pets", tmp_path, tmp_path / "out")
-    path = tmp_path / "out" / "pets" / "ids.json"
-    if damage == "twice":
-        content = json.loads(path.read_text())
-        content["val200"] = content["train800"][:2]
-        damage = json.dumps(content)
-    path.write_text(damage)
-    with pytest.raises(DataError, match=r"ids\.json"):
-        Ids.read(path)
-
-
-# ---- Repeating, and what cannot be taken -----------------------------------------------------------------------------
+def test_a_damaged_list_of_ids(tmp_path, pinned):
+    path = tmp_path / "first" / "pets" / "ids.json"
+    content = json.loads(path.read_text())
+    for damaged in ("{", '{"version": 2}', json.dumps(content | {"val200": content["train800"][:2]})):
+        path.write_text(damaged)
+        with pytest.raises(DataError, match=r"ids\.json"):
+            Ids.read(path)
 
 
 def test_repeating_goes_on(tmp_path):
@@ -302,24 +273,23 @@ def test_slices_round_down_to_an_image():
     assert Slice("test", 50).rows(24300) == range(12150, 24300)
 
 
-def call(*arguments: object):
-    return CliRunner().invoke(app, ["vtab", *map(str, arguments)])
-
-
 def test_the_command_takes_what_there_is_and_says_what_is_missing(tmp_path):
     make_tfds(tmp_path / "tfds", "camelyon", images={"train": 800, "validation": 200, "test": 4})
     out = tmp_path / "out"
-    result = call("prepare", tmp_path / "tfds", "--out", out)
-    assert result.exit_code == 0, result.output
+    code, printed = command("vtab", "prepare", tmp_path / "tfds", "--out", out).answer
+    assert code == 0, printed
     assert [Manifest.load(out / "camelyon" / name).num_samples for name in DATASETS] == [1000, 800, 200, 4]
-    assert "missing: caltech101" in result.output and str(tmp_path / "tfds" / "kitti") in result.output
-    assert ORIGINS["resisc45"].get in result.output
-    assert call("prepare", tmp_path / "tfds", "--out", out, "--task", "camelyon").exit_code == 0
-    assert call("prepare", tmp_path / "tfds", "--out", out, "--task", "camelyon", "--task", "dtd").exit_code == 3
-    assert isinstance(call("prepare", tmp_path / "tfds", "--out", out, "--task", "mnist").exception, RecipeError)
-    assert isinstance(call("prepare", tmp_path / "no", "--out", out).exception, RecipeError)
-    pinned = call("prepare", tmp_path / "tfds", "--out", tmp_path / "b", "--ids", out, "--task", "camelyon")
-    assert pinned.exit_code == 0, pinned.output
+    assert "missing: caltech101" in printed and str(tmp_path / "tfds" / "kitti") in printed
+    assert ORIGINS["resisc45"].get in printed
+    camelyon = "--task", "camelyon"
+    for folder, arguments, code in (
+        ("tfds", ("--out", out, *camelyon), 0),
+        ("tfds", ("--out", out, *camelyon, "--task", "dtd"), 3),
+        ("tfds", ("--out", out, "--task", "mnist"), 2),
+        ("no", ("--out", out), 2),
+        ("tfds", ("--out", tmp_path / "b", "--ids", out, *camelyon), 0),
+    ):
+        assert command("vtab", "prepare", tmp_path / folder, *arguments).returncode == code
     both = [Ids.read(folder / "camelyon" / "ids.json") for folder in (out, tmp_path / "b")]
     assert both[0].parts == both[1].parts
 
@@ -327,14 +297,9 @@ def test_the_command_takes_what_there_is_and_says_what_is_missing(tmp_path):
 def test_a_task_that_fails_does_not_stop_the_others(tmp_path):
     make_tfds(tmp_path / "tfds", "camelyon", images=20)
     make_folders(tmp_path / "tfds", "svhn", train=1000, test=20)
-    result = call("prepare", tmp_path / "tfds", "--out", tmp_path / "out")
-    assert result.exit_code == 3 and (tmp_path / "out" / "svhn" / "test" / "manifest.json").is_file()
-    assert "failed: camelyon" in result.output
-
-
-@pytest.mark.parametrize(("objects", "label"), [(3, 0), (4, 1), (9, 6), (10, 7)])
-def test_clevr_counts_from_three(objects, label):
-    assert clevr_count(np.zeros(objects, np.int64)) == label
+    done = command("vtab", "prepare", tmp_path / "tfds", "--out", tmp_path / "out")
+    assert done.returncode == 3 and (tmp_path / "out" / "svhn" / "test" / "manifest.json").is_file()
+    assert "failed: camelyon" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -381,24 +346,17 @@ def test_what_has_no_class(rule, values):
         rule(*map(np.array, values))
 
 
-CLOSEST = LabelRule(("objects/type", "objects/location"), kitti_distance)
-SCENES = [([0, 3], [1.0, 2.0, 9.5, 0.0, 0.0, 1.0]), ([3], [1.0, 2.0, 4.0]), ([], [])]
-
-
-def labels_of(source):
-    return [item.labels for item in source.items(0, {})]
-
-
-def test_rules_over_records(tmp_path):
-    records = [encode(image=["x"], label=[7], objects__type=t, objects__location=xyz) for t, xyz in SCENES]
+@pytest.mark.parametrize(
+    ("rule", "named"),
+    [
+        (LabelRule(("label_x",), stated), "record 0 .*label_x"),
+        (LabelRule(("type", "location"), kitti_distance), "record 1 "),  # of two types and one location
+        (LabelRule(("location",), clevr_distance), "record 2 "),  # of none
+    ],
+)
+def test_records_of_which_no_label_follows(tmp_path, rule, named):
+    scenes = ([0, 3], [1.0, 2.0, 9.5, 0.0, 0.0, 1.0]), ([0, 1], [1.0, 2.0, 3.0]), ([], [])
+    records = [encode(image=["x"], type=types, location=xyz) for types, xyz in scenes]
     source = open_tfrecords("source", [write(tmp_path / "train-0", *records)], SourceOptions(unlabelled=True))
-    assert labels_of(replace(source, rule=CLOSEST)) == [("1",), ("3",), ("3",)]
-    assert labels_of(replace(source, rule=LabelRule(("label",), stated))) == [("7",)] * 3
-    with pytest.raises(DataError, match="label_x"):
-        labels_of(replace(source, rule=LabelRule(("label_x",), stated)))
-    uneven = encode(image=["x"], objects__type=[0, 1], objects__location=[1.0, 2.0, 3.0])
-    other = open_tfrecords("source", [write(tmp_path / "train-1", uneven)], SourceOptions(unlabelled=True))
-    with pytest.raises(DataError, match="record 0"):
-        labels_of(replace(other, rule=CLOSEST))
-    with pytest.raises(DataError, match="record 2"):
-        labels_of(replace(source, rule=LabelRule(("objects/location",), clevr_distance)))
+    with pytest.raises(DataError, match=named):
+        list(replace(source, rule=rule).items(0, {}))

@@ -3,9 +3,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import webdataset as wds
 from messages import refusal
 from small_files import write_tar
 from test_tar_sources import listed
+from webdataset.tariterators import base_plus_ext
 
 from data_tools.sources.source import SourceOptions
 from data_tools.sources.tar import open_tars
@@ -13,13 +15,7 @@ from data_tools.sources.webdataset import WebDatasetSource, sample_name
 from vitscale.ground.errors import DataError, RecipeError
 
 
-def webdataset():
-    return pytest.importorskip("webdataset", reason="needs the webdataset package, the format's own reader and writer")
-
-
 def test_shards_of_the_webdataset_library(tmp_path):
-    """Written and read back by the library itself."""
-    wds = webdataset()
     with wds.ShardWriter(str(tmp_path / "train-%04d.tar"), maxcount=4, verbose=0) as sink:
         for i in range(10):
             image = b"\xff\xd8image %d" % i
@@ -38,7 +34,6 @@ def test_shards_of_the_webdataset_library(tmp_path):
 
 
 def test_compressed_shards_of_the_library(tmp_path):
-    wds = webdataset()
     path = tmp_path / "a.tar.gz"
     with wds.TarWriter(str(path)) as sink:
         sink.write({"__key__": "one", "webp": b"image", "json": {"label": ["cat", "dog"], "caption": "x"}})
@@ -50,23 +45,15 @@ def test_compressed_shards_of_the_library(tmp_path):
     "path", ["1.jpg", "a/1.jpg", "a.b/1.jpg", "a/1.seg.PNG", "./a/b.c.d", "1", "a.b/1", "n0144_1.JPEG", "a b.jpg"]
 )
 def test_names_of_samples_are_those_of_the_library(path):
-    webdataset()
-    from webdataset.tariterators import base_plus_ext
-
     name, extension = base_plus_ext(path)
-    if name is None:
-        assert sample_name(path)[1] == ""
-    else:
-        assert sample_name(path) == (name, extension.lower())
+    assert sample_name(path)[1] == "" if name is None else sample_name(path) == (name, extension.lower())
 
 
-def shard(path: Path, **files: bytes | str | dict | list | int) -> Path:
+def shard(path: Path, **files: bytes | str | dict | list) -> Path:
     """A shard of one sample, its files by extension (__ for a dot)."""
-
-    def encoded(value: object) -> bytes:
-        return value if isinstance(value, bytes) else (value if isinstance(value, str) else json.dumps(value)).encode()
-
-    return write_tar(path, *((f"x/7.{name.replace('__', '.')}", encoded(value)) for name, value in files.items()))
+    texts = {name: json.dumps(value) if isinstance(value, dict | list) else value for name, value in files.items()}
+    members = {name: text.encode() if isinstance(text, str) else text for name, text in texts.items()}
+    return write_tar(path, *((f"x/7.{name.replace('__', '.')}", content) for name, content in members.items()))
 
 
 @pytest.mark.parametrize(
@@ -87,9 +74,8 @@ def test_labels(tmp_path, files, labels):
 
 
 def test_named_fields(tmp_path):
-    path = shard(
-        tmp_path / "a.tar", seg__png=b"s", jpg=b"image", cls="7", cls__txt="other", json={"fine": "cat", "label": 9}
-    )
+    labels = {"cls": "7", "cls__txt": "other", "json": {"fine": "cat", "label": 9}}
+    path = shard(tmp_path / "a.tar", seg__png=b"s", jpg=b"image", **labels)
     named = {"image_field": "jpg"}
     assert listed(path, **named) == [("a/x/7.jpg", ("7",), b"image")]
     assert listed(path, image_field=".seg.PNG") == [("a/x/7.seg.png", ("7",), b"s")]
@@ -118,18 +104,9 @@ def test_samples_that_are_not_understood(tmp_path, files, options):
 
 
 def test_what_belongs_to_no_sample(tmp_path):
-    path = write_tar(
-        tmp_path / "a.tar",
-        ("__info__.json", b"{}"),
-        "README",
-        ("1.jpg", b"image"),
-        ("1.cls", b"3"),
-        ("._1.jpg", b"mac"),
-        ("2.cls", b"3"),
-        ("2.txt", b"no image"),
-        ("./3.cls", b"4"),
-        ("./3.JPEG", b"other"),
-    )
+    first = ("__info__.json", b"{}"), "README", ("1.jpg", b"image"), ("1.cls", b"3"), ("._1.jpg", b"mac")
+    others = ("2.cls", b"3"), ("2.txt", b"no image"), ("./3.cls", b"4"), ("./3.JPEG", b"other")
+    path = write_tar(tmp_path / "a.tar", *first, *others)
     ignored: Counter[str] = Counter()
     assert listed(path, ignored=ignored) == [("a/1.jpg", ("3",), b"image"), ("a/3.JPEG", ("4",), b"other")]
     assert ignored == {"hidden": 2, "neither image nor label of its sample": 2, "sample without an image": 1}
@@ -161,15 +138,17 @@ def test_what_a_webdataset_is(tmp_path):
 
 
 def test_a_list_of_labels_instead(tmp_path):
-    path = write_tar(tmp_path / "a.tar", "000.jpg", ("000.json", b'{"caption": 1}'), "001.jpg", ("001.json", b"{}"))
+    path = write_tar(tmp_path / "a.tar", "2.jpg", ("2.json", b'{"caption": 1}'), "1.jpg", ("1.json", b"{}"))
     labels = tmp_path / "labels.csv"
-    labels.write_text("000,cat\n001,dog|owl\n")
-    assert [item[:2] for item in listed(path, labels=str(labels))] == [
-        ("000.jpg", ("cat",)),
-        ("001.jpg", ("dog", "owl")),
-    ]
-    with pytest.raises(RecipeError, match="--label-field x"):
-        listed(path, labels=str(labels), label_field="x")
+    labels.write_text("1,cat\n2,dog|owl\n")
+    assert listed(path, labels=str(labels)) == [("2.jpg", ("dog", "owl"), b"2.jpg"), ("1.jpg", ("cat",), b"1.jpg")]
+    with pytest.raises(RecipeError, match=r"--labels .*absent\.txt"):
+        open_tars("SRC", [str(path)], SourceOptions(labels=str(tmp_path / "absent.txt")))
+    with pytest.raises(RecipeError, match=r"2 tars.*one tar"):
+        listed(path, path, labels=str(labels))
+    for field in ("image", "label"):
+        with pytest.raises(RecipeError, match=f"--{field}-field x"):
+            listed(path, labels=str(labels), **{f"{field}_field": "x"})
 
 
 def test_the_first_look_is_bounded(tmp_path):

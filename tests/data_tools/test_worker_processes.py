@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from processes import children
 
 from data_tools.worker_processes import run_in_processes
 from vitscale.ground.errors import DataError, RecipeError
@@ -12,11 +13,10 @@ from vitscale.ground.errors import DataError, RecipeError
 
 @dataclass(frozen=True)
 class Job:
-    """A task that meets `fate` at the image at `at`; every time, or until the file `once` exists."""
+    """A task that meets `fate` at the third image; every time, or until the file `once` exists."""
 
     number: int
     fate: str = ""
-    at: int = 2
     once: Path | None = None
     refused: dict[int, str] = field(default_factory=dict)
     can_refuse: bool = True
@@ -33,50 +33,42 @@ class Job:
 
     def run(self, progress) -> tuple[int, dict[int, str]]:
         for position in range(5):
-            if position == self.at and position not in self.refused and not (self.once and self.once.exists()):
+            if self.fate and position == 2 and position not in self.refused and not (self.once and self.once.exists()):
                 if self.once is not None:
                     self.once.touch()
-                meet(self.fate)
+                FATES[self.fate]()
             progress.advance(rejected=position in self.refused)
         return self.number, self.refused
 
 
-def meet(fate: str) -> None:
-    match fate:
-        case "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "crash":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        case "exit":
-            os._exit(7)
-        case "stall":
-            time.sleep(3600)
-        case "bad data":
-            raise DataError("the disk is full")
-        case "bug":
-            raise ZeroDivisionError("a bug")
+def fail(error: Exception) -> None:
+    raise error
+
+
+FATES = {
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "exit": lambda: os._exit(7),
+    "stall": lambda: time.sleep(3600),
+    "bad data": lambda: fail(DataError("the disk is full")),
+    "bug": lambda: fail(ZeroDivisionError("a bug")),
+}
 
 
 def run(*jobs: Job, workers: int = 2, stall_seconds: float = 60.0):
     ticks: list[tuple[int, int]] = []
-    results = dict(
-        run_in_processes(jobs, workers, lambda done, rejected: ticks.append((done, rejected)), stall_seconds)
-    )
+    results = dict(run_in_processes(jobs, workers, lambda *counts: ticks.append(counts), stall_seconds))
     return results, ticks[-1]
 
 
-def children() -> list[str]:
-    return [
-        child
-        for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
+def workers_of(process: int) -> list[int]:
+    return [pid for pid in children(process) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_all_tasks_are_done_and_counted():
     results, last = run(*(Job(i) for i in range(7)))
     assert results == {i: {} for i in range(7)} and last == (35, 0)
-    assert not children()
+    assert not workers_of(os.getpid())
 
 
 def test_a_task_whose_worker_dies_once_is_done_by_another(tmp_path):
@@ -99,7 +91,7 @@ def test_an_image_that_workers_die_on_is_rejected(reasons):
 def test_a_task_that_cannot_do_without_is_given_up():
     with pytest.raises(DataError, match=r"job 1\b.*\b3 workers\b.*\bimage 2\b.*\b7\b"):
         run(Job(0), Job(1, "exit", can_refuse=False))
-    assert not children()
+    assert not workers_of(os.getpid())
 
 
 def test_errors_of_tasks_arrive():
@@ -107,7 +99,7 @@ def test_errors_of_tasks_arrive():
         run(Job(0), Job(1, "bad data"))
     with pytest.raises(RuntimeError, match=r"(?s)job 1\b.*ZeroDivisionError"):
         run(Job(0), Job(1, "bug"))
-    assert not children()
+    assert not workers_of(os.getpid())
 
 
 def test_tasks_are_made_when_they_are_needed():
@@ -131,4 +123,4 @@ def test_an_error_in_making_tasks_ends_the_workers():
 
     with pytest.raises(RecipeError, match="no more"):
         list(run_in_processes(jobs(), 2, lambda *_: None))
-    assert not children()
+    assert not workers_of(os.getpid())

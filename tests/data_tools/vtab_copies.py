@@ -1,9 +1,10 @@
 """Small copies of the datasets of VTAB-1k in every layout, made up: image i of a split differs from all others."""
 
-import io
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
+from pictures import encoded
 from PIL import Image
 from small_files import write_files, write_tar
 from test_tfrecord import encode, framed
@@ -26,53 +27,29 @@ def expected_label(task: str, number: int) -> int:
 
 
 def picture(split: str, number: int, *, gray: bool = False, binary: bool = False) -> bytes:
-    """A PNG of 8 x 8 pixels."""
     rng = np.random.default_rng([number, len(split), ord(split[0])])
     pixels = rng.integers(0, 2 if binary else 256, (8, 8) if gray or binary else (8, 8, 3), np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "PNG")
-    return out.getvalue()
+    return encoded(Image.fromarray(pixels), "PNG")
 
 
 def features(task: str, split: str, number: int) -> dict[str, list]:
-    """What TFDS has of an image."""
-    name = ORIGINS[task].tfds_name
-    if name == "clevr":
-        count = 3 + number % 8
-        coords = [[1.0 * i, 2.0 * i, CLEVR_DISTANCES[number % 6] + i] for i in range(count)]
-        return {
-            "image": [picture(split, number)],
-            "objects/size": [0] * count,
-            "objects/pixel_coords": [value for xyz in reversed(coords) for value in xyz],
-        }
-    if name == "kitti":
-        z = (*KITTI_DISTANCES, 2.0)[number % 4]
-        types = [5, 0 if number % 4 < 3 else 4]  # a cyclist, nearer than all; a car, or a person sitting
-        return {
-            "image": [picture(split, number)],
-            "objects/type": types,
-            "objects/location": [0.5, 1.5, 1.0, -3.0, 1.5, z],
-        }
-    if name == "dsprites":
-        return {
-            "image": [picture(split, number, binary=True)],
-            "label_x_position": [number % 32],
-            "label_orientation": [number % 40],
-            "label_shape": [0],
-        }
-    if name == "smallnorb":
-        return {
-            "image": [picture(split, number, gray=True)],
-            "image2": [picture(split + "2", number, gray=True)],
-            "label_azimuth": [number % 18],
-            "label_elevation": [number % 9],
-            "label_category": [0],
-        }
-    return {
-        "image": [picture(split, number)],
-        "label": [number % TASKS[task].num_classes],
-        "file_name": [f"{number}.png"],
-    }
+    """What TFDS has of an image, names as `encode` takes them."""
+    image = {"image": [picture(split, number, gray="snorb" in task, binary="dspr" in task)]}
+    match ORIGINS[task].tfds_name:
+        case "clevr":
+            count, nearest = 3 + number % 8, CLEVR_DISTANCES[number % 6]
+            coords = [value for i in reversed(range(count)) for value in (1.0 * i, 2.0 * i, nearest + i)]
+            return image | {"objects__size": [0] * count, "objects__pixel_coords": coords}
+        case "kitti":
+            z = (*KITTI_DISTANCES, 2.0)[number % 4]
+            types = [5, 0 if number % 4 < 3 else 4]  # a cyclist, nearer than all; a car, or a person sitting
+            return image | {"objects__type": types, "objects__location": [0.5, 1.5, 1.0, -3.0, 1.5, z]}
+        case "dsprites":
+            return image | {"label_x_position": [number % 32], "label_orientation": [number % 40], "label_shape": [0]}
+        case "smallnorb":
+            labels = {"label_azimuth": [number % 18], "label_elevation": [number % 9], "label_category": [0]}
+            return image | {"image2": [picture(split + "2", number, gray=True)]} | labels
+    return image | {"label": [number % TASKS[task].num_classes], "file_name": [f"{number}.png"]}
 
 
 def make_tfds(root: Path, task: str, images: int | dict[str, int] = IMAGES, version: str | None = None) -> Path:
@@ -85,10 +62,7 @@ def make_tfds(root: Path, task: str, images: int | dict[str, int] = IMAGES, vers
     folder.mkdir(parents=True)
     for split in origin.splits:
         count = images if isinstance(images, int) else images[split]
-        records = [
-            encode(**{name.replace("/", "__"): values for name, values in features(task, split, number).items()})
-            for number in range(count)
-        ]
+        records = [encode(**features(task, split, number)) for number in range(count)]
         for index, half in enumerate((records[: count // 3], records[count // 3 :])):
             (folder / f"{origin.tfds_name}-{split}.tfrecord-0000{index}-of-00002").write_bytes(framed(*half))
     if origin.rule.features == ("label",) and task != "dmlab":
@@ -102,11 +76,9 @@ def make_tars(root: Path, task: str, splits: tuple[str, ...], images: int = IMAG
     folder = root / f"wds_vtab-{ORIGINS[task].tars or task}"
     for split in splits:
         for index, half in enumerate((range(images // 2), range(images // 2, images))):
-            members = []
-            for number in half:
-                members.append((f"s{number:07d}.png", picture(split, number)))
-                members.append((f"s{number:07d}.cls", b"%d" % expected_label(task, number)))
-            write_tar(folder / split / f"{index}.tar", *members)
+            pngs = ((f"s{number:07d}.png", picture(split, number)) for number in half)
+            labels = ((f"s{number:07d}.cls", b"%d" % expected_label(task, number)) for number in half)
+            write_tar(folder / split / f"{index}.tar", *chain.from_iterable(zip(pngs, labels, strict=True)))
         (folder / split / "nshards.txt").write_text("2\n")
     names = [f"class {number}" for number in range(TASKS[task].num_classes)]
     (folder / "classnames.txt").write_text("\n".join(names) + "\n")

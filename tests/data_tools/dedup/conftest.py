@@ -12,7 +12,6 @@ from data_tools.machine import Machine
 
 @pytest.fixture(scope="session")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> planted_copies.Planted:
-    """A training set with copies of test images in it."""
     return planted_copies.plant(tmp_path_factory.mktemp("planted"))
 
 
@@ -38,7 +37,6 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Path:
-    """An index of the photos at level 1."""
     out = tmp_path_factory.mktemp("made") / "index"
     index_of(out, [source_of(photos, level=1)])
     return out

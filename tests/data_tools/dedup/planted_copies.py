@@ -1,9 +1,11 @@
 """A training set with copies of test images in it, and who copied what: made once for all tests that ask for it."""
 
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 import fsspec
+import pyarrow.parquet as pq
 from dedup_data import index_of, make_photo, source_of
 from pictures import encoded
 from PIL import Image, ImageOps
@@ -49,8 +51,16 @@ def photo(seed: int, height: int = 150, width: int = 200) -> Image.Image:
     return make_photo(1000 + seed, height, width)
 
 
+def stripped(planted: Planted, out: Path) -> Path:
+    """The dataset as version 1 of the tables of provenance had it, without fingerprints."""
+    shutil.copytree(planted.dataset, out)
+    for path in out.glob("*.idx.parquet"):
+        table = pq.read_table(path).drop_columns(["pixels", "pdq", "pdq_quality", "pdq_trimmed"])
+        pq.write_table(table.replace_schema_metadata(None), path, compression="zstd")
+    return out
+
+
 def plant(root: Path) -> Planted:
-    """Write all of it into a folder."""
     birds, fish = [photo(i) for i in range(10)], [photo(100 + i) for i in range(6)]
     test_sets = {
         "birds": write_files(root / "birds", *((f"{i}.jpg", jpeg(picture)) for i, picture in enumerate(birds))),

@@ -79,9 +79,6 @@ def test_flat_pictures_are_like_nothing(photos):
         assert correlation(query, image, WHOLE, mirrored=False) == 0
 
 
-# ------------------------------------------------------------------------------------------------------------- borders
-
-
 def framed(pixels: np.ndarray, width: int, value: int) -> np.ndarray:
     out = np.full((64, 64), value, np.uint8)
     out[width:-width, width:-width] = pixels[width:-width, width:-width]

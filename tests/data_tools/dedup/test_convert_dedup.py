@@ -1,6 +1,5 @@
 """Copies of test images are left out of what is converted, whoever converts it and however often it is killed."""
 
-import io
 import json
 import re
 import shutil
@@ -10,19 +9,18 @@ from pathlib import Path
 import fsspec
 import pyarrow.parquet as pq
 import pytest
+from commands import command
 from datasets_on_disk import contents, run_here
 from dedup_data import index_of, source_of, write_photos
 from messages import assert_messages
-from planted_copies import OWN, PLANTED, photo
-from typer.testing import CliRunner
+from planted_copies import OWN, PLANTED, photo, stripped
+from small_files import flip, write_files
 
-from data_tools.conversion import convert, merge
+from data_tools.conversion import convert
 from data_tools.dedup.against import name_indexes
-from data_tools.machine import ALL_TASKS, Machine, TaskRange
+from data_tools.machine import Machine, TaskRange
 from data_tools.request import Request, parse_splits
-from vitscale.cli.main import app as vitscale_app
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.provenance import FINGERPRINT_COLUMNS
 from vitscale.data.shards.verify import verify
 from vitscale.ground.errors import DataError, RecipeError
 
@@ -33,7 +31,6 @@ LISTED = f"{len(PLANTED)} (listed in dedup.parquet)"
 
 @pytest.fixture(scope="module")
 def index(planted, tmp_path_factory) -> Path:
-    """Of both test sets."""
     sources = [source_of(folder, name) for name, folder in planted.test_sets.items()]
     return index_of(tmp_path_factory.mktemp("both") / "index", sources).folder
 
@@ -63,14 +60,10 @@ def in_peace(pictures, index, tmp_path_factory) -> Path:
     return out
 
 
-def converted(request: Request, folder: Path, tasks: TaskRange = ALL_TASKS) -> Path:
+def converted(request: Request, folder: Path) -> Path:
     """A data set converted to a URL and brought here, in this process alone: that is faster."""
     url = f"memory://{folder.parent.name}/{folder.name}"
-    convert(request, url, Machine(tasks=tasks))
-    return fetched(url, folder)
-
-
-def fetched(url: str, folder: Path) -> Path:
+    convert(request, url)
     fsspec.filesystem("memory").get(url, str(folder), recursive=True)
     return folder
 
@@ -85,7 +78,6 @@ def decisions(dataset: Path) -> list[dict]:
 
 
 def rows_of(dataset: Path) -> list[dict]:
-    """The rows of provenance of all shards."""
     return [row for path in sorted(dataset.glob("*.idx.parquet")) for row in pq.read_table(path).to_pylist()]
 
 
@@ -119,8 +111,7 @@ def test_the_command_tells_what_was_left_out(here, pictures, index, in_peace, tm
     without = run_here(pictures, tmp_path / "out", *SHARDS)
     assert without.exit_code == 2
     assert_messages("convert", {"complete dataset": without.stderr.rstrip()}, {tmp_path / "out": "OUT"})
-    checked = CliRunner().invoke(vitscale_app, ["shards", "verify", str(tmp_path / "out")])
-    assert checked.exit_code == 0, checked.output
+    assert command("shards", "verify", tmp_path / "out").returncode == 0
 
 
 def test_what_is_kept_is_stored_as_without_the_option(pictures, in_peace, unrelated, tmp_path):
@@ -144,8 +135,8 @@ def test_what_is_kept_is_stored_as_without_the_option(pictures, in_peace, unrela
 def test_task_ranges_and_a_merge_that_needs_the_index(here, pictures, index, in_peace, tmp_path):
     out, place = tmp_path / "out", tmp_path / "index"
     shutil.copytree(index, place)
-    for i in (0, 1):
-        done = run_here(pictures, out, *SHARDS, "--dedup-against", place, "--task-range", f"{i}/2")
+    for i, where in enumerate((index, place)):  # the same index, which was moved: the merge looks where it was last
+        done = run_here(pictures, out, *SHARDS, "--dedup-against", where, "--task-range", f"{i}/2")
         assert done.exit_code == 0, done.stderr
     place.rename(tmp_path / "elsewhere")
     gone = run_here("--merge", out)
@@ -157,16 +148,6 @@ def test_task_ranges_and_a_merge_that_needs_the_index(here, pictures, index, in_
     merged = run_here("--merge", out)
     assert merged.exit_code == 0 and LISTED in merged.stdout, merged.stderr
     assert contents(out) == contents(in_peace)
-
-
-def test_an_index_that_was_moved_is_the_same(pictures, index, in_peace, tmp_path):
-    url = f"memory://{tmp_path.name}/out"
-    shutil.copytree(index, tmp_path / "index")
-    convert(request_for(pictures, tmp_path / "index"), url, Machine(tasks=TaskRange(0, 2)))
-    (tmp_path / "index").rename(tmp_path / "moved")
-    convert(request_for(pictures, tmp_path / "moved"), url, Machine(tasks=TaskRange(1, 2)))
-    assert merge(url, 0.01).manifests[""].num_removed == len(PLANTED)
-    assert contents(fetched(url, tmp_path / "out")) == contents(in_peace)
 
 
 def test_another_index_on_a_half_done_output(pictures, index, unrelated, tmp_path):
@@ -185,23 +166,16 @@ def test_another_index_on_a_half_done_output(pictures, index, unrelated, tmp_pat
 
 
 def test_indexes_that_cannot_be_used(pictures, index, tmp_path):
-    old = shutil.copytree(index, tmp_path / "old")
-    content = json.loads((old / "index.json").read_text())
-    (old / "index.json").write_text(json.dumps(content | {"version": 0}))
     damaged = shutil.copytree(index, tmp_path / "damaged")
-    with (damaged / "hashes.npy").open("r+b") as file:
-        file.seek(-5, io.SEEK_END)
-        file.write(b"\1")
+    flip(damaged / "hashes.npy", (damaged / "hashes.npy").stat().st_size - 5)
     for indexes, kind, message in (
-        ([old], DataError, "version"),
         ([damaged], DataError, r"hashes\.npy: damaged"),
-        ([tmp_path], DataError, "no index there"),
         ([index, index], RecipeError, "birds"),
         (["s3://bucket/index"], RecipeError, "--dedup-against s3://bucket/index: an index is read"),
     ):
         with pytest.raises(kind, match=message):
             request_for(pictures, *indexes)
-    done = run_here(pictures, tmp_path / "out", "--dedup-against", old)
+    done = run_here(pictures, tmp_path / "out", "--dedup-against", damaged)
     assert done.exit_code == 3 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
@@ -223,9 +197,8 @@ def test_splits_have_their_own(pictures, index, tmp_path):
 
 
 def test_shards_of_which_nothing_is_left(pictures, index, tmp_path):
-    for name in ("own-00.jpg", "own-02.jpg", "same-bytes.jpg", "own-04.jpg", "quality.jpg"):
-        (tmp_path / "images" / "a").mkdir(parents=True, exist_ok=True)
-        shutil.copy(pictures / "a" / name, tmp_path / "images" / "a" / name)
+    names = ("own-00.jpg", "own-02.jpg", "same-bytes.jpg", "own-04.jpg", "quality.jpg")
+    write_files(tmp_path / "images" / "a", *((name, (pictures / "a" / name).read_bytes()) for name in names))
     out = converted(replace(request_for(tmp_path / "images", index), shard_samples=1), tmp_path / "out")
     manifest = Manifest.load(out)
     assert [shard.samples for shard in manifest.shards] == [1] * 3 and manifest.num_removed == 2
@@ -236,9 +209,8 @@ def test_shards_of_which_nothing_is_left(pictures, index, tmp_path):
 
 def test_a_source_that_is_the_test_set(planted, index, tmp_path):
     tests = planted.test_sets["fish"]
-    (tmp_path / "images").mkdir()
     shutil.copytree(tests, tmp_path / "images" / "x")
-    (tmp_path / "images" / "x" / "broken.jpg").write_bytes(b"no image")
+    write_files(tmp_path / "images" / "x", ("broken.jpg", b"no image"))
     request, url = request_for(tmp_path / "images", index), f"memory://{tmp_path.name}"
     with pytest.raises(DataError, match=r"\b6\b.*\b1\b"):
         convert(request, f"{url}/out", Machine(max_reject_rate=0.5))
@@ -258,11 +230,8 @@ def test_a_dry_run_counts_them(pictures, index, tmp_path):
     assert [sum(map(int, lines[name][7:9])) for name in ("birds", "fish")] == [4, 3]
 
 
-def test_a_dataset_is_cleaned_by_converting_it(pictures, index, tmp_path):
-    converted(Request(str(pictures), shard_samples=8), tmp_path / "all")
-    for path in (tmp_path / "all").glob("*.idx.parquet"):  # as older versions wrote them
-        pq.write_table(pq.read_table(path).drop_columns(list(FINGERPRINT_COLUMNS)), path)
-    converted(request_for(tmp_path / "all", index), tmp_path / "clean")
+def test_a_dataset_is_cleaned_by_converting_it(planted, index, tmp_path):
+    converted(request_for(stripped(planted, tmp_path / "all"), index), tmp_path / "clean")
     removed = {row["train_key"] for row in decisions(tmp_path / "clean") if row["removed"]}
     assert removed == PLANTED.keys()
     assert Manifest.load(tmp_path / "clean").num_samples == OWN
@@ -271,14 +240,12 @@ def test_a_dataset_is_cleaned_by_converting_it(pictures, index, tmp_path):
 
 def test_two_copies_of_one_test_image_in_two_indexes(planted, tmp_path):
     """An image that is in several test sets is told with each, and removed once."""
-    birds = planted.test_sets["birds"]
-    for name, files in (("one", ["0.jpg"]), ("two", ["0.jpg", "1.jpg"])):
-        (tmp_path / name).mkdir()
-        for file in files:
-            shutil.copy(birds / file, tmp_path / name / file)
-        index_of(tmp_path / f"{name}.index", [source_of(tmp_path / name, name, preset="photo", level=0)])
+    birds = [(f"{i}.jpg", (planted.test_sets["birds"] / f"{i}.jpg").read_bytes()) for i in range(2)]
+    for name, files in (("one", birds[:1]), ("two", birds)):
+        source = source_of(write_files(tmp_path / name, *files), name, preset="photo", level=0)
+        index_of(tmp_path / f"{name}.index", [source])
     write_photos(tmp_path / "images" / "x", ["a.jpg", "b.jpg"], seed=3000)
-    shutil.copy(birds / "0.jpg", tmp_path / "images" / "x" / "c.jpg")
+    write_files(tmp_path / "images" / "x", ("c.jpg", birds[0][1]))
     photo(1).save(tmp_path / "images" / "x" / "d.png")  # what 1.jpg was made of
     request = request_for(tmp_path / "images", tmp_path / "one.index", tmp_path / "two.index")
     manifest = Manifest.load(converted(request, tmp_path / "out"))

@@ -1,12 +1,12 @@
 """The fifth tier, with a model that is a few lines: what it decides, and that an index belongs to one model."""
 
-import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from dedup_data import build_here, candidate, make_photo, source_of, unevenly_lit, write_photos
+from dedup_data import candidate, make_photo, source_of, unevenly_lit, write_photos
+from pictures import encoded
 from PIL import Image, ImageOps
 from sklearn.covariance import ShrunkCovariance
 
@@ -40,11 +40,6 @@ class Constant(Pooled):
 
     def __call__(self, rgb: np.ndarray) -> np.ndarray:
         return np.full(self.dimensions, self.value, np.float32)
-
-
-@pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    build_here(monkeypatch)
 
 
 def index_with(embedder: Pooled | None, photos: Path, out: Path) -> FingerprintIndex:
@@ -102,23 +97,23 @@ def test_a_model_of_no_numbers_is_refused(inline, tmp_path):
         assert not (tmp_path / "index").exists()
 
 
+SHADED = unevenly_lit(make_photo(0))  # correlates too little with what it is a copy of
+
+
 @pytest.fixture
-def shaded(inline, tmp_path) -> tuple[Path, Path]:
-    """A test set, and a copy of one of its photos that correlates too little."""
+def two_photos(inline, tmp_path) -> Path:
     write_photos(tmp_path / "photos", ["a.png", "b.png"])
-    unevenly_lit(make_photo(0)).save(tmp_path / "query.png")
-    return tmp_path / "photos", tmp_path / "query.png"
+    return tmp_path / "photos"
 
 
 def with_settings(index: FingerprintIndex, **values: float) -> FingerprintIndex:
-    """The index, made with other settings."""
     index.test_sets = tuple(replace(one, settings=replace(one.settings, **values)) for one in index.test_sets)
     return index
 
 
-def test_the_model_decides_what_the_correlation_does_not(shaded, tmp_path):
-    photos, query = shaded[0], candidate(shaded[1].read_bytes())
-    of = {name: index_with(model, photos, tmp_path / name) for name, model in (("none", None), ("pooled", Pooled()))}
+def test_the_model_decides_what_the_correlation_does_not(two_photos, tmp_path):
+    query, models = candidate(encoded(SHADED, "PNG")), {"none": None, "pooled": Pooled()}
+    of = {name: index_with(model, two_photos, tmp_path / name) for name, model in models.items()}
     (((alone,),),) = (Matcher([of["none"]]).match([query]),)
     assert (alone.tier, alone.removed, alone.cosine) == ("correlation", False, None)
     assert alone.distance <= 80 and alone.correlation < 0.92
@@ -129,32 +124,27 @@ def test_the_model_decides_what_the_correlation_does_not(shaded, tmp_path):
     assert (kept.tier, kept.removed, kept.cosine) == ("embedding", False, judged.cosine)
 
 
-def test_a_mirrored_copy_is_compared_as_the_test_image_lies(shaded, tmp_path):
-    index = index_with(Pooled(), shaded[0], tmp_path / "index")
-    matcher = Matcher([index], embedder=Pooled())
-    picture, mirrored = Image.open(shaded[1]), io.BytesIO()
-    ImageOps.mirror(picture).save(mirrored, "PNG")
-    (((plain,),), ((other,),)) = (
-        matcher.match([candidate(content)]) for content in (shaded[1].read_bytes(), mirrored.getvalue())
-    )
+def test_a_mirrored_copy_is_compared_as_the_test_image_lies(two_photos, tmp_path):
+    matcher = Matcher([index_with(Pooled(), two_photos, tmp_path / "index")], embedder=Pooled())
+    queries = [candidate(encoded(picture, "PNG")) for picture in (SHADED, ImageOps.mirror(SHADED))]
+    ((plain,), (other,)) = matcher.match(queries)
     assert (other.tier, other.removed) == ("embedding", True) and other.variant % 2 == 1
     assert other.cosine == pytest.approx(plain.cosine, abs=0.01)
 
 
-def test_a_model_judges_pairs_that_are_too_far_for_the_correlation(shaded, tmp_path):
+def test_a_model_judges_pairs_that_are_too_far_for_the_correlation(two_photos, tmp_path):
     """Of a preset for small pictures with fewer candidates: without the model nothing is told of such a pair."""
-    index = index_with(Pooled(), shaded[0], tmp_path / "index")
-    index = with_settings(index, candidates=35)
-    query = candidate(shaded[1].read_bytes())
+    index = with_settings(index_with(Pooled(), two_photos, tmp_path / "index"), candidates=35)
+    query = candidate(encoded(SHADED, "PNG"))
     (((found,),),) = (Matcher([index], Pooled()).match([query]),)
     assert (found.tier, found.removed) == ("embedding", True) and 35 < found.distance <= 80
     assert Matcher([index]).match([query]) == [[]]
 
 
-def test_an_index_belongs_to_one_model(shaded, tmp_path):
+def test_an_index_belongs_to_one_model(two_photos, tmp_path):
     made, without = tmp_path / "made", tmp_path / "without"
-    index_with(Pooled(), shaded[0], made)
-    build_index([source_of(shaded[0], "others", preset="photo", level=0)], without, workers=1)
+    index_with(Pooled(), two_photos, made)
+    build_index([source_of(two_photos, "others", preset="photo", level=0)], without, workers=1)
     (named, other) = name_indexes([str(made), str(without)], embedder=Pooled())
     assert (named.embedder, other.embedder) == (Pooled(), None)
     assert "embedder" not in named.to_json() and Pooled().title not in named.title

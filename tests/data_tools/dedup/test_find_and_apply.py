@@ -6,16 +6,16 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 
-import fsspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from commands import run as command
-from dedup_data import build_here, make_photo
+from datasets_on_disk import samples_of, uids
+from dedup_data import make_photo
 from messages import refusal
-from PIL import Image
-from planted_copies import OWN, PLANTED, URL
-from small_files import files_in, flip_images
+from pictures import encoded
+from planted_copies import OWN, PLANTED, URL, stripped
+from small_files import files_in, flip_images, upload, write_files
 from stock_beton import write_stock
 
 from data_tools.conversion import convert
@@ -25,8 +25,7 @@ from data_tools.request import Request
 from data_tools.sources import SourceOptions
 from data_tools.tasks import run_inline
 from data_tools.views import write_subset
-from vitscale.data.shards import Manifest, ShardFile
-from vitscale.data.shards.opening import open_shard
+from vitscale.data.shards import Manifest
 from vitscale.data.shards.verify import verify
 from vitscale.ground.errors import DataError, RecipeError
 
@@ -87,18 +86,6 @@ def test_the_folder_says_what_it_is_of(found, planted):
     assert [path.name for path in found.parent.iterdir()] == ["found"]
 
 
-# ------------------------------------------------------------------------------------------------- tables and no tables
-
-
-def stripped(planted, out):
-    """The dataset as version 1 of the tables had it."""
-    shutil.copytree(planted.dataset, out)
-    for path in out.glob("*.idx.parquet"):
-        table = pq.read_table(path).drop_columns(["pixels", "pdq", "pdq_quality", "pdq_trimmed"])
-        pq.write_table(table.replace_schema_metadata(None), path, compression="zstd")
-    return out
-
-
 def test_tables_without_fingerprints_give_the_same(found, planted, tmp_path):
     """All that was stored passed through, so what is decoded now is what was then."""
     result = run(planted, stripped(planted, tmp_path / "v1"), tmp_path / "found")
@@ -140,9 +127,6 @@ def test_only_candidates_are_decoded(found, planted, tmp_path):
     assert not [path for path in tmp_path.iterdir() if "never" in path.name]
 
 
-# ------------------------------------------------------------------------------------------------- settings and subsets
-
-
 def test_only_selected_samples_are_compared(found, planted, tmp_path):
     write_subset(str(planted.dataset), str(tmp_path / "subset"), 23)
     result = run(planted, tmp_path / "subset", tmp_path / "found")
@@ -159,13 +143,9 @@ def test_a_url_and_another_number_of_workers_give_equal_bytes(found, planted, tm
             assert (tmp_path / "found" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-# ------------------------------------------------------------------------------------------------------------- mistakes
-
-
 def test_mistakes_are_said_and_leave_nothing(planted, tmp_path):
     fish, dataset = str(planted.indexes["fish"]), str(planted.dataset)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine.txt").write_text("x")
+    write_files(tmp_path / "full", "mine.txt")
     for arguments, kind in (
         ((str(tmp_path / "no"), [fish], "out"), DataError),
         ((dataset, [str(tmp_path / "full")], "out"), DataError),
@@ -198,33 +178,17 @@ def removal_of(planted, found, dataset=None):
     return Removal.of(str(dataset or planted.dataset), str(found))
 
 
-def samples(dataset):
-    """What a dataset selects, by uid: image, label, checksum and row of provenance."""
-    manifest, all_of = Manifest.load(dataset), {}
-    for index in range(len(manifest.shards)):
-        path = manifest.shard_path(index)
-        slots = manifest.selected_slots(index)
-        rows = pq.read_table(path.with_suffix(".idx.parquet")).to_pylist()
-        with ShardFile(path) as shard:
-            for slot in range(shard.samples) if slots is None else slots.tolist():
-                facts = (shard.read(slot), shard.labels(slot), int(shard.label[slot]), int(shard.crc[slot]), rows[slot])
-                all_of[int(shard.uid[slot])] = facts
-    assert len(all_of) == manifest.num_samples
-    return all_of
-
-
 def expected(planted):
     """What must be left, by what was planted."""
-    whole = samples(planted.dataset)
-    left = {uid: facts for uid, facts in whole.items() if facts[-1]["key"] not in PLANTED}
-    assert len(left) == OWN == len(whole) - len(PLANTED)
+    left = {uid: sample for uid, sample in samples_of(planted.dataset).items() if sample.key not in PLANTED}
+    assert len(left) == OWN
     return left
 
 
 def test_a_view_is_what_is_left(found, planted, tmp_path):
     before = files_in(planted.dataset)
     view = removal_of(planted, found).write(str(tmp_path / "deep" / "view"))
-    assert samples(tmp_path / "deep" / "view") == expected(planted)
+    assert samples_of(tmp_path / "deep" / "view") == expected(planted)
     whole = Manifest.load(planted.dataset)
     assert (view.num_removed, view.class_names, view.shuffle_seed) == (len(PLANTED), whole.class_names, 3)
     indexes = [json.loads((planted.indexes[name] / "index.json").read_text()) for name in ("birds", "fish")]
@@ -242,13 +206,14 @@ def test_a_view_is_what_is_left(found, planted, tmp_path):
 def test_what_was_found_in_a_subset_leaves_the_subset(planted, tmp_path):
     """And a view of a view: the second comparison's index is another, and both are told."""
     write_subset(str(planted.dataset), str(tmp_path / "subset"), 30)
-    dataset, left = tmp_path / "subset", {u: facts for u, facts in samples(planted.dataset).items() if u < 30}
+    dataset = tmp_path / "subset"
+    left = samples_of(dataset)
     for step, name in enumerate(("fish", "birds")):
         find(str(dataset), [str(planted.indexes[name])], str(tmp_path / f"found-{name}"), run_inline)
         out = tmp_path / f"without-{name}"
         view = removal_of(planted, tmp_path / f"found-{name}", dataset).write(str(out))
-        left = {u: facts for u, facts in left.items() if PLANTED.get(facts[-1]["key"], ("",))[0] != name}
-        assert samples(out) == left and not verify(view).damage
+        left = {uid: sample for uid, sample in left.items() if PLANTED.get(sample.key, ("",))[0] != name}
+        assert samples_of(out) == left and not verify(view).damage
         assert len(view.options["dedup_against"]) == step + 1
         dataset = out
     assert view.num_removed == 30 - len(left) and set(left) == {uid for uid in expected(planted) if uid < 30}
@@ -259,26 +224,19 @@ def test_what_was_found_in_a_subset_leaves_the_subset(planted, tmp_path):
 
 
 def test_a_shard_of_which_nothing_is_left_disappears(found, planted, tmp_path):
-    whole = samples(planted.dataset)
+    whole = samples_of(planted.dataset)
     uids = np.array([uid for uid in whole if 9 <= uid < 18 or uid in (0, 20)])
     removal = replace(removal_of(planted, found), uids=uids)
     written = removal.write(str(tmp_path / "view"))
     assert len(written.shards) == len(Manifest.load(planted.dataset).shards) - 1
-    assert samples(tmp_path / "view") == {uid: facts for uid, facts in whole.items() if uid not in uids}
+    assert samples_of(tmp_path / "view") == {uid: sample for uid, sample in whole.items() if uid not in uids}
     assert not verify(written).damage
 
 
 def test_at_a_url(found, planted):
     """The same dataset, by its bytes, so what was found on this machine holds there."""
-    removal, memory = removal_of(planted, found, URL), fsspec.filesystem("memory")
-    try:
-        view = removal.write("memory://planted/view")
-        assert not verify(view).damage and view.num_samples == OWN
-    finally:
-        memory.rm("/planted/view", recursive=True)
-
-
-# ------------------------------------------------------------------------------------------------------------- mistakes
+    view = removal_of(planted, found, URL).write("memory://planted/view")
+    assert not verify(view).damage and view.num_samples == OWN
 
 
 def test_what_does_not_belong_to_the_dataset_is_refused(found, planted, tmp_path):
@@ -293,11 +251,8 @@ def test_what_does_not_belong_to_the_dataset_is_refused(found, planted, tmp_path
         ("found.json", b"{}"),
         ("found.json", b'{"version": 1'),
     ):
-        broken = tmp_path / "broken"
-        shutil.copytree(found, broken)
-        (broken / name).unlink()
-        if damage is not None:
-            (broken / name).write_bytes(damage)
+        broken = shutil.copytree(found, tmp_path / "broken")
+        (broken / name).unlink() if damage is None else (broken / name).write_bytes(damage)
         with refusal(DataError, "dedup", f"{name} {damage!r}", {broken: "FOUND"}):
             removal_of(planted, broken)
         shutil.rmtree(broken)
@@ -305,14 +260,11 @@ def test_what_does_not_belong_to_the_dataset_is_refused(found, planted, tmp_path
 
 def test_nothing_left_is_refused(planted, tmp_path):
     """A training set that is the test set itself."""
-    url = "memory://planted/fish"
-    try:
-        convert(Request(str(planted.test_sets["fish"]), source=SourceOptions(unlabelled=True)), url)
-        find(url, [str(planted.indexes["fish"])], str(tmp_path / "found"), run_inline)
-        with pytest.raises(RecipeError, match=r"\b6 samples\b"):
-            Removal.of(url, str(tmp_path / "found"))
-    finally:
-        fsspec.filesystem("memory").rm("/planted/fish", recursive=True)
+    url = f"memory://{tmp_path.name}/fish"
+    convert(Request(str(planted.test_sets["fish"]), source=SourceOptions(unlabelled=True)), url)
+    find(url, [str(planted.indexes["fish"])], str(tmp_path / "found"), run_inline)
+    with pytest.raises(RecipeError, match=r"\b6 samples\b"):
+        Removal.of(url, str(tmp_path / "found"))
 
 
 def test_uids_that_the_shards_do_not_have(found, planted, tmp_path):
@@ -322,34 +274,23 @@ def test_uids_that_the_shards_do_not_have(found, planted, tmp_path):
     assert not list((tmp_path / "view").iterdir())
 
 
-ADOPTED = "memory://dedup-adopted"  # for this process, which then needs no workers
-
-
 @pytest.mark.parametrize("mode", ["raw", "jpg"])
-def test_copies_are_found_and_taken_out(tmp_path, monkeypatch, mode):
+def test_copies_are_found_and_taken_out(inline, tmp_path, mode):
     from ffcv.fields import IntField, RGBImageField
 
     photos = [np.asarray(make_photo(i, 140, 140)) for i in range(6)]
     fields = {"label": IntField(), "image": RGBImageField(write_mode=mode)}
     path = write_stock(tmp_path / "train.beton", fields, [(i % 2, photo) for i, photo in enumerate(photos)])
     command("shards", "adopt", path)
-    (tmp_path / "pets").mkdir()
-    for i in (1, 4):
-        Image.fromarray(photos[i]).save(tmp_path / "pets" / f"{i}.png")
-    make_photo(99, 140, 140).save(tmp_path / "pets" / "other.png")
-    build_here(monkeypatch)
+    pets = [make_photo(i, 140, 140) for i in (1, 4, 99)]
+    write_files(tmp_path / "pets", *((f"{i}.png", encoded(photo, "PNG")) for i, photo in enumerate(pets)))
     command("dedup", "index", tmp_path / "pets", "--out", tmp_path / "index", "--workers", 1)
-    memory = fsspec.filesystem("memory")
-    memory.put(str(path), "/dedup-adopted/train.beton")
-    memory.put(str(tmp_path / "train"), "/dedup-adopted/train", recursive=True)
-    try:
-        command("dedup", "find", f"{ADOPTED}/train", tmp_path / "index", "--out", tmp_path / "found")
-    finally:
-        memory.rm("/dedup-adopted", recursive=True)
-
+    bucket = f"memory://{tmp_path.name}"  # for this process, which then needs no workers
+    upload(path, f"{bucket}/train.beton")
+    upload(tmp_path / "train", f"{bucket}/train")
+    command("dedup", "find", f"{bucket}/train", tmp_path / "index", "--out", tmp_path / "found")
     command("dedup", "apply", tmp_path / "train", tmp_path / "found", tmp_path / "far" / "view")
     view = Manifest.load(tmp_path / "far" / "view")
     assert (view.schema_version, view.num_samples, view.num_removed) == (2, 4, 2)
     assert not verify(view, decode=True).damage
-    with open_shard(view, 0) as shard:
-        assert shard.slots.tolist() == [0, 2, 3, 5]
+    assert uids(view) == [0, 2, 3, 5]

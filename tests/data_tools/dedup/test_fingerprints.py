@@ -4,11 +4,14 @@ from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 
+import faiss
 import numpy as np
+import pdqhash
 import pytest
 from dedup_data import make_photo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pictures import encoded
 from PIL import Image, ImageOps
 
 from data_tools.dedup.fingerprint import Box, fingerprint, pdq_hashes, square_luma, trimmed
@@ -17,10 +20,8 @@ from data_tools.dedup.variants import CROPS, LEVELS, crops_of, variant_name, var
 from vitscale.ground import native
 
 
-def after_jpeg(image: Image.Image, quality: int = 75) -> np.ndarray:
-    file = BytesIO()
-    image.save(file, "JPEG", quality=quality)
-    return np.asarray(Image.open(file))
+def after_jpeg(image: Image.Image) -> np.ndarray:
+    return np.asarray(Image.open(BytesIO(encoded(image, quality=75))))
 
 
 def overlaps(size: int) -> np.ndarray:
@@ -52,11 +53,9 @@ def test_every_size_is_means_of_areas(height, width):
         assert np.abs(luma - area_means(rgb)).max() <= 0.5 + 1e-6
 
 
-def test_large_pictures_do_not_overflow():
-    """All of it white: sums of 32 bits hold 255 times the height and no more is added up in them."""
-    for height, width in ((70_000, 3), (3, 70_000), (6_000, 5_000)):
-        white = np.full((height, width, 3), 255, np.uint8)
-        np.testing.assert_array_equal(square_luma(white), 255)
+@pytest.mark.parametrize("shape", [(70_000, 3, 3), (3, 70_000, 3), (6_000, 5_000, 3)])
+def test_large_white_pictures_do_not_overflow(shape):
+    np.testing.assert_array_equal(square_luma(np.full(shape, 255, np.uint8)), 255)
 
 
 def test_pixels_repeated_change_nothing():
@@ -106,24 +105,16 @@ def test_bars_of_two_colours_are_found():
     np.testing.assert_allclose(box, (30, 0, 200, 260), atol=2)
 
 
-def test_pictures_without_borders_are_left_alone():
-    for seed in range(20):
-        assert trimmed(after_jpeg(make_photo(seed))) is None
-
-
-def test_pictures_of_nothing_else_are_left_alone():
-    assert trimmed(np.full((50, 70, 3), 200, np.uint8)) is None
-    assert trimmed(np.zeros((1, 1, 3), np.uint8)) is None
-
-
-def test_nothing_is_trimmed_where_less_than_half_would_be_left():
-    small = ImageOps.expand(make_photo(4, 90, 90), 60, "white")  # 90 of 210
-    assert trimmed(after_jpeg(small)) is None
+def test_pictures_without_borders_and_of_little_else_are_left_alone():
+    photos = [make_photo(seed) for seed in range(20)]
+    small = ImageOps.expand(make_photo(4, 90, 90), 60, "white")  # less than half would be left
+    others = [small, Image.new("RGB", (70, 50), (200, 200, 200)), Image.new("RGB", (1, 1))]
+    for picture in [*photos, *others]:
+        assert trimmed(after_jpeg(picture)) is None
 
 
 def of_the_library(lumas: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Bits, one a byte, and qualities as Meta's own code computes them."""
-    pdqhash = pytest.importorskip("pdqhash", reason="pdqhash is not installed (pip install pdqhash)")
     results = [pdqhash.compute(np.repeat(luma[:, :, None], 3, axis=2)) for luma in lumas]
     return np.array([bits for bits, _ in results], np.uint8), np.array([quality for _, quality in results])
 
@@ -182,7 +173,6 @@ def by_query(queries: np.ndarray, hits: np.ndarray, distances: np.ndarray) -> li
 
 
 def of_faiss(queries: np.ndarray, index: np.ndarray, limit: int) -> list[tuple[int, int, int]]:
-    faiss = pytest.importorskip("faiss", reason="faiss-cpu is not installed")
     flat = faiss.IndexBinaryFlat(256)
     flat.add(index)
     ends, distances, hits = flat.range_search(queries, limit + 1)  # it wants less than
@@ -273,12 +263,8 @@ def test_small_pictures_are_enlarged_so_that_crops_differ():
     # Of a square picture, the two centred squares are crops that there are already: whole, and 87.5 % of it.
     assert len(crops) == len(CROPS) - 1
     assert crops_of(small, 0)[0].shape == (32, 32, 3)
-
-
-def test_long_narrow_pictures_are_not_enlarged_beyond_measure():
-    strip = np.zeros((2, 5000, 3), np.uint8)
-    picture, _ = crops_of(strip, 3)
-    assert picture.shape == strip.shape
+    long = np.zeros((2, 5000, 3), np.uint8)  # would be enlarged beyond measure
+    assert crops_of(long, 3)[0].shape == long.shape
 
 
 def test_the_trimmed_picture_comes_after_the_crops():

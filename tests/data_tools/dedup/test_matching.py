@@ -2,7 +2,6 @@
 
 import io
 import tarfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -12,9 +11,9 @@ import pytest
 from dedup_data import candidate, index_of, make_photo, source_of
 from PIL import Image, ImageOps
 from planted_copies import jpeg
+from small_files import write_files
 
 from data_tools.dedup.fingerprint import fingerprint
-from data_tools.dedup.matches import Match
 from data_tools.dedup.matching import Matcher
 from data_tools.dedup.queries import Candidate
 
@@ -40,14 +39,10 @@ def unseen(content: bytes) -> Unseen:
 @pytest.fixture(scope="module")
 def many(tmp_path_factory) -> Matcher:
     """A test set in which one image is hundreds of times, as scans of blank pages are; and one other image."""
-    folder = tmp_path_factory.mktemp("many") / "tests"
-    folder.mkdir()
-    content = jpeg(make_photo(1, 96, 128))
-    for i in range(EQUAL):
-        (folder / f"{i:03d}.jpg").write_bytes(content)
-    (folder / "other.jpg").write_bytes(jpeg(make_photo(2, 96, 128)))
-    index = index_of(folder.parent / "index", [source_of(folder, preset="photo", level=1)])
-    return Matcher([index])
+    content, other = jpeg(make_photo(1, 96, 128)), jpeg(make_photo(2, 96, 128))
+    files = *((f"{i:03d}.jpg", content) for i in range(EQUAL)), ("other.jpg", other)
+    folder = write_files(tmp_path_factory.mktemp("many") / "tests", *files)
+    return Matcher([index_of(folder.parent / "index", [source_of(folder, preset="photo", level=1)])])
 
 
 def test_equal_bytes_and_pixels_need_no_look(many):
@@ -68,28 +63,19 @@ def test_equal_bytes_and_pixels_need_no_look(many):
 def test_an_edited_copy_of_many_equal_ones_is_each_ones(many):
     (matches,) = many.match([candidate(jpeg(make_photo(1, 96, 128), 40))])
     assert len(matches) == EQUAL
-    assert {(match.tier, match.distance, match.correlation) for match in matches} == {
-        ("hash", matches[0].distance, matches[0].correlation)
-    }
-    assert matches[0].correlation > 0.98
+    ((tier, _, correlation),) = {(match.tier, match.distance, match.correlation) for match in matches}
+    assert tier == "hash" and correlation > 0.98
 
 
 def test_equal_to_one_and_near_to_another(tmp_path):
     """Each test image is told by what decides about it, the certain ones first."""
-    folder = tmp_path / "tests"
-    folder.mkdir()
     photo = make_photo(4)
-    (folder / "b.jpg").write_bytes(jpeg(photo))
-    (folder / "c.jpg").write_bytes(jpeg(photo, comment=b"theirs"))
-    (folder / "a.jpg").write_bytes(jpeg(photo, 50))
+    files = ("b.jpg", jpeg(photo)), ("c.jpg", jpeg(photo, comment=b"theirs")), ("a.jpg", jpeg(photo, 50))
+    folder = write_files(tmp_path / "tests", *files)
     matcher = Matcher([index_of(tmp_path / "index", [source_of(folder, preset="photo", level=1)])])
     (matches,) = matcher.match([candidate(jpeg(photo))])
-    assert [(match.key, match.tier) for match in matches] == [
-        ("b.jpg", "bytes"),
-        ("c.jpg", "pixels"),
-        ("a.jpg", "hash"),
-    ]
-    assert [match.correlation is None for match in matches] == [True, True, False]
+    told = [(match.key, match.tier, match.correlation is None) for match in matches]
+    assert told == [("b.jpg", "bytes", True), ("c.jpg", "pixels", True), ("a.jpg", "hash", False)]
     # The image is one of those removed, not three.
     assert matcher.findings.removed == 1
 
@@ -170,31 +156,22 @@ def pictures(request: pytest.FixtureRequest) -> list[Image.Image]:
 
 
 def indexed(pictures: list[Image.Image], folder: Path) -> Matcher:
-    """A test set of these pictures, called by number."""
-    folder.mkdir()
-    for i, picture in enumerate(pictures):
-        (folder / f"{i:02d}.jpg").write_bytes(jpeg(picture))
+    write_files(folder, *((f"{i:02d}.jpg", jpeg(picture)) for i, picture in enumerate(pictures)))
     return Matcher([index_of(folder.with_suffix(".index"), [source_of(folder, preset="photo")])])
 
 
-def matched(matcher: Matcher, pictures: list[Image.Image], quality: int = 92) -> list[list[Match]]:
-    return matcher.match([candidate(jpeg(picture, quality)) for picture in pictures])
+def removed(matcher: Matcher, pictures: list[Image.Image], quality: int = 92) -> list[set[str]]:
+    """The test images of which each picture is removed as a copy."""
+    found = matcher.match([candidate(jpeg(picture, quality)) for picture in pictures])
+    return [{match.key for match in matches if match.removed} for matches in found]
 
 
-def as_itself(picture: Image.Image) -> Image.Image:
-    return picture
+OWN = [{f"{i:02d}.jpg"} for i in range(PICTURES // 2)]  # each test image's own copy, and no other with it
+NONE = [set() for _ in OWN]
 
 
 def smaller(picture: Image.Image) -> Image.Image:
     return picture.resize((picture.width * 2 // 3, picture.height * 2 // 3), Image.Resampling.LANCZOS)
-
-
-# What becomes of a framed picture, and in which quality: found in the same frame, all of them.
-EDITS: dict[str, tuple[Callable[[Image.Image], Image.Image], int]] = {
-    "JPEG quality 50": (as_itself, 50),
-    "two thirds of the size": (smaller, 90),
-    "mirrored": (ImageOps.mirror, 90),
-}
 
 
 @pytest.mark.parametrize(
@@ -207,15 +184,11 @@ EDITS: dict[str, tuple[Callable[[Image.Image], Image.Image], int]] = {
     ids=str,
 )
 def test_strangers_in_one_kind_of_frame_stay_and_copies_are_found(pictures, frame, tmp_path):
-    tests, strangers = pictures[: PICTURES // 2], pictures[PICTURES // 2 :]
-    matcher = indexed([frame.around(picture) for picture in tests], tmp_path / "framed")
-    for edit, quality in EDITS.values():  # framed as they are, anew compressed, smaller and mirrored
-        found = matched(matcher, [edit(frame.around(picture)) for picture in strangers], quality)
-        assert not [match for matches in found for match in matches if match.removed]
-        own = matched(matcher, [edit(frame.around(picture)) for picture in tests], quality)
-        removed = [{match.key for match in matches if match.removed} for matches in own]
-        # Its own copy, and no other picture of the test set with it.
-        assert removed == [{f"{i:02d}.jpg"} for i in range(len(tests))]
+    framed = [frame.around(picture) for picture in pictures]
+    matcher = indexed(framed[: len(OWN)], tmp_path / "framed")
+    assert removed(matcher, framed, 50) == OWN + NONE
+    for edit in (smaller, ImageOps.mirror):
+        assert removed(matcher, [edit(picture) for picture in framed], 90) == OWN + NONE, edit
 
 
 @pytest.mark.parametrize("pictures", ["made", "groceries"], indirect=True)
@@ -226,28 +199,20 @@ def test_strangers_in_one_kind_of_frame_stay_and_copies_are_found(pictures, fram
 )
 def test_hashes_that_a_frame_makes_decide_nothing(pictures, frame, tmp_path):
     """So pale that the frame alone is the hash: of many pairs of strangers it differs in a bit or ten."""
-    tests, strangers = pictures[: PICTURES // 2], pictures[PICTURES // 2 :]
-    matcher = indexed([frame.around(picture) for picture in tests], tmp_path / "framed")
-    found = matched(matcher, [frame.around(picture) for picture in strangers])
+    framed = [frame.around(picture) for picture in pictures]
+    matcher = indexed(framed[: len(OWN)], tmp_path / "framed")
+    assert removed(matcher, framed[len(OWN) :]) == NONE
     assert matcher.findings.distances[0][:32].sum() > 0
-    assert not [match for matches in found for match in matches if match.removed]
-    own = matched(matcher, [frame.around(picture) for picture in tests], 85)
-    removed = [{match.key for match in matches if match.removed} for matches in own]
-    assert removed == [{f"{i:02d}.jpg"} for i in range(len(tests))]
+    assert removed(matcher, framed[: len(OWN)], 85) == OWN
 
 
 @pytest.mark.parametrize(("pictures", "contrast"), [("made", 0.5), ("groceries", 1)], indirect=["pictures"])
 def test_copies_are_found_in_another_frame_or_none(pictures, contrast, tmp_path):
     """And the other way round: in a frame, of a test image without."""
-    tests, strangers = pictures[: PICTURES // 2], pictures[PICTURES // 2 :]
     thick, thin = Frame(contrast, 0, all_around(0.25), "white"), Frame(contrast, 0, all_around(0.12), "white")
     bars, black = thick._replace(widths=TOP_AND_BOTTOM), thick._replace(brightness=60, colour="black")
     none = thick._replace(widths=all_around(0))
     for number, (of_tests, others) in enumerate(((thick, (thin, bars, black, none)), (none, (thick, bars, black)))):
-        matcher = indexed([of_tests.around(picture) for picture in tests], tmp_path / str(number))
+        matcher = indexed([of_tests.around(picture) for picture in pictures[: len(OWN)]], tmp_path / str(number))
         for other in others:
-            found = matched(matcher, [other.around(picture) for picture in tests], 80)
-            removed = [{match.key for match in matches if match.removed} for matches in found]
-            assert removed == [{f"{i:02d}.jpg"} for i in range(len(tests))], other
-            found = matched(matcher, [other.around(picture) for picture in strangers], 80)
-            assert not [match for matches in found for match in matches if match.removed], other
+            assert removed(matcher, [other.around(picture) for picture in pictures], 80) == OWN + NONE, other
