@@ -92,6 +92,13 @@ def check_schema(one: dict[str, Any]) -> None:
         kubernetes_validate.validate(one, version, strict=True)
 
 
+def test_the_schemas_find_mistakes():
+    objects = rendered()
+    template_of(objects)["spec"]["containers"][0]["resource"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        check_schema(objects[-1])
+
+
 def test_nothing_that_yaml_readers_take_for_something_else():
     """kubectl reads other plain words as numbers and truth values than PyYAML does."""
     shown = text(*OPTIONS["all"])

@@ -13,9 +13,9 @@ import chaos
 import pytest
 from small_disk import small_disk
 from small_files import flip
-from watched_runs import EVALUATED, MakeRun, Process, Run, finish, launch, pretrain
+from watched_runs import EVALUATED, LONG, MakeRun, Process, Run, finish, launch, pretrain
 
-from vitscale.launch.ends import EXIT_DATA, EXIT_NON_FINITE, EXIT_RECIPE, EXIT_RETRY
+from vitscale.launch.ends import EXIT_DATA, EXIT_NON_FINITE, EXIT_PREEMPTED, EXIT_RECIPE, EXIT_RETRY
 
 
 def test_a_loss_that_is_not_finite_ends_a_run_for_good(make_run: MakeRun, tmp_path):
@@ -37,6 +37,21 @@ def test_no_checkpoint_that_can_be_read(make_run: MakeRun, undisturbed: Run, tmp
         assert process.end() == EXIT_DATA
         assert f"none of the {len(run.saved())} checkpoints can be read" in process.text()
     assert len(run.events("started")) == len(undisturbed.events("started")) + 1
+
+
+@pytest.mark.slow
+def test_a_run_directory_that_goes_away_for_a_while(make_run: MakeRun, tmp_path):
+    run = make_run(**LONG, checkpoint={"every": {"steps": 20}, "dir": str(tmp_path / "elsewhere")})
+    away = run.dir.with_name("away")
+    with Process(launch(run), tmp_path / "log") as process:
+        process.until(lambda: run.step() >= 10)
+        run.dir.rename(away)
+        process.until(lambda: "METRICS ARE BEING LOST" in process.text())
+        lost_from = Run(run.recipe, away).step()
+        away.rename(run.dir)
+        process.until(lambda: run.step() > lost_from + 10)
+        process.signal(signal.SIGTERM)
+        assert process.end() == EXIT_PREEMPTED, process.text()
 
 
 @pytest.mark.slow

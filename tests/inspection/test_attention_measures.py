@@ -8,9 +8,10 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from vitscale.evaluation.inspection import attention
-from vitscale.evaluation.inspection.attention import chunks, watching
+from vitscale.evaluation.inspection.attention import Attending, AttentionMeter, chunks, distances, watching
 from vitscale.evaluation.inspection.looking import look, parts_of
 from vitscale.ground.errors import RecipeError
+from vitscale.models.anatomy import Anatomy, AttentionLayer
 
 IMAGES = torch.randint(0, 256, (7, 64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 HYBRID = {"blocks": [1, 1], "width_factor": 1, "patch_size": 1, "width": 48, "depth": 2, "mlp_dim": 96, "num_heads": 3}
@@ -174,3 +175,24 @@ def test_nothing_is_left_behind_and_outputs_are_those_of_a_plain_pass():
     look(model, predictor(model), IMAGES, "a model", parts_of(model, "a model", None))
     assert torch.equal(predictor(model)(IMAGES).logits, before)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("radius", [1, 2, 3])
+def test_attention_of_a_known_radius_reaches_so_far(radius):
+    """Every patch attends, evenly, to those `radius` steps away in its row or column, and to the first token."""
+    grid, stride = 7, 16
+    apart = distances(grid, stride, "grid")
+    allowed = (apart == radius * stride).float()
+    bias = torch.zeros(1, 1, 1 + grid**2, 1 + grid**2)
+    bias[0, 0, 1:, 1:] = allowed.log()
+    zero = torch.zeros(2, 3, 1 + grid**2, 4)
+    meter = AttentionMeter(
+        Anatomy({}, [AttentionLayer("1", torch.nn.Identity(), "grid")], grid=grid, stride=stride, before=1)
+    )
+    meter.begin(2)
+    meter.observe("1", Attending(zero, zero, bias))
+    (reach,) = meter.reach["1"]
+    torch.testing.assert_close(reach.distance, torch.full((2, 3), float(radius * stride)))
+    neighbours = allowed.sum(dim=1)
+    torch.testing.assert_close(reach.entropy[0, 0], (neighbours + 1).log().mean())
+    torch.testing.assert_close(reach.on_patches[0, 0], (neighbours / (neighbours + 1)).mean())

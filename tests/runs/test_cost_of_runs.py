@@ -72,6 +72,13 @@ def test_lines_that_no_trainer_writes_are_damaged(run_dir, step):
     assert run.cost.step == 15 and any("damaged lines" in note for note in run.notes)
 
 
+def test_a_torn_line_is_told_of(run_dir):
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 20, "lo')
+    run = Run(run_dir)
+    assert run.cost.step == 15 and any("damaged lines" in note for note in run.notes)
+
+
 def test_a_run_that_was_resumed_on_another_number_of_devices(run_dir):
     write_metrics(run_dir, [LINES[0] | {"world_size": 8}, LINES[2] | {"world_size": 2}])
     cost = Run(run_dir).cost

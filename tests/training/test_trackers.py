@@ -238,3 +238,16 @@ def test_tensorboard_holds_the_same_and_hides_what_is_done_again(tmp_path):
     accumulator.Reload()
     assert [(event.step, event.value) for event in accumulator.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
     assert set(accumulator.Tags()["scalars"]) == {"train/loss", "eval/validation/top1"}
+
+
+def test_a_directory_that_comes_back_is_written_on(tmp_path, caplog):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with contextlib.closing(MetricsWriter(run_dir, resume_step=0, trackers=[])) as writer:
+        writer.training(1, {"loss": 1.0})
+        run_dir.rename(tmp_path / "away")
+        writer.training(2, {"loss": 1.0})
+        (tmp_path / "away").rename(run_dir)
+        writer.training(3, {"loss": 1.0})
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 3] and caplog.text.count("BEING LOST") == 1
