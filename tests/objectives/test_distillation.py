@@ -76,6 +76,14 @@ def made():
     )
 
 
+def test_prediction_is_the_mean_of_both_heads(made):
+    objective, _, student, _, images, _ = made
+    objective.eval(), student.eval()
+    with torch.no_grad():
+        found, expected = objective(images).logits, student(images.permute(0, 3, 1, 2))
+    assert (found - expected).abs().max() < 1e-5
+
+
 def test_loss_and_gradients_are_those_of_a_plain_loop_with_timms_models(made):
     objective, _, student, teacher, images, labels = made
     own, blend, boxes = objective.plan(sample_keys(B), 0)
