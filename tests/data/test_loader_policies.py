@@ -312,3 +312,11 @@ def test_shards_that_will_be_needed_are_compared_ahead(original, tmp_path, monke
         next(loader)
         assert wait_until(lambda: len(set(seen)) == 4)  # all are within the next batches
     assert seen[0] == "shard-00000.beton"
+
+
+def test_a_file_removed_while_it_is_read_stays_readable(manifest):
+    with loader_of(manifest) as loader:
+        for _ in range(10):
+            next(loader)
+        shutil.rmtree(manifest.directory)
+        assert [next(loader).position for _ in range(20)] == list(range(10, 30))

@@ -113,3 +113,6 @@ def test_of_files_that_are_no_jpegs(tmp_path):
     for content in (b"", b"\0", b"\xff\xd8", sound[2:], sound[:-2], b"\x89PNG\r\n\x1a\n" + sound):
         assert check(content, HEIGHT, WIDTH) not in (OK, WRONG_SIZE) and not states_size(content[:20], HEIGHT, WIDTH)
         assert isinstance(store_image(content), Reject)
+    for kind, jpeg in small_jpegs().items():
+        for end in (len(jpeg) // 4, len(jpeg) // 2, len(jpeg) * 9 // 10, len(jpeg) - 2):
+            assert check(jpeg[:end], HEIGHT, WIDTH) not in (OK, WRONG_SIZE), (kind, end)

@@ -215,3 +215,6 @@ def test_a_picture_of_another_size_is_none_of_its_pixels(kind):
         assert status.tolist() == [WRONG_SIZE] and not seen.any()
         assert decode(jpeg, height, width)[0] == check(jpeg, height, width) == WRONG_SIZE
         assert not states_size(jpeg, height, width)
+    for height, width in ((0, 56), (40, 0)):
+        assert decode(jpeg, height, width)[0] == check(jpeg, height, width) == WRONG_SIZE
+        assert not states_size(jpeg, height, width)

@@ -211,3 +211,13 @@ def test_datasets_at_a_url(tmp_path):
     assert "cat/00.png" in run("head", url, "-n", 1)[1]
     run("export", url, tmp_path / "out")
     assert len(files_in(tmp_path / "out")) == 14
+
+
+def test_export_without_tables_names_by_uid(tmp_path):
+    manifest = write_generated_dataset(tmp_path / "ds", [4, 3])
+    run("export", tmp_path / "ds", tmp_path / "out")
+    files = files_in(tmp_path / "out")
+    with ShardFile(manifest.shard_path(1)) as shard:
+        name = manifest.class_names[int(shard.label[2])]
+        assert files[f"{name}/000000006.jpg"] == shard.read(2)
+    assert len(files) == 9

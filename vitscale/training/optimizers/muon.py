@@ -56,7 +56,7 @@ class Muon(WholeTensorOptimizer):
 def orthogonal(matrix: Tensor, eps: float) -> Tensor:
     """Approximately the nearest matrix with orthogonal rows or columns, bf16 (m, n), by five Newton-Schulz steps.
 
-    On CPUs the steps are in fp32: products in bf16 take tens of times as long where a processor has no instructions for it.
+    On CPUs the steps are in fp32: without instructions for bf16, its products take tens of times as long.
     """
     x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
     x = x.float() if x.is_cpu else x
