@@ -130,8 +130,12 @@ def test_every_registered_model_is_theirs(name):
     block, size = model_of(name=name), 518 if name.startswith("DINOv2") else 224
     with torch.device("meta"):
         model = build_of_block(block, image_size=size, num_classes=None)
-        config = transformers.AutoConfig.for_model(**model.foreign().transformers_config())
-        peer = transformers.AutoModel.from_config(config)
+        theirs = model.foreign().transformers_config() | {"num_register_tokens": 4}
+        if name.startswith("DINOv2"):
+            theirs["mlp_ratio"] = 4
+        else:
+            theirs |= dict.fromkeys(("query_bias", "value_bias"), name != "DINOv3-7B/16")
+        peer = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(**theirs))
     assert count(model) == count(peer) - model.shape.width
     assert count(model) == sum(operation.params for operation in block.operations(size, None))
 
