@@ -34,13 +34,6 @@ def test_a_shard_of_hundreds_of_millions_is_cut_into_windows():
     assert len(windows) == 18 and windows.max() <= WHOLE_SAMPLES and windows.sum() == 300_000_000
 
 
-def shards_by_rank(order, *worlds, epoch=1):
-    """The set of shards that each rank draws on in an epoch; by the number of ranks."""
-    steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
-    drawn = np.stack([order.batch(step, 0, order.global_batch).shard for step in steps])
-    return {world: [set(np.unique(part).tolist()) for part in np.split(drawn, world, axis=1)] for world in worlds}
-
-
 @pytest.mark.parametrize(
     ("shard_samples", "batch", "segments", "worlds", "shards_of_a_border"),
     [
