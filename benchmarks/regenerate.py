@@ -51,8 +51,12 @@ HEADING = """# Benchmarks
 
 Every program prints ratios against a peer, or against itself, measured in one run; `--json` gives one JSON object. A
 ratio of speeds is the median over rounds, with its 95 % confidence interval (`paired.py`); a goal is missed where the
-whole interval lies beyond it. None of them is a test, and no test looks at a clock. What was tried, what moved and what
-did not is in [docs/LOG.md](../docs/LOG.md). `python benchmarks/regenerate.py` rewrites the sections below.
+whole interval lies beyond it. None of them is a test, and no test looks at a clock. `python benchmarks/NAME.py --help`
+says what the figures mean and what the goal is; IMAGES is a folder of photos. What was tried, what moved and what did
+not is in [docs/LOG.md](../docs/LOG.md).
+
+`python benchmarks/regenerate.py --images IMAGES` rewrites the sections below. Each is of the code of its date: those
+before 2026-11-28 are older than the quicker attention in bf16 on CPUs.
 """
 
 

@@ -123,7 +123,7 @@ class Run(runs.Run):
 
     @property
     def state(self) -> str:
-        """How it is doing, as `vitscale status` says: "training", "done", ..."""
+        """How it is doing, as `vitscale status` says: "running", "done", ..."""
         return RunReader(str(self.directory)).read().state
 
     @property
