@@ -288,8 +288,8 @@ class StockReader:
             from ffcv.reader import Reader
         except (ImportError, OSError) as error:  # OSError: a library that it was built with is gone
             raise RecipeError(
-                f"stock FFCV is not installed here ({error}): pip install 'vitscale[ffcv]', which compiles it and "
-                "needs g++ pkg-config libopencv-dev libturbojpeg0-dev (Debian's names) and the header files of Python"
+                f"stock FFCV is not installed here ({error}): pip install '.[ffcv]' in vitscale's clone. It compiles, "
+                "which needs g++ pkg-config libopencv-dev libturbojpeg0-dev (Debian's names) and Python's header files"
             ) from None
         self.version = version("ffcv")
         self._reader, self._pages, self._imdecode = Reader, OSCacheManager, imdecode
