@@ -13,7 +13,6 @@ from torch import Tensor
 
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.recipe import load_recipe
-from vitscale.recipe.smoke import TRAIN
 
 Fault = Callable[[Any], contextlib.AbstractContextManager[None]]
 """Breaks something while the prover that it is given takes its updates."""
@@ -24,10 +23,12 @@ def prove_all(world: Any, root: Path, cases: dict[str, Any]) -> None:
     from vitscale.about.checks.proving import small_form
     from vitscale.about.checks.rank import Prover
 
-    write_generated_dataset(root / TRAIN, [96])
     for case, (stem, settings, updates, fault) in cases.items():
+        data = root / f"data-{case}-{world.size}"
+        small = small_form(load_recipe(stem, settings), data, world.size)
+        write_generated_dataset(data / small.data.train, [max(96, small.batch.global_size)])
         with groups_ended():
-            prover = Prover(small_form(load_recipe(stem, settings), root, world.size), world, root)
+            prover = Prover(small, world, root)
             with contextlib.nullcontext() if fault is None else fault(prover):
                 found = prover.run(updates)
             prover.learner.engine.deepspeed.destroy()

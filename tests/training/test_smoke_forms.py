@@ -33,9 +33,11 @@ def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 def test_two_steps_of_every_recipe(root, trained):
     recipe = load_recipe(trained)
     assert column(root, trained, "step") == [1, 2]
-    assert ("momentum_buffer" in checkpoint(root, trained, 2).index.kinds) == (recipe.optimizer.name == "sgd")
-    has_fewshot = any("eval/fewshot/imagenet/5shot" in line for line in evaluations(root, trained))
-    assert has_fewshot == (recipe.evaluation.fewshot is not None)
+    has_momentum = recipe.optimizer.name in ("sgd", "muon")
+    assert ("momentum_buffer" in checkpoint(root, trained, 2).index.kinds) == has_momentum
+    tasks = recipe.evaluation.fewshot.tasks if recipe.evaluation.fewshot else []
+    found = {key.split("/")[2] for line in evaluations(root, trained) for key in line if "/fewshot/" in key}
+    assert found == {task.name for task in tasks}
 
 
 def test_a_smoke_form_fits_any_world_and_patch(tmp_path):
