@@ -49,9 +49,13 @@ def command(
     form: Annotated[Form, Option("--format", help="What to print.")] = "table",
     breakdown: Annotated[bool, Option("--breakdown", help="FLOPs and parameters of each part of the models.")] = False,
     budget: Annotated[
-        float | None, Option(metavar="EXAFLOPS", help="List the recipes that cost at most so much, the paper's best results first.")
+        float | None,
+        Option(metavar="EXAFLOPS", help="List what costs at most so much, the paper's best results first."),
     ] = None,
-    hardware: Annotated[str | None, Option(metavar="NAME", help="Hours and energy on such devices: h200, a100, tpuv3, ...; needs --devices and --mfu.")] = None,
+    hardware: Annotated[
+        str | None,
+        Option(metavar="NAME", help="Hours and energy on h200, a100, tpuv3, ...: with --devices and --mfu, or --run."),
+    ] = None,
     devices: Annotated[int | None, Option(min=1, max=_MOST, help="Number of devices.")] = None,
     mfu: Annotated[
         float | None, Option(metavar="FRACTION", help="Share of their peak FLOP/s that training reaches, such as 0.45.")
