@@ -58,7 +58,10 @@ class _RunByDefault(TyperGroup):
 
 
 app = Typer(
-    help="Run a study: many runs from one file.", cls=_RunByDefault, add_completion=False, rich_markup_mode=None
+    help="Run a study: many runs from one file. Without a command or STUDY, list those that come with vitscale.",
+    cls=_RunByDefault,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 
 
