@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; the DeepSpeed launcher adds `--local_rank`."""
     parser = argparse.ArgumentParser(prog="pretrain.py", description="Pre-train one recipe. Repeating it continues it.")
-    parser.add_argument("--recipe", required=True, help="a file, or the stem of a recipe that comes with vitscale")
+    parser.add_argument("--recipe", required=True, help="a file, or the name of a recipe that comes with vitscale")
     parser.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE", help="override any field"
     )
-    parser.add_argument("--run-dir", type=Path, help="default: runs/<recipe stem>")
+    parser.add_argument("--run-dir", type=Path, help="default: runs/<recipe name>")
     parser.add_argument(
         "--resume",
         choices=("auto", "never"),

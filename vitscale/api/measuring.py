@@ -34,14 +34,18 @@ def evaluate(model: Source, data: Data | None = None) -> Results:
         model: the model.
         data: a labelled dataset of its classes; by default, what a run's recipe says.
 
-    Raises `DataError` if the dataset's classes are not the model's, `RecipeError` if there is nothing to evaluate on.
+    Returns numbers by metric: "top1", ... of `data`; by default by evaluator, "validation/top1", ... Raises `DataError`
+    if the dataset's classes are not the model's, `RecipeError` if there is nothing to evaluate on.
     """
     with opened(model).evaluating() as finished:
         return Results(evaluate_finished(finished)) if data is None else Results(scores(finished, _place(data))[0])
 
 
 def features(model: Source, data: Data) -> Features:
-    """The representations (N, D) of a dataset's samples, labels and uids, sorted by uid, in host memory."""
+    """The representations of a dataset's samples, fp32 (N, D), labels and uids, int64 (N,), sorted by uid, on the CPU.
+
+    Raises `DataError` for a dataset that is missing or damaged.
+    """
     with opened(model).evaluating() as finished:
         manifest = finished.dataset(_place(data))
         found = extract_features(
@@ -70,10 +74,12 @@ def fewshot(
         method: the paper's "ridge" regression, "knn", "logistic", linear "heads" or "attentive" ones.
         shots: numbers of training samples per class, None for all; by default 1, 5, 10 and 25 for ridge, else all.
         seeds: the number of draws of training samples.
-        l2: the strength of ridge regression.
+        l2: the strength of ridge regression; by default 1024, that of the authors' newer code.
         overlap: "allow" test samples that are among the training samples; by default a run's `evaluation.overlap`.
 
-    Raises `DataError` if the classes differ, or test samples are among the training samples.
+    Returns for each number of shots ("5shot", "all"; of "knn" by neighbours, "all/20nn") the `mean` and standard
+    deviation (`std`) of the accuracy over the draws. Raises `RecipeError` for arguments that cannot be, and `DataError`
+    if the classes differ, or test samples are among the training samples.
     """
     for name, value, known in (("method", method, get_args(Method)), ("overlap", overlap, (None, *get_args(Overlap)))):
         if value not in known:
@@ -119,7 +125,7 @@ def inspect(
         model: the model.
         images: a dataset, a folder, or pictures as `Model.predict` takes them.
         show: some of filters, positions, attention, rollout, alignment, norms and colours; by default what it has.
-        count: the most pictures taken of a dataset or folder.
+        count: the most pictures taken of a dataset or folder (`vitscale inspect` takes 128 by default).
         pictures: the number of pictures for which maps are made.
 
     Raises `RecipeError` for parts that the model does not have, `DataError` for what is not an image.

@@ -314,12 +314,12 @@ def load(
 
 
 def predict(model: "Model | Run | str | os.PathLike[str]", images: Images, top: int = 5) -> Predictions:
-    """The `top` most probable classes of pictures: see `Model.predict`."""
+    """The `top` most probable classes of pictures, by a model or what `load` opens: see `Model.predict`."""
     return opened(model).predict(images, top)
 
 
 def list_models() -> list[str]:
-    """The names of all architectures."""
+    """The names of the architectures that `vitscale models` lists: "ViT-B/16", ..."""
     return list(REGISTRY)
 
 

@@ -17,7 +17,7 @@ _VERDICTS = {True: "ok", False: "BAD", None: "--"}
 
 
 def prove(
-    recipe: Annotated[str, Argument(help="A file, or the stem of a recipe that comes with vitscale.")],
+    recipe: Annotated[str, Argument(help="A file, or the name of a recipe that comes with vitscale.")],
     ranks: Annotated[
         int | None, Option("--world", min=1, max=1024, help="Ranks.", show_default="one per CUDA device, or 2 on CPUs")
     ] = None,

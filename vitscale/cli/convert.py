@@ -38,8 +38,8 @@ def command(
     src: Annotated[
         str | None,
         Argument(
-            help="Folder of class folders, tar(s), list (csv, jsonl), parquet, TFRecord, CIFAR, or another dataset; "
-            "a path, URL or quoted pattern such as 's3://bucket/train-{000..127}.tar'.",
+            help="Folder of class folders, tar(s), also WebDataset's, list (csv, jsonl), parquet, TFRecord, CIFAR, or "
+            "another dataset; a path, URL or quoted pattern such as 's3://bucket/train-{000..127}.tar'.",
             show_default=False,
         ),
     ] = None,
@@ -56,8 +56,8 @@ def command(
     label_field: Annotated[
         str | None, Option(help="Column, feature or key of the label.", show_default="detected")
     ] = None,
-    short_side: Annotated[int | None, Option(min=1, help="Shrink to at most so many pixels.")] = None,
-    long_side: Annotated[int | None, Option(min=1, help="Shrink to at most so many pixels.")] = None,
+    short_side: Annotated[int | None, Option(min=1, help="Shrink to a short side of at most N pixels.")] = None,
+    long_side: Annotated[int | None, Option(min=1, help="Shrink to a long side of at most N pixels.")] = None,
     quality: Annotated[int, Option(min=1, max=100, help="Quality of re-encoded JPEGs.")] = JPEG_QUALITY,
     pass_through: Annotated[
         bool, Option("--pass-through/--no-pass-through", help="Store sound JPEGs byte for byte.")
@@ -89,7 +89,7 @@ def command(
     embedding_size: ImageSize = None,
     is_dry_run: Annotated[bool, Option("--dry-run", help="Show what would be written: counts, bytes, time.")] = False,
     max_reject_rate: Annotated[
-        float, Option(min=0.0, max=1.0, help="Largest share of images that cannot be stored.")
+        float, Option(min=0.0, max=1.0, help="Largest share of images that may be rejected, as they cannot be stored.")
     ] = 0.01,
     allow_unlabelled: Annotated[
         bool, Option("--allow-unlabelled", help="Allow any share of images without a label, not just 1 %.")

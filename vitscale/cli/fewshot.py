@@ -40,13 +40,14 @@ def fewshot(
         str | None,
         Option(
             metavar="L2",
-            help="For ridge: a number, default 1024; or by mean rank on all tasks (shared) or on the others (others).",
+            help="For ridge, its strength: a number, default 1024; or chosen by mean rank on all tasks (shared) or on "
+            "the others (others).",
         ),
     ] = None,
     overlap: Annotated[
         Literal["refuse", "allow"] | None,
         Option(
-            help="Test samples that are among the training samples: an error, or told. Default: a run's "
+            help="Test samples that are among the training samples: an error, or only reported. Default: a run's "
             "evaluation.overlap, else refuse."
         ),
     ] = None,
@@ -54,11 +55,13 @@ def fewshot(
         Path | None,
         Option(
             metavar="DIR",
-            help="Segment instead: PNGs of class numbers, called as the images; a linear probe of the patches' tokens.",
+            help="Instead, a linear segmentation probe of the patch tokens: PNG masks of class numbers, named as the "
+            "images.",
         ),
     ] = None,
     mask_classes: Annotated[
-        int | None, Option(min=1, max=1024, help="For --masks: classes.", show_default="those in the training masks")
+        int | None,
+        Option(min=1, max=1024, help="For --masks: number of classes.", show_default="those in the training masks"),
     ] = None,
     ignore: Annotated[
         int | None, Option(min=0, max=65535, help="For --masks: the number that is no class; default 255.")
@@ -66,7 +69,7 @@ def fewshot(
     options: ModelOptions = ModelOptions(),
     as_json: Json = False,
 ) -> None:
-    """Measure the representation by simple classifiers on it.
+    """Measure the representation by simple classifiers on it: few-shot, k-NN, linear and attentive probes.
 
     Images are seen as the paper's few-shot evaluation does: resized to a square, of which the central 224 / 256.
     Without SOURCE no model is run: --train and --test are folders that `vitscale features --view fewshot` wrote.

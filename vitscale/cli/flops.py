@@ -38,7 +38,7 @@ def command(
     context: Context,
     recipes: Annotated[
         list[str] | None,
-        Argument(metavar="RECIPE", help="Files, or stems of recipes that come with vitscale; all by default."),
+        Argument(metavar="RECIPE", help="Files, or names of recipes that come with vitscale; all by default."),
     ] = None,
     settings: Annotated[
         list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a field of every recipe.")
@@ -47,14 +47,18 @@ def command(
         int | None, Option(min=1, max=_MOST, help="Training samples, where epochs are of other data.")
     ] = None,
     form: Annotated[Form, Option("--format", help="What to print.")] = "table",
-    breakdown: Annotated[bool, Option("--breakdown", help="Where FLOPs and parameters are.")] = False,
+    breakdown: Annotated[bool, Option("--breakdown", help="FLOPs and parameters of each part of the models.")] = False,
     budget: Annotated[
-        float | None, Option(metavar="EXAFLOPS", help="List what fits, the paper's best results first.")
+        float | None,
+        Option(metavar="EXAFLOPS", help="List what costs at most so much, the paper's best results first."),
     ] = None,
-    hardware: Annotated[str | None, Option(metavar="NAME", help="Hours and energy on h200, a100, tpuv3, ...")] = None,
+    hardware: Annotated[
+        str | None,
+        Option(metavar="NAME", help="Hours and energy on h200, a100, tpuv3, ...: with --devices and --mfu, or --run."),
+    ] = None,
     devices: Annotated[int | None, Option(min=1, max=_MOST, help="Number of devices.")] = None,
     mfu: Annotated[
-        float | None, Option(metavar="FRACTION", help="The share of their peak that training reaches: 0.45.")
+        float | None, Option(metavar="FRACTION", help="Share of their peak FLOP/s that training reaches, such as 0.45.")
     ] = None,
     price: Price = None,
     runs: Annotated[

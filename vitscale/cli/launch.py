@@ -12,7 +12,7 @@ ClusterName = Literal["local", "slurm", "k8s"]
 
 
 def launch(
-    recipe: Annotated[str, Argument(help="A file, or the stem of one that comes with vitscale.")],
+    recipe: Annotated[str, Argument(help="A file, or the name of one that comes with vitscale.")],
     ranks: Annotated[
         int | None, Option(min=1, max=1024, help="Processes per node.", show_default="one per CUDA device; one on CPUs")
     ] = None,
@@ -33,7 +33,7 @@ def launch(
     wait_for_nodes: Annotated[
         float, Option(min=0.01, max=10**6, metavar="MINUTES", help="How long to wait for missing nodes.")
     ] = 10.0,
-    run_dir: Annotated[Path | None, Option(help="The run's directory.", show_default="runs/<recipe stem>")] = None,
+    run_dir: Annotated[Path | None, Option(help="The run's directory.", show_default="runs/<recipe name>")] = None,
     settings: Settings = None,
     resume: Annotated[
         Resume, Option(help="never: refuse a directory that holds a run, instead of continuing it.")
@@ -47,15 +47,17 @@ def launch(
         int | None, Option(min=1, max=2**53, metavar="STEP", help="Save and end after this step.")
     ] = None,
     smoke: Annotated[
-        bool, Option("--smoke", help="A small model of the family, four steps, generated pictures.")
+        bool, Option("--smoke", help="Try the recipe: a small model of its family, four steps, generated pictures.")
     ] = False,
-    cluster: Annotated[ClusterName, Option(help="Where: this machine; a Slurm job; a Kubernetes job.")] = "local",
+    cluster: Annotated[
+        ClusterName, Option(help="Where to run: on this machine, in a Slurm or in a Kubernetes job.")
+    ] = "local",
     cluster_options: Annotated[
         list[str] | None, Option("--cluster-option", metavar="KEY=VALUE", help="Option of this cluster: see cluster/.")
     ] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Print what would run; start nothing.")] = False,
 ) -> None:
-    """Pre-train a recipe, and start again when something fails. Repeating the command continues."""
+    """Train what a recipe says, and restart it when something fails. Repeating the command continues a run."""
     from vitscale.launch import Pretraining
     from vitscale.launch.clusters import Job, find_cluster, read_pairs
 

@@ -84,7 +84,7 @@ def features(
     ] = False,
     options: ModelOptions = ModelOptions(),
 ) -> None:
-    """Write a dataset's representations, or the tokens of its patches: .npy files.
+    """Write a dataset's representations (embeddings), or the tokens of its patches: .npy files.
 
     Beside them are labels, uids and meta.json, which says how they came about. Under `torchrun -m vitscale`
     several processes share the images; the files are the same.
@@ -123,8 +123,8 @@ def predict(
 ) -> None:
     """Say what is in images: classes and their probabilities.
 
-    An image is prepared as conversion and evaluation do it. Probabilities are softmax, or sigmoid where the run was
-    trained so. What cannot be read is told, and the exit code is 3.
+    An image is prepared as conversion and evaluation do it. Probabilities are softmax, or sigmoid where the model was
+    trained with it. Files that cannot be read are reported, and the exit code is 3.
     """
     from vitscale.evaluation.prediction import image_files, predict_files
 

@@ -22,7 +22,7 @@ Source = Annotated[Path, Argument(help="A run's directory, or weights of any for
 Step = Annotated[int | None, Option(help="Step of a run's checkpoint; default: the newest.")]
 NoEma = Annotated[bool, Option("--no-ema", help="For a run: use its last weights, not their average.")]
 Settings = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a recipe's field.")]
-ModelName = Annotated[str | None, Option(help="Model of weights in another format: ViT-B/16, or a recipe.")]
+ModelName = Annotated[str | None, Option(help="Model of weights that do not say it: a name (ViT-B/16), or a recipe.")]
 ImageSize = Annotated[
     int | None, Option(min=1, max=8192, help="For weights: image size in pixels; positions are resampled.")
 ]
@@ -35,12 +35,11 @@ ImageField = Annotated[str | None, Option(help="Column, feature or suffix of the
 Workers = Annotated[int | None, Option(min=1, help="Processes.", show_default="one per core")]
 Hardware = Annotated[str, Option(metavar="NAME", help="h100, h200, a100-pcie, ...")]
 Mfu = Annotated[
-    float | None, Option(metavar="FRACTION", help="The share of their peak that training reaches.", show_default="0.4")
+    float | None,
+    Option(metavar="FRACTION", help="Share of their peak FLOP/s that training reaches.", show_default="0.4"),
 ]
 Price = Annotated[float | None, Option(help="Price of one device for one hour.")]
-Embedding = Annotated[
-    Path | None, Option(metavar="RUN|WEIGHTS", help="Your model: its features judge candidates, too.")
-]
+Embedding = Annotated[Path | None, Option(metavar="RUN|WEIGHTS", help="A model whose features judge candidates, too.")]
 
 # Lowest, highest, what it is. Within them every figure is a number that people can read.
 _RANGES = {

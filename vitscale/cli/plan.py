@@ -29,7 +29,7 @@ _ON_PAPER = (
 
 
 def plan(
-    recipe: Annotated[str, Argument(help="A file, or the stem of one that comes with vitscale.")],
+    recipe: Annotated[str, Argument(help="A file, or the name of one that comes with vitscale.")],
     devices: Annotated[int, Option(min=1, max=_MOST, help="Number of devices on all nodes.")],
     hardware: Hardware,
     settings: Settings = None,

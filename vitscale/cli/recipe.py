@@ -21,7 +21,7 @@ def recipe(
         list[str] | None,
         Argument(
             metavar="NAME",
-            help="A file, or the stem of one that comes with vitscale; --diff: two of them; --explain: a field's key, "
+            help="A file, or the name of one that comes with vitscale; --diff: two of them; --explain: a field's key, "
             "for a field of your own package after a recipe that names it.",
         ),
     ] = None,

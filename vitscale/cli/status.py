@@ -45,9 +45,9 @@ def status(
     ] = False,
     as_json: Annotated[bool, Option("--json", help="Print one JSON object a line for each run.")] = False,
 ) -> None:
-    """Say how runs are doing: step, loss, speed, time left, cost.
+    """Say how runs are doing: step, loss, speed, time left.
 
-    Also checkpoints, restarts, and whether they are alive.
+    Also exaFLOPs and device-hours so far, evaluations, checkpoints, restarts, and whether they are alive.
     """
     readers = {run: RunReader(run) for run in runs}
     if watch:

@@ -40,7 +40,7 @@ _ON_PAPER = (
 )
 
 EngineName = Literal["local", "slurm"]
-Study = Annotated[str, Argument(metavar="STUDY", help="A file, or the stem of one that comes with vitscale.")]
+Study = Annotated[str, Argument(metavar="STUDY", help="A file, or the name of one that comes with vitscale.")]
 Settings = Annotated[
     list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a field of every entry's recipe.")
 ]
@@ -58,7 +58,10 @@ class _RunByDefault(TyperGroup):
 
 
 app = Typer(
-    help="Run a study: many runs from one file.", cls=_RunByDefault, add_completion=False, rich_markup_mode=None
+    help="Run a study: many runs from one file. Without a command or STUDY, list those that come with vitscale.",
+    cls=_RunByDefault,
+    add_completion=False,
+    rich_markup_mode=None,
 )
 
 
@@ -80,7 +83,7 @@ def run(
     study: Study,
     folder: Annotated[
         Path | None,
-        Option("--dir", help="Folder for the run directories, one per entry.", show_default="runs/<study stem>"),
+        Option("--dir", help="Folder for the run directories, one per entry.", show_default="runs/<study name>"),
     ] = None,
     engine: Annotated[
         EngineName, Option(help="What runs the entries: this machine, or array jobs of Slurm, each on a node.")
@@ -138,7 +141,7 @@ def plan(
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a study costs beforehand: exaFLOPs, device-hours, money."""
+    """Say what a study will cost: exaFLOPs, device-hours, energy, price."""
     check_numbers({"--mfu": mfu, "--price": price})
     device = find_device(hardware)
     file = find_study(study)
