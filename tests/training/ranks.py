@@ -198,7 +198,8 @@ def launch(root: Path, jobs: list[dict[str, Any]], world_size: int) -> None:
         on_ranks(world_size, run_jobs, root, jobs)
 
 
-_WORLDS: dict[int, Ranks] = {}
+_WORLDS: dict[int, tuple[Ranks, int]] = {}
+_MOST_CALLS = 10  # hundreds of runs leave gigabytes and a share of a core behind; new ranks take a second
 
 
 def on_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> None:
@@ -206,10 +207,10 @@ def on_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> None
 
     Up to two stay for the next call; more are seldom needed and take memory.
     """
-    ranks = _WORLDS.pop(world_size, None) or Ranks(world_size, join, int(free_port()))
+    ranks, calls = _WORLDS.pop(world_size, None) or (Ranks(world_size, join, int(free_port())), 0)
     ranks.do(work, *arguments)
-    if world_size <= 2:
-        _WORLDS[world_size] = ranks
+    if world_size <= 2 and calls < _MOST_CALLS:
+        _WORLDS[world_size] = ranks, calls + 1
     else:
         ranks.close()
 
