@@ -106,7 +106,7 @@ def cheap_commands() -> Iterator[tuple[Command, list[str]]]:
         elif name in CHEAP and not any(word in _OF_THE_READER or word.endswith(".yaml") for word in words):
             if not {"--run", "--folder"} & set(words):
                 yield command, words
-        elif words in (["-h"], ["--version"], ["study"], ["vtab", "doctor"]):
+        elif words in (["-h"], ["--version"], ["study"]):
             yield command, words
 
 
