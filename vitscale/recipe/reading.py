@@ -312,10 +312,10 @@ def _line(details: Any, inside: str) -> str:
         return f"{key}: {value!r}: expected {any_of(offered)}{hint and f'; {hint}'}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         valid = ", ".join(keys_in(inside + key))
-        kinds = _kinds_of(key) if key in _TAGS else None
-        if kinds:
-            valid = f"{_TAGS[key][0]} ({any_of(sorted(kinds))}) and those that belong to it"
-        meant = isinstance(value, str | int) and key in _ALONE and (kinds is None or value in kinds)
+        choice = _kinds_of(key) if key in _TAGS else None
+        if choice:
+            valid = f"{_TAGS[key][0]} ({any_of(sorted(choice))}) and those that belong to it"
+        meant = isinstance(value, str | int) and key in _ALONE and (choice is None or value in choice)
         hint = f"; did you mean {{{_ALONE[key]}: {value}}}?" if meant else ""
         return f"{key}: {value!r}: expected a block of keys{valid and f': {valid}'}{hint}"
     return f"{key}: {value!r}: {describe_expected(details)}"
