@@ -29,10 +29,7 @@ _NAMED = re.compile(r"([^/=:]+)=(.+)", re.DOTALL)
 _SUFFIXES = re.compile(r"(\.[A-Za-z][A-Za-z0-9]*)+$")
 
 app = Typer(
-    help="Keep copies of test images out of training data.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
+    help="Keep test images out of training data.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
 
 Distance = Annotated[int | None, Option(help="Largest distance (of 256 bits) at which a hash decides.")]

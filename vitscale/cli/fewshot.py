@@ -40,8 +40,7 @@ def fewshot(
         str | None,
         Option(
             metavar="L2",
-            help="For ridge, its strength: a number, default 1024; or chosen by mean rank on all tasks (shared) or on "
-            "the others (others).",
+            help="For ridge: a number, default 1024; or by mean rank on all tasks (shared) or on the others (others).",
         ),
     ] = None,
     overlap: Annotated[
@@ -55,13 +54,11 @@ def fewshot(
         Path | None,
         Option(
             metavar="DIR",
-            help="Instead, a linear segmentation probe of the patch tokens: PNG masks of class numbers, named as the "
-            "images.",
+            help="Segment instead, by a linear probe of patch tokens: PNGs of class numbers, named as the images.",
         ),
     ] = None,
     mask_classes: Annotated[
-        int | None,
-        Option(min=1, max=1024, help="For --masks: number of classes.", show_default="those in the training masks"),
+        int | None, Option(min=1, max=1024, help="For --masks: classes.", show_default="those in the training masks")
     ] = None,
     ignore: Annotated[
         int | None, Option(min=0, max=65535, help="For --masks: the number that is no class; default 255.")

@@ -49,8 +49,7 @@ def command(
     form: Annotated[Form, Option("--format", help="What to print.")] = "table",
     breakdown: Annotated[bool, Option("--breakdown", help="FLOPs and parameters of each part of the models.")] = False,
     budget: Annotated[
-        float | None,
-        Option(metavar="EXAFLOPS", help="List what costs at most so much, the paper's best results first."),
+        float | None, Option(metavar="EXAFLOPS", help="List what costs at most so much, the paper's best first.")
     ] = None,
     hardware: Annotated[
         str | None,

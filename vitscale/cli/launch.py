@@ -49,9 +49,7 @@ def launch(
     smoke: Annotated[
         bool, Option("--smoke", help="Try the recipe: a small model of its family, four steps, generated pictures.")
     ] = False,
-    cluster: Annotated[
-        ClusterName, Option(help="Where to run: on this machine, in a Slurm or in a Kubernetes job.")
-    ] = "local",
+    cluster: Annotated[ClusterName, Option(help="Where: this machine; a Slurm job; a Kubernetes job.")] = "local",
     cluster_options: Annotated[
         list[str] | None, Option("--cluster-option", metavar="KEY=VALUE", help="Option of this cluster: see cluster/.")
     ] = None,
