@@ -55,8 +55,7 @@ whole interval lies beyond it. None of them is a test, and no test looks at a cl
 says what the figures mean and what the goal is; IMAGES is a folder of photos. What was tried, what moved and what did
 not is in [docs/LOG.md](../docs/LOG.md).
 
-`python benchmarks/regenerate.py --images IMAGES` rewrites the sections below. Each is of the code of its date: those
-before 2026-11-28 are older than the quicker attention in bf16 on CPUs.
+`python benchmarks/regenerate.py --images IMAGES` rewrites the sections below. Each is of the code of its date.
 """
 
 

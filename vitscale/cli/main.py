@@ -39,8 +39,8 @@ COMMANDS = {
     "models": ("models:models", "List models with their parameters, tokens and multiply-adds."),
     "demo": ("demo:demo", "Go from images to accuracy on scanned digits, in minutes."),
     "export": ("export:export", "Write weights for timm, transformers, Google's code or vitscale."),
-    "shards": ("shards:app", "Show, check, split, export and adopt datasets."),
-    "dedup": ("dedup:app", "Keep copies of test images out of training data."),
+    "shards": ("shards:app", "Show, check, split, export, adopt data."),
+    "dedup": ("dedup:app", "Keep test images out of training data."),
     "vtab": ("vtab:app", "Prepare VTAB-1k from local copies of its datasets."),
     "study": ("study:app", "Run a study: many runs from one file."),
 }

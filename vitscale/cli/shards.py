@@ -23,7 +23,7 @@ from vitscale.ground.wording import counted
 _SHOWN_DAMAGE = 100
 
 app = Typer(
-    help="Look at, check, split, adopt datasets.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+    help="Show, check, split, export, adopt data.", no_args_is_help=True, add_completion=False, rich_markup_mode=None
 )
 
 

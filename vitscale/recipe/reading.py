@@ -312,9 +312,10 @@ def _line(details: Any, inside: str) -> str:
         return f"{key}: {value!r}: expected {any_of(offered)}{hint and f'; {hint}'}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         valid = ", ".join(keys_in(inside + key))
-        choice = _kinds_of(key) if key in _TAGS else None
+        place = without_indices(key)
+        choice = _kinds_of(place) if place in _TAGS else None
         if choice:
-            valid = f"{_TAGS[key][0]} ({any_of(sorted(choice))}) and those that belong to it"
+            valid = f"{_TAGS[place][0]} ({any_of(sorted(choice))}) and those that belong to it"
         meant = isinstance(value, str | int) and key in _ALONE and (choice is None or value in choice)
         hint = f"; did you mean {{{_ALONE[key]}: {value}}}?" if meant else ""
         return f"{key}: {value!r}: expected a block of keys{valid and f': {valid}'}{hint}"
