@@ -62,20 +62,15 @@ def durable_folder(target: Path, *, alone: bool = False) -> Iterator[Path]:
     With `alone`, raises FileExistsError at once if another process is writing it, and one of the two would be in vain.
     """
     make_folder(target.parent)
-    part = _part_of(target)
-    try:
-        part.mkdir()  # in here, as Ctrl-C may come right after it
-        with LockFile(part / _LOCK) as opened:
-            lock(opened)
-            if remove_leftovers(target.parent, target.name) > 1 and alone:  # ours is one
-                raise FileExistsError(errno.EEXIST, "another process is writing it", str(target))
-            aside = part / target.name
-            aside.mkdir()
-            yield aside
-            _sync_below(aside, opened)
-            rename(aside, target)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    with ExitStack() as made:
+        part, opened = _locked_folder(target, made)
+        if remove_leftovers(target.parent, target.name) > 1 and alone:  # ours is one
+            raise FileExistsError(errno.EEXIST, "another process is writing it", str(target))
+        aside = part / target.name
+        aside.mkdir()
+        yield aside
+        _sync_below(aside, opened)
+        rename(aside, target)
 
 
 @contextmanager
@@ -177,6 +172,18 @@ def _locked(path: Path, mode: int = 0o666) -> BinaryIO:
         lock(file)
     # Again if it was taken for a leftover in the moment before it was locked.
     return file if os.fstat(file.fileno()).st_nlink else _locked(path, mode)
+
+
+def _locked_folder(target: Path, made: ExitStack) -> tuple[Path, LockFile]:
+    """A new part and the lock in it, both gone when `made` closes."""
+    part = _part_of(target)
+    made.callback(shutil.rmtree, part, ignore_errors=True)  # before it is there, as Ctrl-C may come right after
+    part.mkdir()
+    opened = made.enter_context(LockFile(part / _LOCK))
+    if not try_lock(opened) or not os.fstat(opened.fileno()).st_nlink:  # taken for a leftover, as a file may be
+        shutil.rmtree(part, ignore_errors=True)  # so that nobody counts it
+        return _locked_folder(target, made)
+    return part, opened
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> int:
