@@ -105,17 +105,23 @@ def test_a_repeated_batch_is_the_smaller_one_several_times(shard_samples, batch,
 
 
 @quick
-@given(shard_lists, st.integers(1, 30), st.integers(1, 9))
-def test_evaluation_has_every_sample_once_on_any_number_of_ranks(shard_samples, share, world):
-    order = EvalOrder(shard_samples, share * world)
-    assert (order.num_samples, order.steps) == (sum(shard_samples), -(-sum(shard_samples) // (share * world)))
+@given(shard_lists, st.integers(1, 30), st.integers(1, 9), st.data())
+def test_evaluation_has_every_sample_or_row_once_on_any_number_of_ranks(shard_samples, share, world, data):
+    expected = [(shard, position) for shard, size in enumerate(shard_samples) for position in range(size)]
+    rows = (
+        sorted(data.draw(st.sets(st.integers(0, len(expected) - 1)))) if expected and data.draw(st.booleans()) else None
+    )
+    expected = expected if rows is None else [expected[row] for row in rows]
+    order = EvalOrder(shard_samples, share * world, None if rows is None else np.array(rows, np.int64))
+    assert (order.num_samples, order.steps) == (len(expected), -(-len(expected) // (share * world)))
     seen, fillers = [], 0
     for step in range(order.steps):
         shard, position, mask, _ = batch_of_ranks(order, step, world)
         assert np.all(position < np.asarray(shard_samples)[shard])  # fillers are readable, too
+        assert set(shard.tolist()) <= set(order.upcoming(step, 0, share * world))
         seen += list(zip(shard[mask].tolist(), position[mask].tolist(), strict=True))
         fillers += int(np.sum(~mask))
-    assert seen == [(shard, position) for shard, size in enumerate(shard_samples) for position in range(size)]
+    assert seen == expected
     assert fillers == order.steps * share * world - order.num_samples < share * world
 
 

@@ -8,6 +8,7 @@ import torch
 from small_recipes import SMALL, small_recipe
 from toy_split import model, split
 
+from data_tools.views import write_view
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.evaluation import FewShot, NearestNeighbours, build_evaluators, evaluate
@@ -85,6 +86,36 @@ def test_representations_that_are_not_finite_have_no_votes(side, value):
     for evaluator in (NearestNeighbours, FewShot, LinearHeads):
         with pytest.raises(DataError, match=f"1 {side} samples is not finite"):
             evaluate([evaluator("a", train.loader(8), test.loader(8), CLASSES, (5,))], predict)
+
+
+def test_few_shot_reads_the_samples_that_it_draws_alone_and_finds_what_a_whole_pass_finds(tmp_path):
+    whole = write_generated_dataset(tmp_path / "whole", [40, 25, 60], seed=1)
+    left_out = [np.arange(7), np.array([], int), np.array([3, 59])]
+    kept = ((index, np.setdiff1d(whole.slots(index), slots)) for index, slots in enumerate(left_out))
+    write_view(whole, str(tmp_path / "train"), kept)
+    write_generated_dataset(tmp_path / "test", [45], seed=2)
+    task, seen = {"name": "it", **ON_TEST}, []
+    few = {"fewshot": {"tasks": [task], "seeds": 2}}
+
+    def predict(images):
+        seen.append(len(images))
+        colours = images.double().mean(dim=(1, 2))
+        return Outputs(colours[:, None], colours, colours)
+
+    def measured(policy, shots):
+        few["fewshot"]["shots"] = shots
+        evaluators = build_evaluators(
+            make_recipe(tmp_path, few, f"data.bad_samples={policy}", "evaluation.batch=1"), []
+        )
+        first = evaluate(evaluators, predict)
+        seen.clear()
+        assert evaluate(evaluators, predict) == first
+        return first, len(seen) - 45
+
+    # Where the next sample takes the place of a damaged one, which ones are needed is not known beforehand.
+    (passed, all_of_them), (drawn, _) = measured("mask", [1, 3, 16]), measured("error", [1, 3, 16])
+    assert drawn == passed and drawn["fewshot/it/3shot"] > 0.5 and drawn["fewshot/it/16shot_scarce"] > 0
+    assert all_of_them == 125 - 9 and 7 * 3 <= measured("error", [1, 3])[1] <= 7 * 3 * 2
 
 
 def scaled(images):

@@ -1,6 +1,7 @@
 """Two ranks report what one reports, without what is damaged in a split, and fail together: one launch."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from vitscale.data.order import EvalOrder
 from vitscale.data.settings import Reading
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.generated import CLASS_NAMES
+from vitscale.data.shards.info import labels_and_uids
 from vitscale.evaluation import FewShot, NearestNeighbours, SharedL2FewShot, Validation, evaluate
 from vitscale.evaluation.features import extract_features
+from vitscale.evaluation.fewshot import DrawnFirst
 from vitscale.evaluation.linear import AttentiveHeads, LinearHeads
 from vitscale.ground.errors import DataError
 from vitscale.objectives.classification import CrossEntropy
@@ -31,10 +34,10 @@ SHARDS = [30, 21, 11]
 DAMAGED = {0: [0], 1: [7, 20]}  # slot 0 of shard 0 is the one that fillers repeat
 
 
-def stored_loader(folder, policy, rank=0, world=1):
+def stored_loader(folder, policy, rank=0, world=1, rows=None):
     """A function that begins a pass over samples of seven classes, eight a rank at a time."""
     manifest = Manifest.load(folder)
-    order = EvalOrder([entry.num_selected for entry in manifest.shards], 8 * world)
+    order = EvalOrder([entry.num_selected for entry in manifest.shards], 8 * world, rows)
     options = {"image_size": SIDE, "transform": EvalTransform(), "rank": rank, "world": world}
     reading = Reading(bad_samples=policy).for_evaluation()
     return lambda: Loader(manifest, order, reading=reading, **options)
@@ -45,6 +48,13 @@ def of_stored(folder, policies, rank=0, world=1):
     whole, drawn = (stored_loader(folder, policy, rank, world) for policy in policies)
     few = FewShot("stored-few", drawn, drawn, CLASS_NAMES, shots=(1, 5), l2=1.0)
     return [Validation("stored", whole, CrossEntropy("sigmoid", 0.9, 0.01).per_sample_loss), few]
+
+
+def that_draws_first(folder, rank, world):
+    """A few-shot evaluator; one rank passes over the whole split, several over the samples that are drawn."""
+    loader = partial(stored_loader, folder, "error", rank, world)
+    drawn = DrawnFirst(lambda: labels_and_uids(Manifest.load(folder)), loader) if world > 1 else None
+    return FewShot("drawn-few", loader(), loader(), CLASS_NAMES, shots=(1, 2), l2=1.0, drawn=drawn)
 
 
 def evaluators(rank, world, folder, stored="damaged"):
@@ -59,6 +69,7 @@ def evaluators(rank, world, folder, stored="damaged"):
         LinearHeads("linear", *loaders, CLASSES, steps=20),
         AttentiveHeads("attentive", *loaders, CLASSES, steps=20),
         *of_stored(Path(folder) / "split" / stored, POLICIES[stored], rank, world),
+        that_draws_first(Path(folder) / "split" / "without", rank, world),
     ]
 
 

@@ -198,10 +198,17 @@ class EvalOrder:
     """Evaluation's order: every sample once, in the manifest's order; fillers complete the last batch and are masked.
 
     Its arguments are as those of `TrainOrder`.
+
+    Args:
+        rows: the only samples to take, int64 (N,), sorted, as numbers in the manifest's order; None takes all.
     """
 
-    def __init__(self, shard_samples: Sequence[int], global_batch: int) -> None:
+    def __init__(self, shard_samples: Sequence[int], global_batch: int, rows: np.ndarray | None = None) -> None:
         self._ends = np.cumsum(np.asarray(shard_samples, np.int64))
+        self._positions: np.ndarray | None = None
+        if rows is not None:  # each shard has as many samples as are taken of it, at these positions
+            of_shard, self._positions = _locate(self._ends, rows)
+            self._ends = np.cumsum(np.bincount(of_shard, minlength=len(self._ends)))
         self.num_samples = int(self._ends[-1]) if len(self._ends) else 0
         self.global_batch = global_batch
         self.steps = -(-self.num_samples // global_batch)
@@ -210,7 +217,9 @@ class EvalOrder:
         """Slots [first_slot, last_slot) of batch `step`. Fillers repeat the first sample."""
         places = step * self.global_batch + np.arange(first_slot, last_slot, dtype=np.int64)
         mask = places < self.num_samples
-        at, position = _locate(self._ends, np.where(mask, places, 0))
+        places = np.where(mask, places, 0)
+        at, position = _locate(self._ends, places)
+        position = position if self._positions is None else self._positions[places]
         return Slots(0, at, position, mask, np.zeros(len(places), np.int64))
 
     def upcoming(self, step: int, first_slot: int, last_slot: int) -> list[int]:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from vitscale.data.augmentation import EvalTransform
@@ -11,9 +12,10 @@ from vitscale.data.loader import Loader
 from vitscale.data.order import EvalOrder
 from vitscale.data.settings import Reading
 from vitscale.data.shards import Manifest
+from vitscale.data.shards.info import labels_and_uids
 from vitscale.evaluation.classification import Validation
 from vitscale.evaluation.contract import Evaluator, Loaders, MakeLoader
-from vitscale.evaluation.fewshot import PAPER_L2S, FewShot, NearestNeighbours, OfSplits, SharedL2FewShot
+from vitscale.evaluation.fewshot import PAPER_L2S, DrawnFirst, FewShot, NearestNeighbours, OfSplits, SharedL2FewShot
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.extensions import implementation
 from vitscale.ground.wording import counted
@@ -44,6 +46,8 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
             splits = labelled_splits(recipe, task.train, task.test)
             name, l2 = (task.name, PAPER_L2S[0]) if fewshot.l2 == "shared" else (f"fewshot/{task.name}", fewshot.l2)
             how = {"shots": fewshot.shots, "seeds": range(fewshot.seeds), "l2": l2}
+            if recipe.data.bad_samples == "error":  # otherwise the next sample takes a damaged one's place
+                how["drawn"] = DrawnFirst(partial(labels_and_uids, splits[0]), partial(loader, splits[0], fewshot.crop))
             tasks.append(on_splits(FewShot, name, recipe, splits, fewshot.crop, loader, **how))
         evaluators += [SharedL2FewShot("fewshot", tasks)] if fewshot.l2 == "shared" else tasks
     if settings.knn is not None:
@@ -96,12 +100,18 @@ def on_splits(
 
 
 def evaluation_loader(
-    recipe: Recipe, manifest: Manifest, crop: EvalCrop, *, rank: int = 0, world: int = 1
+    recipe: Recipe,
+    manifest: Manifest,
+    crop: EvalCrop,
+    rows: np.ndarray | None = None,
+    *,
+    rank: int = 0,
+    world: int = 1,
 ) -> MakeLoader:
-    """Makes loaders over all samples of a dataset, at the recipe's image size. Raises `DataError` if it has none."""
+    """Makes loaders over a dataset's samples, or some rows, at the recipe's size. Raises `DataError` if it has none."""
     reading = Reading.of(recipe.data, pinned=torch.cuda.is_available())
     size, batch = recipe.data.image_size, recipe.evaluation.batch
-    return exact_pass(manifest, EvalTransform.of(crop), size, batch, reading, rank=rank, world=world)
+    return exact_pass(manifest, EvalTransform.of(crop), size, batch, reading, rows, rank=rank, world=world)
 
 
 def exact_pass(
@@ -110,14 +120,17 @@ def exact_pass(
     image_size: int,
     batch: int,
     reading: Reading,
+    rows: np.ndarray | None = None,
     *,
     rank: int = 0,
     world: int = 1,
 ) -> MakeLoader:
-    """Makes one rank's loaders, `batch` samples of this rank at a time; all ranks together see every sample once."""
+    """Makes one rank's loaders, `batch` samples of this rank at a time; all ranks together see every sample once, or
+    those of `rows` alone (see `EvalOrder`).
+    """
     if manifest.num_samples == 0:
         raise DataError(f"{manifest.where}: there are no samples to evaluate")
-    order = EvalOrder([shard.num_selected for shard in manifest.shards], batch * world)
+    order = EvalOrder([shard.num_selected for shard in manifest.shards], batch * world, rows)
     settings: dict[str, Any] = {"image_size": image_size, "transform": transform, "reading": reading.for_evaluation()}
     return partial(Loader, manifest, order, rank=rank, world=world, **settings)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -55,9 +56,27 @@ class OfSplits(Evaluator):
         Raises `DataError` for labels outside the classes, a split without samples, and samples that are lost or counted
         twice.
         """
-        train = extract_features(self.make_train_loader, predict, self.train_samples, f"{self.what}, training")
+        make_loader, samples = self.training_pass()
+        train = extract_features(make_loader, predict, samples, f"{self.what}, training")
         test = extract_features(self.make_test_loader, predict, self.test_samples, f"{self.what}, test")
         return on_rank_zero(lambda: measure(Task.of(self.name, self.class_names, train, test, kind=self.kind)))
+
+    def training_pass(self) -> tuple[MakeLoader, int | None]:
+        """What starts the pass over the training split, and the number of samples that it has to yield if known."""
+        return self.make_train_loader, self.train_samples
+
+
+@dataclass(frozen=True)
+class DrawnFirst:
+    """How few-shot evaluation comes to the samples that it draws without a pass over all others.
+
+    Args:
+        labels_and_uids: reads those of the whole training split, int64 (N,) each.
+        make_loader: as `make_train_loader` for some of these rows, sorted.
+    """
+
+    labels_and_uids: Callable[[], tuple[np.ndarray, np.ndarray]]
+    make_loader: Callable[[np.ndarray], MakeLoader]
 
 
 @dataclass(frozen=True)
@@ -69,6 +88,7 @@ class FewShot(OfSplits):
         seeds: the seeds of the draws. Which samples are drawn depends on (seed, uid) alone, and fewer shots draw a
             subset of more.
         l2: regularisation strength; 2^10 is that of the authors' newer code.
+        drawn: how to read the samples that are drawn, and these alone. None reads the whole training split.
     """
 
     kind: ClassVar[str] = "few-shot"
@@ -76,6 +96,28 @@ class FewShot(OfSplits):
     shots: Sequence[int] = (1, 5, 10, 25)
     seeds: Sequence[int] = (0, 1, 2)
     l2: float = 2.0**10
+    drawn: DrawnFirst | None = None
+
+    def training_pass(self) -> tuple[MakeLoader, int | None]:
+        """As in the base. Reads the labels first, once. Collective."""
+        if self.drawn is None:
+            return super().training_pass()
+        rows = np.array(self._rows, np.int64)
+        return self.drawn.make_loader(rows), len(rows)
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        """The training samples of all draws."""
+        assert self.drawn is not None
+        read, last = self.drawn.labels_and_uids, len(self.class_names) - 1
+
+        def draw() -> list[int]:
+            labels, uids = map(torch.from_numpy, read())
+            check_labels(self.what, "training", labels, uids, last)
+            rows = [select_shots(labels, uids, max(self.shots), last + 1, seed) for seed in self.seeds]
+            return torch.cat(rows).unique().tolist()
+
+        return on_rank_zero(draw)
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
         """As `Evaluator.run`; if some classes have too few training samples, `<shots>shot_scarce` is their number.
@@ -184,12 +226,7 @@ class Task:
         if train is None or test is None:
             raise DataError(f"{what}: its {'training' if train is None else 'test'} split has no samples")
         for which, split in (("training", train), ("test", test)):
-            wrong = (split.labels < 0) | (split.labels > last)
-            if wrong.any():
-                raise DataError(
-                    f"{what}: {int(wrong.sum())} {which} samples have a label outside 0..{last} (-1 is unlabelled), "
-                    f"the first with uid {int(split.uids[wrong][0])}"
-                )
+            check_labels(what, which, split.labels, split.uids, last)
             wrong = torch.cat([~rows.isfinite().flatten(1).all(dim=1) for rows in split.features.split(1024)])
             if wrong.any():
                 raise DataError(
@@ -223,6 +260,16 @@ class Task:
     def scarce_classes(self, shots: int) -> int:
         """The number of classes with fewer training samples, which all are used."""
         return int((torch.bincount(self.train.labels, minlength=len(self.class_names)) < shots).sum())
+
+
+def check_labels(what: str, which: str, labels: Tensor, uids: Tensor, last: int) -> None:
+    """Raise `DataError` for labels (N,) outside 0..last; the message begins with `what` and names the split."""
+    wrong = (labels < 0) | (labels > last)
+    if wrong.any():
+        raise DataError(
+            f"{what}: {int(wrong.sum())} {which} samples have a label outside 0..{last} (-1 is unlabelled), "
+            f"the first with uid {int(uids[wrong][0])}"
+        )
 
 
 def select_shots(labels: Tensor, uids: Tensor, shots: int, num_classes: int, seed: int) -> Tensor:
