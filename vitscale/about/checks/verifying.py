@@ -55,7 +55,7 @@ _FEW = 0.01  # a smaller share of differing numbers is not rounding, which reach
 
 
 class _Limits(NamedTuple):
-    """Shares that other hardware, ranks or versions may change; docs/verifying.md has the measurements."""
+    """Shares that other hardware, ranks or versions may change: chosen, not proven (docs/verifying.md)."""
 
     loss: float  # of losses and norms, over a few steps
     state: float  # of what a link has moved
