@@ -6,10 +6,9 @@ import torch
 from toy_split import model, split
 
 from vitscale.evaluation import PAPER_L2S, FewShot, SharedL2FewShot
-from vitscale.evaluation.fewshot import DrawnFirst, select_shots
+from vitscale.evaluation.fewshot import select_shots
 from vitscale.evaluation.probes import Splits, logistic_probe, solve, whitened
 from vitscale.evaluation.ridge import RidgePath, best_shared_l2, fewshot_accuracy
-from vitscale.ground.errors import DataError
 
 K = 4
 L2S = [2.0**-10, 1.0, 2.0**10, 2.0**19]
@@ -108,15 +107,6 @@ def test_draws_are_even():
 def fewshot(name="one", train_seed=1, class_names="abcd", **options):
     train, test = split(80, K, seed=train_seed), split(120, K, seed=2)
     return FewShot(name, train.loader(16), test.loader(16), list(class_names), **options), train, test
-
-
-def test_samples_of_no_class_are_named_before_any_is_read():
-    def unread(rows):
-        raise AssertionError("labels are looked at first")
-
-    drawn = DrawnFirst(lambda: (np.array([0, 1, -1, 3, 4]), np.array([8, 6, 7, 5, 9])), unread)
-    with pytest.raises(DataError, match=r"2 training samples .*uid 7"):
-        list(fewshot(drawn=drawn)[0].run(model(K)))
 
 
 def test_a_shared_strength_is_chosen_for_all_tasks_and_reported():

@@ -17,10 +17,9 @@ from vitscale.data.order import EvalOrder
 from vitscale.data.settings import Reading
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.generated import CLASS_NAMES
-from vitscale.data.shards.info import labels_and_uids
 from vitscale.evaluation import FewShot, NearestNeighbours, SharedL2FewShot, Validation, evaluate
 from vitscale.evaluation.features import extract_features
-from vitscale.evaluation.fewshot import DrawnFirst
+from vitscale.evaluation.fewshot import Again
 from vitscale.evaluation.linear import AttentiveHeads, LinearHeads
 from vitscale.ground.errors import DataError
 from vitscale.objectives.classification import CrossEntropy
@@ -50,13 +49,6 @@ def of_stored(folder, policies, rank=0, world=1):
     return [Validation("stored", whole, CrossEntropy("sigmoid", 0.9, 0.01).per_sample_loss), few]
 
 
-def that_draws_first(folder, rank, world):
-    """A few-shot evaluator; one rank passes over the whole split, several over the samples that are drawn."""
-    loader = partial(stored_loader, folder, "error", rank, world)
-    drawn = DrawnFirst(lambda: labels_and_uids(Manifest.load(folder)), loader) if world > 1 else None
-    return FewShot("drawn-few", loader(), loader(), CLASS_NAMES, shots=(1, 2), l2=1.0, drawn=drawn)
-
-
 def evaluators(rank, world, folder, stored="damaged"):
     # Odd sizes: the last batches have fillers, on one of the ranks nothing else.
     validation, train, test = split(41, K, seed=1), split(150, K, seed=2), split(66, K, seed=3)
@@ -69,7 +61,6 @@ def evaluators(rank, world, folder, stored="damaged"):
         LinearHeads("linear", *loaders, CLASSES, steps=20),
         AttentiveHeads("attentive", *loaders, CLASSES, steps=20),
         *of_stored(Path(folder) / "split" / stored, POLICIES[stored], rank, world),
-        that_draws_first(Path(folder) / "split" / "without", rank, world),
     ]
 
 
@@ -94,9 +85,19 @@ def failures(rank, world):
     return messages
 
 
+def evaluated_again(rank, world, folder):
+    """What a few-shot evaluator finds: in a pass over the whole split, and in one over the samples that it drew."""
+    loader = partial(stored_loader, folder, "error", rank, world)
+    few = FewShot("few", loader(), loader(), CLASS_NAMES, shots=(1, 2), l2=1.0, again=Again(loader))
+    found = [evaluate([few], model(K)) for _ in range(2)]
+    assert 7 * 2 <= len(few.again.rows) <= 7 * 2 * 3
+    return found
+
+
 def worker(rank, world, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     report = [evaluate(evaluators(rank, world, folder), model(K)), failures(rank, world)]
+    report += evaluated_again(rank, world, Path(folder) / "split" / "without")
     (Path(folder) / f"{rank}.json").write_text(json.dumps(report))
     finish(0)  # as every rank of vitscale ends: by the interpreter's end gloo's threads may abort it
 
@@ -112,6 +113,8 @@ def test_two_ranks_equal_one_that_sees_a_split_without_what_is_damaged(tmp_path)
         assert first[0].pop(loss) == pytest.approx(alone.pop(loss), rel=1e-7)
     assert first[0] == alone
     assert first[1] == failures(0, 1)
+    once, again = evaluated_again(0, 1, tmp_path / "split" / "without")
+    assert first[2:] == [once, again] and once == again
 
 
 def test_features_are_those_of_the_split_without_what_is_damaged(tmp_path):

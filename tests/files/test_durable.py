@@ -169,6 +169,7 @@ def test_only_what_is_our_own_is_removed(tmp_path):
         os.chown(place / part.format(5), 4001, 4001)
     before = names(tmp_path)
     (place / ".x.89abcdef.part").touch()
+    (place / ".x.fedcba98.part").mkdir()  # of a writer that was killed before it made a lock, or after it removed that
     remove_leftovers(place)
     remove_leftovers(tmp_path / "nowhere")
     assert names(tmp_path) == before

@@ -12,13 +12,11 @@ from vitscale.data.loader import Loader
 from vitscale.data.order import EvalOrder
 from vitscale.data.settings import Reading
 from vitscale.data.shards import Manifest
-from vitscale.data.shards.info import labels_and_uids
 from vitscale.evaluation.classification import Validation
 from vitscale.evaluation.contract import Evaluator, Loaders, MakeLoader
-from vitscale.evaluation.fewshot import PAPER_L2S, DrawnFirst, FewShot, NearestNeighbours, OfSplits, SharedL2FewShot
+from vitscale.evaluation.fewshot import PAPER_L2S, Again, FewShot, NearestNeighbours, OfSplits, SharedL2FewShot
 from vitscale.ground.errors import DataError, RecipeError
 from vitscale.ground.extensions import implementation
-from vitscale.ground.storage import is_url
 from vitscale.ground.wording import counted
 from vitscale.objectives.build import objective_class
 from vitscale.recipe import EvalCrop, Recipe
@@ -47,9 +45,8 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
             splits = labelled_splits(recipe, task.train, task.test)
             name, l2 = (task.name, PAPER_L2S[0]) if fewshot.l2 == "shared" else (f"fewshot/{task.name}", fewshot.l2)
             how = {"shots": fewshot.shots, "seeds": range(fewshot.seeds), "l2": l2}
-            # Not where the next sample takes a damaged one's place, nor where labels come with whole shards from a URL.
-            if recipe.data.bad_samples == "error" and not is_url(splits[0].where):
-                how["drawn"] = DrawnFirst(partial(labels_and_uids, splits[0]), partial(loader, splits[0], fewshot.crop))
+            if recipe.data.bad_samples == "error":  # otherwise a sample's place in a pass is not its row
+                how["again"] = Again(partial(loader, splits[0], fewshot.crop))
             tasks.append(on_splits(FewShot, name, recipe, splits, fewshot.crop, loader, **how))
         evaluators += [SharedL2FewShot("fewshot", tasks)] if fewshot.l2 == "shared" else tasks
     if settings.knn is not None:

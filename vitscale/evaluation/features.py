@@ -45,11 +45,15 @@ class Features:
     """Representations of a whole split, sorted by uid: fp32 (N, D), with labels and uids int64 (N,), in host memory.
 
     Of tokens (N, T, D).
+
+    Attributes:
+        places: each sample's place in the pass, int64 (N,); None for features from files.
     """
 
     features: Tensor
     labels: Tensor
     uids: Tensor
+    places: Tensor | None = None
 
 
 @torch.no_grad()
@@ -83,7 +87,7 @@ def extract_features(
     parts.reverse()
     for rows in place.split([len(part[2]) for part in parts][::-1]):  # freed one by one: no second copy of all
         features[rows] = parts.pop()[0]
-    return Features(features, labels[order], uids[order])
+    return Features(features, labels[order], uids[order], order)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -66,17 +65,19 @@ class OfSplits(Evaluator):
         return self.make_train_loader, self.train_samples
 
 
-@dataclass(frozen=True)
-class DrawnFirst:
-    """How few-shot evaluation comes to the samples that it draws without a pass over all others.
+@dataclass
+class Again:
+    """How few-shot evaluation, done once, is done again: on the samples that it has drawn, without all others.
 
     Args:
-        labels_and_uids: reads those of the whole training split, int64 (N,) each.
-        make_loader: as `make_train_loader` for some of these rows, sorted.
+        make_loader: as `make_train_loader`, for some rows, int64 (N,), sorted.
+
+    Attributes:
+        rows: the training samples of all draws; None before the first evaluation.
     """
 
-    labels_and_uids: Callable[[], tuple[np.ndarray, np.ndarray]]
     make_loader: Callable[[np.ndarray], MakeLoader]
+    rows: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class FewShot(OfSplits):
         seeds: the seeds of the draws. Which samples are drawn depends on (seed, uid) alone, and fewer shots draw a
             subset of more.
         l2: regularisation strength; 2^10 is that of the authors' newer code.
-        drawn: how to read the samples that are drawn, and these alone. None reads the whole training split.
+        again: how to evaluate for the second time and on. None passes over the whole training split each time.
     """
 
     kind: ClassVar[str] = "few-shot"
@@ -96,28 +97,13 @@ class FewShot(OfSplits):
     shots: Sequence[int] = (1, 5, 10, 25)
     seeds: Sequence[int] = (0, 1, 2)
     l2: float = 2.0**10
-    drawn: DrawnFirst | None = None
+    again: Again | None = None
 
     def training_pass(self) -> tuple[MakeLoader, int | None]:
-        """As in the base. Reads the labels first, once. Collective."""
-        if self.drawn is None:
+        """As in the base; of the samples that are drawn, if these are known."""
+        if self.again is None or self.again.rows is None:
             return super().training_pass()
-        rows = np.array(self._rows, np.int64)
-        return self.drawn.make_loader(rows), len(rows)
-
-    @cached_property
-    def _rows(self) -> list[int]:
-        """The training samples of all draws."""
-        assert self.drawn is not None
-        read, last = self.drawn.labels_and_uids, len(self.class_names) - 1
-
-        def draw() -> list[int]:
-            labels, uids = map(torch.from_numpy, read())
-            check_labels(self.what, "training", labels, uids, last)
-            rows = [select_shots(labels, uids, max(self.shots), last + 1, seed) for seed in self.seeds]
-            return torch.cat(rows).unique().tolist()
-
-        return on_rank_zero(draw)
+        return self.again.make_loader(np.array(self.again.rows)), len(self.again.rows)
 
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
         """As `Evaluator.run`; if some classes have too few training samples, `<shots>shot_scarce` is their number.
@@ -133,14 +119,18 @@ class FewShot(OfSplits):
     def draws(self, predict: Predict, l2s: Sequence[float]) -> tuple[np.ndarray, list[int]]:
         """Accuracies (shots, seeds, strengths), and how many classes have fewer; on every rank. Raises as `run`."""
 
-        def measure(task: Task) -> tuple[list, list[int]]:
+        def measure(task: Task) -> tuple[list, list[int], list[int]]:
             def solve(few: Splits, uids: Tensor) -> Solved:
                 return fewshot_accuracy(few, l2s), []
 
             tables = [task.draws(shots, self.seeds, solve)[0].tolist() for shots in self.shots]
-            return tables, [task.scarce_classes(shots) for shots in self.shots]
+            places = task.places_drawn(max(self.shots), self.seeds) if is_first else []
+            return tables, [task.scarce_classes(shots) for shots in self.shots], places
 
-        tables, scarce = self.measured(predict, measure)
+        is_first = self.again is not None and self.again.rows is None
+        tables, scarce, places = self.measured(predict, measure)
+        if self.again is not None and is_first:
+            self.again.rows = places
         return np.array(tables).reshape(len(self.shots), len(self.seeds), len(l2s)), scarce
 
 
@@ -226,7 +216,12 @@ class Task:
         if train is None or test is None:
             raise DataError(f"{what}: its {'training' if train is None else 'test'} split has no samples")
         for which, split in (("training", train), ("test", test)):
-            check_labels(what, which, split.labels, split.uids, last)
+            wrong = (split.labels < 0) | (split.labels > last)
+            if wrong.any():
+                raise DataError(
+                    f"{what}: {int(wrong.sum())} {which} samples have a label outside 0..{last} (-1 is unlabelled), "
+                    f"the first with uid {int(split.uids[wrong][0])}"
+                )
             wrong = torch.cat([~rows.isfinite().flatten(1).all(dim=1) for rows in split.features.split(1024)])
             if wrong.any():
                 raise DataError(
@@ -257,19 +252,16 @@ class Task:
             columns.append({key: values[0] if len(set(values)) == 1 else values for key, values in every.items()})
         return np.array([accuracies for accuracies, _ in solved]), columns
 
+    def places_drawn(self, shots: int, seeds: Sequence[int]) -> list[int]:
+        """The places in the pass, sorted, of all training samples that the draws of so many or fewer shots have."""
+        train, num_classes = self.train, len(self.class_names)
+        assert train.places is not None, "from a pass"
+        rows = [select_shots(train.labels, train.uids, shots, num_classes, seed) for seed in seeds]
+        return train.places[torch.cat(rows).unique()].sort().values.tolist()
+
     def scarce_classes(self, shots: int) -> int:
         """The number of classes with fewer training samples, which all are used."""
         return int((torch.bincount(self.train.labels, minlength=len(self.class_names)) < shots).sum())
-
-
-def check_labels(what: str, which: str, labels: Tensor, uids: Tensor, last: int) -> None:
-    """Raise `DataError` for labels (N,) outside 0..last; the message begins with `what` and names the split."""
-    wrong = (labels < 0) | (labels > last)
-    if wrong.any():
-        raise DataError(
-            f"{what}: {int(wrong.sum())} {which} samples have a label outside 0..{last} (-1 is unlabelled), "
-            f"the first with uid {int(uids[wrong][0])}"
-        )
 
 
 def select_shots(labels: Tensor, uids: Tensor, shots: int, num_classes: int, seed: int) -> Tensor:

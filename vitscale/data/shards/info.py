@@ -75,19 +75,6 @@ def census(manifest: Manifest) -> Census:
     return Census(named, unlabelled, image_bytes)
 
 
-def labels_and_uids(manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
-    """The main label and the uid of every selected sample, int64 (num_samples,) each, in the manifest's order.
-
-    No image is read. Raises DataError and StorageError.
-    """
-    labels, uids = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    for index in range(len(manifest.shards)):
-        with open_shard(manifest, index, with_keys=False) as shard:
-            labels.append(shard.file.label[shard.slots])
-            uids.append(shard.file.uid[shard.slots])
-    return np.concatenate(labels), np.concatenate(uids)
-
-
 class Overlap(NamedTuple):
     """The number of a dataset's samples that another one also has."""
 

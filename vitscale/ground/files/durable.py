@@ -177,13 +177,23 @@ def _locked(path: Path, mode: int = 0o666) -> BinaryIO:
 def _locked_folder(target: Path, made: ExitStack) -> tuple[Path, LockFile]:
     """A new part and the lock in it, both gone when `made` closes."""
     part = _part_of(target)
-    made.callback(shutil.rmtree, part, ignore_errors=True)  # before it is there, as Ctrl-C may come right after
+    made.callback(_remove_part, part)  # before it is there, as Ctrl-C may come right after
     part.mkdir()
-    opened = made.enter_context(LockFile(part / _LOCK))
-    if not try_lock(opened) or not os.fstat(opened.fileno()).st_nlink:  # taken for a leftover, as a file may be
-        shutil.rmtree(part, ignore_errors=True)  # so that nobody counts it
-        return _locked_folder(target, made)
-    return part, opened
+    with suppress(FileNotFoundError):  # taken for a leftover, as a file may be
+        opened = made.enter_context(LockFile(part / _LOCK))
+        if try_lock(opened) and os.path.samestat(os.fstat(opened.fileno()), (part / _LOCK).lstat()):
+            return part, opened
+    _remove_part(part)  # so that nobody counts it
+    return _locked_folder(target, made)
+
+
+def _remove_part(part: Path) -> None:
+    """Remove a folder's part as far as possible, its lock last: with it, what is left is known to be a leftover."""
+    with suppress(OSError):
+        for inside in part.iterdir():
+            if inside.name != _LOCK:
+                shutil.rmtree(inside, ignore_errors=True)
+    shutil.rmtree(part, ignore_errors=True)
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> int:
@@ -195,6 +205,9 @@ def remove_leftovers(folder: Path, name: str | None = None) -> int:
     for part in folder.glob(f".{names}.{'[0-9a-f]' * 8}.part"):
         with suppress(OSError):
             is_folder = part.is_dir() and not part.is_symlink()
+            if is_folder and part.lstat().st_uid == os.geteuid():
+                with suppress(OSError):
+                    part.rmdir()  # works if it is empty, without a lock yet or any more
             flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # not through a link, and without waiting for a pipe
             with LockFile(part / _LOCK, create=False) if is_folder else FileIO(os.open(part, flags), "r+") as file:
                 status = os.fstat(file.fileno())
@@ -202,7 +215,7 @@ def remove_leftovers(folder: Path, name: str | None = None) -> int:
                     if not try_lock(file):
                         living += 1
                     else:
-                        shutil.rmtree(part) if is_folder else part.unlink()
+                        _remove_part(part) if is_folder else part.unlink()
     return living
 
 
