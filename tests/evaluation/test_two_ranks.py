@@ -86,10 +86,13 @@ def failures(rank, world):
 
 
 def evaluated_again(rank, world, folder):
-    """What a few-shot evaluator finds: in a pass over the whole split, and in one over the samples that it drew."""
+    """What few-shot evaluators find: in a pass over the whole split, and twice in one over the samples that it drew."""
     loader = partial(stored_loader, folder, "error", rank, world)
-    few = FewShot("few", loader(), loader(), CLASS_NAMES, shots=(1, 2), l2=1.0, again=Again(loader))
-    found = [evaluate([few], model(K)) for _ in range(2)]
+    whole, few = (
+        FewShot("few", loader(), loader(), CLASS_NAMES, shots=(1, 2), l2=1.0, again=again)
+        for again in (None, Again(loader))
+    )
+    found = [evaluate([each], model(K)) for each in (whole, few, few)]
     assert 7 * 2 <= len(few.again.rows) <= 7 * 2 * 3
     return found
 
@@ -113,8 +116,8 @@ def test_two_ranks_equal_one_that_sees_a_split_without_what_is_damaged(tmp_path)
         assert first[0].pop(loss) == pytest.approx(alone.pop(loss), rel=1e-7)
     assert first[0] == alone
     assert first[1] == failures(0, 1)
-    once, again = evaluated_again(0, 1, tmp_path / "split" / "without")
-    assert first[2:] == [once, again] and once == again
+    whole, *again = evaluated_again(0, 1, tmp_path / "split" / "without")
+    assert first[2:] == [whole, *again] and again == [whole, whole]
 
 
 def test_features_are_those_of_the_split_without_what_is_damaged(tmp_path):

@@ -67,13 +67,13 @@ class OfSplits(Evaluator):
 
 @dataclass
 class Again:
-    """How few-shot evaluation, done once, is done again: on the samples that it has drawn, without all others.
+    """How few-shot evaluation passes over the samples that it draws alone, once a whole pass has shown which these are.
 
     Args:
         make_loader: as `make_train_loader`, for some rows, int64 (N,), sorted.
 
     Attributes:
-        rows: the training samples of all draws; None before the first evaluation.
+        rows: the training samples of all draws; None before the whole pass.
     """
 
     make_loader: Callable[[np.ndarray], MakeLoader]
@@ -89,7 +89,7 @@ class FewShot(OfSplits):
         seeds: the seeds of the draws. Which samples are drawn depends on (seed, uid) alone, and fewer shots draw a
             subset of more.
         l2: regularisation strength; 2^10 is that of the authors' newer code.
-        again: how to evaluate for the second time and on. None passes over the whole training split each time.
+        again: how to pass over what is drawn alone. None passes over the whole training split each time.
     """
 
     kind: ClassVar[str] = "few-shot"
@@ -119,18 +119,18 @@ class FewShot(OfSplits):
     def draws(self, predict: Predict, l2s: Sequence[float]) -> tuple[np.ndarray, list[int]]:
         """Accuracies (shots, seeds, strengths), and how many classes have fewer; on every rank. Raises as `run`."""
 
-        def measure(task: Task) -> tuple[list, list[int], list[int]]:
+        def measure(task: Task) -> tuple[list, list[int]]:
             def solve(few: Splits, uids: Tensor) -> Solved:
                 return fewshot_accuracy(few, l2s), []
 
             tables = [task.draws(shots, self.seeds, solve)[0].tolist() for shots in self.shots]
-            places = task.places_drawn(max(self.shots), self.seeds) if is_first else []
-            return tables, [task.scarce_classes(shots) for shots in self.shots], places
+            return tables, [task.scarce_classes(shots) for shots in self.shots]
 
-        is_first = self.again is not None and self.again.rows is None
-        tables, scarce, places = self.measured(predict, measure)
-        if self.again is not None and is_first:
-            self.again.rows = places
+        if self.again is not None and self.again.rows is None:
+            # Only to know which: a sample's last bits may depend on its place in a batch, and a run that goes on, or is
+            # verified, has to find what one that was not interrupted finds.
+            self.again.rows = self.measured(predict, lambda task: task.places_drawn(max(self.shots), self.seeds))
+        tables, scarce = self.measured(predict, measure)
         return np.array(tables).reshape(len(self.shots), len(self.seeds), len(l2s)), scarce
 
 
