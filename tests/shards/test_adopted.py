@@ -182,5 +182,5 @@ def test_other_pixels_are_told_by_slot(tmp_path):
 def test_without_ffcv_it_says_what_to_install(tmp_path, monkeypatch):
     write_dataset(tmp_path / "ours", [Photo("a.png")], 1)
     monkeypatch.setitem(sys.modules, "ffcv.libffcv", None)
-    with pytest.raises(RecipeError, match=r"\[ffcv\]"):
+    with pytest.raises(RecipeError, match=r"pip install '\.\[ffcv\]'"):
         run("verify", tmp_path / "ours", "--stock")

@@ -1,7 +1,7 @@
 """Evaluations of the frozen representation during pre-training: few-shot (paper section 4.1), nearest neighbours."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
@@ -55,14 +55,9 @@ class OfSplits(Evaluator):
         Raises `DataError` for labels outside the classes, a split without samples, and samples that are lost or counted
         twice.
         """
-        make_loader, samples = self.training_pass()
-        train = extract_features(make_loader, predict, samples, f"{self.what}, training")
+        train = extract_features(self.make_train_loader, predict, self.train_samples, f"{self.what}, training")
         test = extract_features(self.make_test_loader, predict, self.test_samples, f"{self.what}, test")
         return on_rank_zero(lambda: measure(Task.of(self.name, self.class_names, train, test, kind=self.kind)))
-
-    def training_pass(self) -> tuple[MakeLoader, int | None]:
-        """What starts the pass over the training split, and the number of samples that it has to yield if known."""
-        return self.make_train_loader, self.train_samples
 
 
 @dataclass
@@ -99,12 +94,6 @@ class FewShot(OfSplits):
     l2: float = 2.0**10
     again: Again | None = None
 
-    def training_pass(self) -> tuple[MakeLoader, int | None]:
-        """As in the base; of the samples that are drawn, if these are known."""
-        if self.again is None or self.again.rows is None:
-            return super().training_pass()
-        return self.again.make_loader(np.array(self.again.rows)), len(self.again.rows)
-
     def run(self, predict: Predict) -> Iterator[tuple[str, float]]:
         """As `Evaluator.run`; if some classes have too few training samples, `<shots>shot_scarce` is their number.
 
@@ -126,12 +115,27 @@ class FewShot(OfSplits):
             tables = [task.draws(shots, self.seeds, solve)[0].tolist() for shots in self.shots]
             return tables, [task.scarce_classes(shots) for shots in self.shots]
 
-        if self.again is not None and self.again.rows is None:
-            # Only to know which: a sample's last bits may depend on its place in a batch, and a run that goes on, or is
-            # verified, has to find what one that was not interrupted finds.
-            self.again.rows = self.measured(predict, lambda task: task.places_drawn(max(self.shots), self.seeds))
-        tables, scarce = self.measured(predict, measure)
+        few = self
+        if self.again is not None:
+            # The whole pass only says which: a sample's last bits may depend on its place in a batch, and a run that
+            # goes on, or is verified, has to find what one that was not interrupted finds.
+            rows = self.again.rows = self._drawn(predict) if self.again.rows is None else self.again.rows
+            few = replace(self, make_train_loader=self.again.make_loader(np.array(rows)), train_samples=len(rows))
+        tables, scarce = few.measured(predict, measure)
         return np.array(tables).reshape(len(self.shots), len(self.seeds), len(l2s)), scarce
+
+    def _drawn(self, predict: Predict) -> list[int]:
+        """The places in a whole pass, sorted, of the training samples of all draws; on every rank. Raises as `run`."""
+        train = extract_features(self.make_train_loader, predict, self.train_samples, f"{self.what}, training")
+        shots, num_classes = max(self.shots), len(self.class_names)
+
+        def draw() -> list[int]:
+            split = checked(self.what, "training", train, num_classes)
+            assert split.places is not None, "from a pass"
+            rows = [select_shots(split.labels, split.uids, shots, num_classes, seed) for seed in self.seeds]
+            return split.places[torch.cat(rows).unique()].sort().values.tolist()
+
+        return on_rank_zero(draw)
 
 
 @dataclass(frozen=True)
@@ -209,25 +213,9 @@ class Task:
         *,
         kind: str = "few-shot",
     ) -> Self:
-        """Raises `DataError`, which names the `kind` of evaluator, for a split without samples, for labels outside the
-        classes, and for representations that are not finite.
-        """
-        what, last = f"{kind} evaluator {name!r}", len(class_names) - 1
-        if train is None or test is None:
-            raise DataError(f"{what}: its {'training' if train is None else 'test'} split has no samples")
-        for which, split in (("training", train), ("test", test)):
-            wrong = (split.labels < 0) | (split.labels > last)
-            if wrong.any():
-                raise DataError(
-                    f"{what}: {int(wrong.sum())} {which} samples have a label outside 0..{last} (-1 is unlabelled), "
-                    f"the first with uid {int(split.uids[wrong][0])}"
-                )
-            wrong = torch.cat([~rows.isfinite().flatten(1).all(dim=1) for rows in split.features.split(1024)])
-            if wrong.any():
-                raise DataError(
-                    f"{what}: the representation of {int(wrong.sum())} {which} samples is not finite, the first with "
-                    f"uid {int(split.uids[wrong][0])}"
-                )
+        """Raises `DataError`, which names the `kind` of evaluator, as `checked` does."""
+        what, num_classes = f"{kind} evaluator {name!r}", len(class_names)
+        train, test = checked(what, "training", train, num_classes), checked(what, "test", test, num_classes)
         return cls(name, class_names, train, test)
 
     def splits(self, rows: Tensor | slice = _ALL) -> Splits:
@@ -252,16 +240,33 @@ class Task:
             columns.append({key: values[0] if len(set(values)) == 1 else values for key, values in every.items()})
         return np.array([accuracies for accuracies, _ in solved]), columns
 
-    def places_drawn(self, shots: int, seeds: Sequence[int]) -> list[int]:
-        """The places in the pass, sorted, of all training samples that the draws of so many or fewer shots have."""
-        train, num_classes = self.train, len(self.class_names)
-        assert train.places is not None, "from a pass"
-        rows = [select_shots(train.labels, train.uids, shots, num_classes, seed) for seed in seeds]
-        return train.places[torch.cat(rows).unique()].sort().values.tolist()
-
     def scarce_classes(self, shots: int) -> int:
         """The number of classes with fewer training samples, which all are used."""
         return int((torch.bincount(self.train.labels, minlength=len(self.class_names)) < shots).sum())
+
+
+def checked(what: str, which: str, split: Features | None, num_classes: int) -> Features:
+    """A training or test split (`which`) to learn from or be tested on.
+
+    Raises `DataError`, whose message begins with `what`, for a split without samples, for labels outside the classes,
+    and for representations that are not finite.
+    """
+    if split is None:
+        raise DataError(f"{what}: its {which} split has no samples")
+    last = num_classes - 1
+    wrong = (split.labels < 0) | (split.labels > last)
+    if wrong.any():
+        raise DataError(
+            f"{what}: {int(wrong.sum())} {which} samples have a label outside 0..{last} (-1 is unlabelled), "
+            f"the first with uid {int(split.uids[wrong][0])}"
+        )
+    wrong = torch.cat([~rows.isfinite().flatten(1).all(dim=1) for rows in split.features.split(1024)])
+    if wrong.any():
+        raise DataError(
+            f"{what}: the representation of {int(wrong.sum())} {which} samples is not finite, the first with "
+            f"uid {int(split.uids[wrong][0])}"
+        )
+    return split
 
 
 def select_shots(labels: Tensor, uids: Tensor, shots: int, num_classes: int, seed: int) -> Tensor:

@@ -171,7 +171,12 @@ def _locked(path: Path, mode: int = 0o666) -> BinaryIO:
     with suppress(OSError):  # without file locks, `remove_leftovers` removes nothing
         lock(file)
     # Again if it was taken for a leftover in the moment before it was locked.
-    return file if os.fstat(file.fileno()).st_nlink else _locked(path, mode)
+    return file if _is_at(file, path) else _locked(path, mode)
+
+
+def _is_at(file: BinaryIO | LockFile, path: Path) -> bool:
+    """Whether an open file still has this name; a link count would not say, as NFS renames what is open."""
+    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.lstat())
 
 
 def _locked_folder(target: Path, made: ExitStack) -> tuple[Path, LockFile]:
@@ -181,7 +186,7 @@ def _locked_folder(target: Path, made: ExitStack) -> tuple[Path, LockFile]:
     part.mkdir()
     with suppress(FileNotFoundError):  # taken for a leftover, as a file may be
         opened = made.enter_context(LockFile(part / _LOCK))
-        if try_lock(opened) and os.path.samestat(os.fstat(opened.fileno()), (part / _LOCK).lstat()):
+        if try_lock(opened) and _is_at(opened, part / _LOCK):
             return part, opened
     _remove_part(part)  # so that nobody counts it
     return _locked_folder(target, made)
