@@ -203,15 +203,18 @@ def test_the_choice_is_made_without_the_test_split_and_a_failed_entry_stops_only
 
 
 def test_a_study_that_is_told_to_end_saves_and_goes_on(data, tmp_path):
+    """And the first seeds of all come before the second ones."""
     settings = {**plain(data), "schedule.duration.steps": 100_000}
-    write_study(tmp_path, {"a": {"settings": settings, "seeds": [0, 1]}})
-    run_dir = tmp_path / "out" / "a-seed0"
+    write_study(tmp_path, {name: {"settings": settings, "seeds": [0, 1]} for name in ("a", "b")})
+    begun = [tmp_path / "out" / name for name in ("a-seed0", "b-seed0")]
     with subprocess.Popen(
-        command(tmp_path), env=ENVIRONMENT, cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        command(tmp_path, "--slots", "2"), env=ENVIRONMENT, cwd=tmp_path, stderr=subprocess.PIPE, text=True
     ) as process:
-        wait_for(run_dir / "metrics.jsonl", process)
+        for run_dir in begun:
+            wait_for(run_dir / "metrics.jsonl", process)
         process.send_signal(signal.SIGTERM)
         said = process.stderr.read()
     assert process.returncode == 85 and "repeat the command" in said
-    assert list((run_dir / "checkpoints").glob("step-*/index.json")) and not (tmp_path / "out" / "a-seed1").exists()
-    assert states(tmp_path) == {"a-seed0": "waiting", "a-seed1": "waiting"}
+    assert all(list((run_dir / "checkpoints").glob("step-*/index.json")) for run_dir in begun)
+    assert set((tmp_path / "out").glob("*-seed*")) == set(begun)
+    assert states(tmp_path) == dict.fromkeys(("a-seed0", "a-seed1", "b-seed0", "b-seed1"), "waiting")

@@ -147,8 +147,8 @@ class StudyRun(StudyState):
         return bool(changed)
 
     def _ready(self) -> Iterator[Entry]:
-        """Entries that can be started, in the study's order; notes those that never can."""
-        for entry in self.expansion.entries.values():
+        """Entries that can be started, lower seeds first, else in the study's order; notes those that never can."""
+        for entry in sorted(self.expansion.entries.values(), key=lambda one: one.seed or 0):
             progress = self.progress[entry.name]
             if progress.state != "waiting":
                 continue
