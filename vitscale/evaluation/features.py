@@ -197,7 +197,8 @@ class _Writer:
             self._most = _ROWS if self.what == "features" else max(1, _TOKEN_BYTES // size)
             needed, free = (self._expected or 0) * size, shutil.disk_usage(self._folder).free
             if needed > free > 0:
-                raise DataError(f"{self._folder.parent}: {self.what} take {needed:,} bytes, and {free:,} are free")
+                target = self._folder.parent.parent / self._folder.name  # this folder is within its `.part`
+                raise DataError(f"{target}: {self.what} take {needed:,} bytes, and {free:,} are free")
         self._labels.extend(rows[1].tolist())
         self._uids.extend(rows[2].tolist())
         self.samples += len(values)

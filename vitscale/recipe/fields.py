@@ -67,7 +67,9 @@ recipes/recipe.schema.json.
 `extends: FILE` names the recipe that this one is based on. A *duration*
 is `{steps: N}`, `{epochs: X}` or `{examples: N}`. On the command line
 `--set KEY=VALUE` replaces a field, with the value in YAML, as in
-`--set schedule.duration.epochs=7`.
+`--set schedule.duration.epochs=7`. A block of another kind replaces the
+whole block: after `--set optimizer.name=muon` in a recipe with AdamW,
+`optimizer.weight_decay` and the others have their defaults.
 
 `model: ViT-B/16` is short for `model: {name: ViT-B/16}`. A recipe with dotted
 paths, such as `family: my_package.Mixer`, is a program: only packages that

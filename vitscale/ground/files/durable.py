@@ -168,7 +168,7 @@ def _part_of(path: Path) -> Path:
 def _locked(path: Path, mode: int = 0o666) -> BinaryIO:
     """A new file, locked until it is closed."""
     file = open(path, "x+b", opener=lambda name, flags: os.open(name, flags, mode))  # noqa: SIM115
-    with suppress(OSError):  # without file locks, `remove_leftovers` removes nothing
+    with suppress(OSError):  # without file locks, `remove_leftovers` removes no file
         lock(file)
     # Again if it was taken for a leftover in the moment before it was locked.
     return file if _is_at(file, path) else _locked(path, mode)

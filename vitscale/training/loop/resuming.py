@@ -32,6 +32,7 @@ from vitscale.training.beginning.initial_weights import has_begun
 from vitscale.training.beginning.run_plan import RunPlan, schedule_in_steps
 from vitscale.training.deepspeed.distributed import World
 from vitscale.training.loop.state import changed_data
+from vitscale.training.optimizers.schedule import Rates
 from vitscale.training.watching.anomalies import AnomalyRecord
 
 
@@ -233,8 +234,10 @@ def _other_past(plan: RunPlan, trunk: Recipe, index: CheckpointIndex) -> str | N
     first = next((step for step in range(steps) if theirs(step) != plan.rates(step)), None)
     if first is None:
         return None
+    pairs = zip(Rates._fields, theirs(first), plan.rates(first), strict=True)
+    name, was, now = next((name.replace("_", " "), was, now) for name, was, now in pairs if was != now)
+    before, here = (f"{value:g}" if isinstance(value, float) else value for value in (was, now))
     return (
-        f"up to step {steps:,} the trunk had another schedule (learning rate {theirs(first).learning_rate:g} at step "
-        f"{first + 1:,}, here {plan.rates(first).learning_rate:g}): this run differs from one that follows this "
-        "recipe's schedule from step 0"
+        f"up to step {steps:,} the trunk had another schedule ({name} {before} at step {first + 1:,}, here {here}): "
+        "this run differs from one that follows this recipe's schedule from step 0"
     )
