@@ -220,6 +220,10 @@ def test_runs_of_two_seeds_are_one_result(root, tmp_path):
     (result,) = [r for r in content["results"] if r["metric"] == "validation/top1"]
     assert result["n"] == 2 and result["seeds"] == [3, 4] and content["paper"] == []
     check_numbers(content, read)
+    for seed in (3, 4):
+        shutil.rmtree(tmp_path / f"seed{seed}" / "checkpoints")
+    without, _, _ = reported(tmp_path / "seed3", tmp_path / "seed4")
+    assert without["results"] == content["results"] and result["pretraining_samples"]
 
 
 def test_branches_of_trunks_of_several_seeds_are_one_result_and_no_transfer(root, tmp_path):

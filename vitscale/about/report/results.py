@@ -108,6 +108,9 @@ def results(items: Sequence[Item], policies: list[Policy], datasets: Datasets) -
         if not begun:
             continue
         (first, run), done = begun[0], [item for item in group if item.metrics]
+        oldest = run.chain[-1]
+        data = oldest.recipe.data.train
+        trained_on = datasets.of(oldest, data).samples if oldest.index is None else oldest.index.num_samples
         for metric in sorted({key for item in done for key in item.metrics}):
             measured = [item for item in done if metric in item.metrics]
             spread = Spread.of([item.metrics[metric] for item in measured])
@@ -119,8 +122,8 @@ def results(items: Sequence[Item], policies: list[Policy], datasets: Datasets) -
                 part=None if first.entry is None else first.entry.part,
                 model=run.recipe.model.describe(),
                 begins_with=records.begins_with(run.trunk),
-                pretraining_data=run.chain[-1].recipe.data.train if run.trunk.parent else None,
-                pretraining_samples=None if run.chain[-1].index is None else run.chain[-1].index.num_samples,
+                pretraining_data=data if run.trunk.parent else None,
+                pretraining_samples=trained_on,
                 exaflops=_exaflops(run),
                 task=None if named is None else task_of(named),
                 dataset=named,
