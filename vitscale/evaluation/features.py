@@ -118,7 +118,7 @@ def write_features(
     Raises `RecipeError` if the folder is not free, and `DataError` if the disk is too small or samples are lost.
     """
     with shared_folder(out) as folder:
-        writer = _Writer(folder, "features" if names is None else "tokens", num_samples)
+        writer = _Writer(folder, out, "features" if names is None else "tokens", num_samples)
         for rows in gathered(make_loader, predict):
             if rows is not None:
                 writer.add(rows)
@@ -178,9 +178,9 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 class _Writer:
     """Appends rows to files as they come, each a .npy file whose header is written again at its end."""
 
-    def __init__(self, folder: Path, what: str, expected: int | None) -> None:
+    def __init__(self, folder: Path, out: Path, what: str, expected: int | None) -> None:
         self.what, self.samples = what, 0
-        self._folder, self._expected = folder, expected
+        self._folder, self._out, self._expected = folder, out, expected  # folder: what is to be `out`
         # Not the batches' tensors: among them malloc finds no room for the next batch where it freed the last one.
         self._labels, self._uids = array("q"), array("q")
         self._files: list[str] = []
@@ -197,8 +197,7 @@ class _Writer:
             self._most = _ROWS if self.what == "features" else max(1, _TOKEN_BYTES // size)
             needed, free = (self._expected or 0) * size, shutil.disk_usage(self._folder).free
             if needed > free > 0:
-                target = self._folder.parent.parent / self._folder.name  # this folder is within its `.part`
-                raise DataError(f"{target}: {self.what} take {needed:,} bytes, and {free:,} are free")
+                raise DataError(f"{self._out}: {self.what} take {needed:,} bytes, and {free:,} are free")
         self._labels.extend(rows[1].tolist())
         self._uids.extend(rows[2].tolist())
         self.samples += len(values)
