@@ -6,7 +6,9 @@ import signal
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Literal
+
+from torch.multiprocessing import start_processes
 
 # What a process has imported of which every rank is a copy. The second is what the first expected memory of a process
 # imports, with the fake tensors that it is counted by.
@@ -83,6 +85,20 @@ class Ranks:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def run_once(
+    entry: Callable[..., None], arguments: tuple[Any, ...], size: int, method: Literal["spawn", "forkserver"] = "spawn"
+) -> None:
+    """`entry(rank, *arguments)` in so many processes, which do not outlive this call, as a limit of time may end it."""
+    context = start_processes(entry, arguments, nprocs=size, join=False, start_method=method)
+    assert context is not None
+    try:
+        while not context.join():
+            pass
+    finally:
+        for process in context.processes:
+            process.kill()
 
 
 def _serve(pipe: Connection, join: Callable[..., Any], rank: int, size: int, *arguments: Any) -> None:

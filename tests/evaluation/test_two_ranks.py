@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from damaged_dataset import write_damaged
+from rank_processes import run_once
 from toy_split import SIDE, model, split
 
 from vitscale.data.augmentation import EvalTransform
@@ -107,7 +107,7 @@ def worker(rank, world, folder):
 
 def test_two_ranks_equal_one_that_sees_a_split_without_what_is_damaged(tmp_path):
     write_damaged(tmp_path / "split", SHARDS, DAMAGED)
-    mp.spawn(worker, args=(2, str(tmp_path)), nprocs=2)
+    run_once(worker, (2, str(tmp_path)), 2)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second
     alone = evaluate(evaluators(0, 1, tmp_path, "without"), model(K))

@@ -103,14 +103,6 @@ def test_dropout_stands_where_the_paper_has_it():
     assert calls == ["dropout"] + [f"blocks.{i}.{name}" for i in range(2) for name in block]
 
 
-def test_intermediates_are_those_of_every_block():
-    model, seen = randomised(image_size=32), {}
-    with torch.no_grad():
-        found = model(images(32), intermediates=seen)
-    assert list(seen) == ["embedded", "block_0", "block_1"]
-    assert seen["block_1"].shape == found.tokens.shape == (2, 17, 48)
-
-
 @pytest.mark.parametrize("name", ["ViT-B/0", ""])
 def test_an_unknown_model_suggests_the_nearest(name):
     with pytest.raises(ValueError, match="'ViT-"):

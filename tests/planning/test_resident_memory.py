@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.multiprocessing as mp
 from rank_engines import join
+from rank_processes import run_once
 from toy_recipes import make_recipe
 
 from vitscale.ground.machine import free_port
@@ -51,7 +51,7 @@ def train(rank: int, world_size: int, port: int, folder: Path, blocks: dict[str,
 
 
 def check(folder: Path, blocks: dict[str, Any], world_size: int) -> None:
-    mp.spawn(train, (world_size, int(free_port()), folder, blocks), nprocs=world_size)
+    run_once(train, (world_size, int(free_port()), folder, blocks), world_size)
     memory = expected_memory(make_recipe(**blocks), 10, world_size)
     # Nothing is loaded or saved here.
     expected = memory.device_bytes - memory.host_loader - memory.host_checkpoint

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import Ranks
-from torch.multiprocessing import start_processes
+from rank_processes import Ranks, run_once
 
 from vitscale.data.batch import Batch
 from vitscale.data.image_operations import TrainingInput
@@ -208,7 +207,11 @@ def on_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> None
     Up to two stay for the next call; more are seldom needed and take memory.
     """
     ranks, calls = _WORLDS.pop(world_size, None) or (Ranks(world_size, join, int(free_port())), 0)
-    ranks.do(work, *arguments)
+    try:
+        ranks.do(work, *arguments)
+    except BaseException:  # a limit of time, too
+        ranks.close()
+        raise
     if world_size <= 2 and calls < _MOST_CALLS:
         _WORLDS[world_size] = ranks, calls + 1
     else:
@@ -217,7 +220,7 @@ def on_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> None
 
 def start(entry: Callable[..., None], root: Path, work: Any, world_size: int) -> None:
     """An entry point (rank, world_size, port, root, work) in processes of their own, for what changes or ends these."""
-    start_processes(entry, (world_size, int(free_port()), root, work), nprocs=world_size, start_method="forkserver")
+    run_once(entry, (world_size, int(free_port()), root, work), world_size, "forkserver")
 
 
 def run_smoke_forms(world: Any, root: Path, stems: list[str]) -> None:

@@ -4,13 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from messages import refusal
 from models.weights.exported import described, valued, write
 from ranks import make_recipe
 
 from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.recipe import Normalise, smoke_form
-from vitscale.training.beginning.initial_weights import check_same_teacher, check_teacher
+from vitscale.training.beginning.initial_weights import check_same_teacher, check_teacher, load_teacher
+from vitscale.training.deepspeed.distributed import World
 
 NAMES = [f"kind {i}" for i in range(7)]
 MODEL = {"patch_size": 8, "width": 48, "depth": 2, "mlp_dim": 96, "num_heads": 3, "head": "linear"}
@@ -52,6 +54,17 @@ def test_others_are_refused_with_what_differs(tmp_path, weights, error, changes)
 def test_weights_that_are_not_there_are_named_by_their_key(tmp_path):
     with pytest.raises(RecipeError, match=r"objective\.teacher\.from"):
         checked(tmp_path, tmp_path / "none.npz")
+
+
+def test_values_that_are_not_finite_are_named(tmp_path):
+    description = replace(described(MODEL, 32, class_names=NAMES), normalise=Normalise())
+    model = valued(description)
+    torch.nn.init.constant_(model.norm.weight, torch.inf)
+    path = write(model, description, "safetensors", tmp_path)
+    objective = {"kind": "distillation", "teacher": {"from": str(path), "model": MODEL}}
+    recipe = make_recipe(tmp_path, model={"distilled": True}, objective=objective)
+    with pytest.raises(CheckpointError, match=r"objective\.teacher\.from: norm\.weight"):
+        load_teacher(recipe, NAMES, World(0, 1, torch.device("cpu")), lambda line: None)
 
 
 def test_a_run_goes_on_with_the_teacher_that_it_began_with():

@@ -162,7 +162,6 @@ class ViT(Model):
         *,
         edit: Edit | Sequence[Edit | None] | None = None,
         kept: Tensor | Sequence[Tensor | None] | None = None,
-        intermediates: dict[str, Tensor] | None = None,
     ) -> Outputs | list[Outputs]:
         """Tokens (B, T, D), representation (B, D), logits (B, K); of several batches of images a list of them.
 
@@ -180,19 +179,15 @@ class ViT(Model):
                 With a sequence of images a sequence as well: one for each batch, or None.
             kept: the patches (B, C) that blocks see, int64, each once; None for all. Positions that are told in every
                 block, other than rotations, and axial attention need all of them. A sequence as `edit`.
-            intermediates: filled with `embedded` (B, T, D) and `block_0` ... (B, T, D); of images of one size.
 
         Raises `ValueError` for images that it does not take.
         """
-        keep = no_record if intermediates is None else intermediates.__setitem__
         if isinstance(images, Tensor):
             check_size(images, self.image_size)
-            return self._outputs([images], [edit], [kept], keep)[0]  # type: ignore[list-item]
+            return self._outputs([images], [edit], [kept])[0]  # type: ignore[list-item]
         edits, parts = (each or [None] * len(images) for each in (edit, kept))
-        if intermediates is not None and len(images) > 1:
-            raise ValueError("intermediates are those of images of one size")
         self._check_sizes(images)
-        return self._outputs(images, edits, parts, keep)  # type: ignore[arg-type]
+        return self._outputs(images, edits, parts)  # type: ignore[arg-type]
 
     def _check_sizes(self, images: Sequence[Tensor]) -> None:
         """Raise `ValueError` for batches of images that it does not take together."""
@@ -212,12 +207,11 @@ class ViT(Model):
         images: Sequence[Tensor],
         edits: Sequence[Edit | None],
         kept: Sequence[Tensor | None],
-        keep: Callable[[str, Tensor], None],
     ) -> list[Outputs]:
         embedded = [
             x_BND if edit is None else edit(x_BND) for x_BND, edit in zip(self._embed(images), edits, strict=True)
         ]
-        tokens = self._encode(embedded, kept, keep)
+        tokens = self._encode(embedded, kept)
         pooled_BD, counts = self.represent(tokens), [len(each) for each in tokens]
         logits: Tensor | None
         heads: Tensor | None = None
@@ -256,7 +250,10 @@ class ViT(Model):
         return self._encode([x_BTD], [kept_BC], keep)[0]
 
     def _encode(
-        self, embedded: Sequence[Tensor], kept: Sequence[Tensor | None], keep: Callable[[str, Tensor], None]
+        self,
+        embedded: Sequence[Tensor],
+        kept: Sequence[Tensor | None],
+        keep: Callable[[str, Tensor], None] = no_record,
     ) -> list[Tensor]:
         """As `encode`, for batches of several sizes."""
         values_1TD = position_values(self.pos_embedding)
@@ -265,7 +262,6 @@ class ViT(Model):
         rotations = self._rotations(embedded, kept)
         sizes = sizes_of(grids)
         x_BTD = self.dropout(side_by_side(grids))
-        keep("embedded", x_BTD)
         shared = None
         if values_1TD is not None and self.position_at == "shared":
             of_grids = [self._positions_for(x_BND, values_1TD) for x_BND in embedded]

@@ -128,14 +128,18 @@ def initial_source(
         if reader is None:
             return initial(kind, name, start, length)
         values = whole(kind, name, start, length) if reader.piece is None else reader.piece(start, length)
-        if not values.isfinite().all():
-            raise CheckpointError(
-                f"init.from: {name} of {weights.title} holds values that are NaN or infinite, which makes losses "
-                "NaN, too: the file is damaged, or its training had diverged: take another one, or an earlier step"
-            )
+        _check_finite("init.from", weights, name, values)
         return values
 
     return read, weights.identity
+
+
+def _check_finite(key: str, weights: OpenWeights, name: str, values: Tensor) -> None:
+    if not values.isfinite().all():
+        raise CheckpointError(
+            f"{key}: {name} of {weights.title} holds values that are NaN or infinite, which makes losses NaN, too: "
+            "the file is damaged, or its training had diverged: take another one, or an earlier step"
+        )
 
 
 def has_begun(recipe: Recipe, run_dir: Path) -> bool:
@@ -315,6 +319,8 @@ def load_teacher(
         try:
             _check_teacher(recipe, class_names, named, weights, teacher)
             load_weights(teacher, weights.source, report=lambda note: None)
+            for name, values in teacher.state_dict().items():
+                _check_finite(f"{_TEACHER}.from", weights, name, values)
         except VitscaleError as error:
             raise error.on_all_ranks() from None
         for note in weights.source.notes:
