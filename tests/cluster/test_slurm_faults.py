@@ -196,4 +196,4 @@ def test_data_that_are_missing_end_a_job_for_good(slurm, zero_1):
         job = slurm.wait_for(number, "FAILED", seconds=120)
     finally:
         hidden.rename(zero_1.folder / "train")
-    assert (job["ExitCode"], job["Restarts"]) == ("2:0", "0"), output(run.dir, number)
+    assert (job["ExitCode"], job["Restarts"]) == ("3:0", "0"), output(run.dir, number)
