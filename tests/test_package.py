@@ -35,9 +35,9 @@ def recipes_and_schemas() -> list[Path]:
 def sdist(tmp_path_factory) -> Path:
     """Built from a copy of the tree without what was compiled in it."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("sdist")
-    for folder in ("vitscale", "data_tools", "recipes"):
+    for folder in ("vitscale", "data_tools", "recipes", "tests"):
         shutil.copytree(REPOSITORY / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
+    for file in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / file, source / file)
     _run([sys.executable, "-c", _SDIST, str(out)], cwd=source)
     (archive,) = out.glob("vitscale-*.tar.gz")
@@ -77,6 +77,7 @@ def test_an_sdist_holds_what_the_wheel_is_made_of(sdist):
     recipes = {path.relative_to(REPOSITORY).as_posix() for path in recipes_and_schemas()}
     sources = {"vitscale/ground/native/images.h", "vitscale/ground/native/jpeg.c"}
     assert inside >= recipes | sources | {"pyproject.toml", "LICENSE"}
+    assert not any(name.startswith("tests/") for name in inside)  # setuptools takes some of them by itself
 
 
 def test_a_wheel_holds_every_module_and_recipe_and_nothing_else(wheel):

@@ -92,7 +92,7 @@ def _decoder() -> Iterator[Diagnosis]:
     try:
         yield Diagnosis("decoder", "good", f"libjpeg-turbo {libjpeg_turbo_version()}")
     except VitscaleError as error:
-        yield Diagnosis("decoder", "stops", "images cannot be decoded", str(error))
+        yield Diagnosis("decoder", "stops", "images cannot be decoded", Exception.__str__(error))  # names no doctor
 
 
 def _processor() -> Iterator[Diagnosis]:
