@@ -17,7 +17,6 @@ from vitscale.recipe.schema import Parallelism
 from vitscale.training.beginning.memory import USABLE, Memory, memory_of, tensors_by_micro_batch
 from vitscale.training.beginning.tensors import Parameters, model_parameters
 
-GB = 1e9
 DEVICES_PER_NODE = 8
 STAGES = (0, 1, 2, 3)
 RECOMPUTATIONS = (0, 1, 2)
