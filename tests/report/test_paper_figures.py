@@ -149,3 +149,18 @@ def test_the_page_says_the_difference_from_table_5(reported):
     # Flips and crops change what some tasks ask for: each run says its own.
     crops = [word for word in read.words if "area [0.5, 1.0]" in word and word.endswith("flipped by 0.5")]
     assert len(crops) == len(content["runs"]) == 6
+
+
+def test_a_line_over_compute_goes_through_one_run_of_each_model(tmp_path):
+    for name in ("full", "test"):
+        write_generated_dataset(tmp_path / "imagenet" / name, [16], seed=len(name))
+    recipe, runs = tmp_path / "small.yaml", []
+    recipe.write_text(re.sub(r"model: \{.*?\}", f"model: {MODEL}", RECIPE).replace("image_size: 16", "image_size: 224"))
+    for depth, kind, top1 in ((1, "1d", 0.25), (2, "1d", 0.375), (2, "none", 0.3125), (3, "1d", 0.5)):
+        settings = ["data.train=imagenet/full", "evaluation.validation=imagenet/test", f"model.depth={depth}"]
+        settings += [f"data.root={tmp_path}", f"model.position.kind={kind}"]
+        run = tmp_path / f"{depth}-{kind}"
+        write_run(run, settings, recipe, metrics={"validation/top1": top1}, exaflops=float(depth))
+        runs.append(run)
+    (points,) = marks(page(gather(runs)), "compute-0").by_colour.values()
+    close(points, [(STEPS, 25), (2 * STEPS, 37.5), (3 * STEPS, 50)])

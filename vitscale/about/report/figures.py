@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vitscale.about.report.content import Report
@@ -121,9 +121,9 @@ def _over_images(name: str, results: Sequence[Result], what: str, caption: str) 
             axes.plot(*zip(*points, strict=True), "o-", color=SERIES[index], label=f"{model}, policy {policy}")
         _log(axes, [samples for samples, _ in own])
         axes.set(xlabel="pre-training images", ylabel=what)
-        axes.legend()
+        figure.legend(loc="outside lower left", ncols=3)
 
-    return draw(name, caption, put, width=760, height=380, caption=caption)
+    return draw(name, caption, put, width=760, height=400 + 6 * len(lines), caption=caption)
 
 
 def scaling(report: Report) -> Iterator[Drawing]:
@@ -131,7 +131,7 @@ def scaling(report: Report) -> Iterator[Drawing]:
     results = [one for one in report.results if one.begins_with is None and one.exaflops and one.pretraining_samples]
     measures = {one.metric for one in results if one.metric == TOP1 or _ANY_SHOTS.fullmatch(one.metric)}
     for place, metric in enumerate(sorted(measures)):
-        own = [one for one in results if one.metric == metric]
+        own = _one_each(one for one in results if one.metric == metric)
         if len({one.model for one in own}) < _LEAST_MODELS:
             continue
         what = f"{metric} on {', '.join(sorted({one.dataset or '' for one in own}))}"
@@ -139,6 +139,14 @@ def scaling(report: Report) -> Iterator[Drawing]:
         if over_images is not None:
             yield over_images
         yield _over_compute(f"compute-{place}", own, metric, f"{what}, against the compute of training.")
+
+
+def _one_each(results: Iterable[Result]) -> list[Result]:
+    """Of a model's results on as many images, which differ in something else: the one no grid varies, or the best."""
+    alike: dict[tuple[str, int | None, str | None], list[Result]] = {}
+    for one in results:
+        alike.setdefault((one.model, one.pretraining_samples, one.policy), []).append(one)
+    return [max(each, key=lambda one: (one.label == one.part, one.mean)) for each in alike.values()]
 
 
 def _over_compute(name: str, own: Sequence[Result], metric: str, caption: str) -> Drawing:
