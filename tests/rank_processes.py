@@ -42,7 +42,14 @@ class Ranks:
             pipe.send((function, arguments))
 
     def results(self) -> list[Any]:
-        """What it returned on each rank. The first error on any of them is one here, and kills all."""
+        """What it returned on each rank. The first error of any is one here. It or a limit of time kills all."""
+        try:
+            return self._results()
+        except BaseException:
+            self.close()
+            raise
+
+    def _results(self) -> list[Any]:
         found: dict[Connection, Any] = {}
         while len(found) < len(self._pipes):
             ready = wait([pipe for pipe in self._pipes if pipe not in found], self._patience_s)
@@ -53,7 +60,6 @@ class Ranks:
                 except EOFError:
                     found[pipe] = RuntimeError(f"rank {self._pipes.index(pipe)} has died")
                 if isinstance(found[pipe], Exception):
-                    self.close()
                     raise found[pipe]
         return [found[pipe] for pipe in self._pipes]
 

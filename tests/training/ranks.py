@@ -207,11 +207,7 @@ def on_ranks(world_size: int, work: Callable[..., Any], *arguments: Any) -> None
     Up to two stay for the next call; more are seldom needed and take memory.
     """
     ranks, calls = _WORLDS.pop(world_size, None) or (Ranks(world_size, join, int(free_port())), 0)
-    try:
-        ranks.do(work, *arguments)
-    except BaseException:  # a limit of time, too
-        ranks.close()
-        raise
+    ranks.do(work, *arguments)
     if world_size <= 2 and calls < _MOST_CALLS:
         _WORLDS[world_size] = ranks, calls + 1
     else:

@@ -19,7 +19,7 @@ from typing import Literal, Self
 
 from packaging.requirements import Requirement
 
-from vitscale.ground.errors import VitscaleError
+from vitscale.ground.errors import VitscaleError, as_plain
 from vitscale.ground.machine import available_memory, count_devices, cpu_quota, has_bf16_instructions
 from vitscale.ground.native import libjpeg_turbo_version
 from vitscale.ground.versions import installed_version
@@ -92,7 +92,7 @@ def _decoder() -> Iterator[Diagnosis]:
     try:
         yield Diagnosis("decoder", "good", f"libjpeg-turbo {libjpeg_turbo_version()}")
     except VitscaleError as error:
-        yield Diagnosis("decoder", "stops", "images cannot be decoded", Exception.__str__(error))  # names no doctor
+        yield Diagnosis("decoder", "stops", "images cannot be decoded", as_plain(error)[1])  # no hint at itself
 
 
 def _processor() -> Iterator[Diagnosis]:

@@ -29,6 +29,7 @@ from vitscale.runs.checkpoint.opening import OpenWeights
 from vitscale.runs.directory import read_newest
 from vitscale.runs.names import RECIPE_FILE
 from vitscale.training.beginning.found_weights import (
+    Named,
     check_classes,
     check_model,
     digests,
@@ -109,9 +110,10 @@ def initial_source(
     Raises as `check_initial_weights`, and `CheckpointError` if no checkpoint of a run verifies; the source raises it
     for values that are not finite.
     """
-    if recipe.init is None:
+    named = recipe.init
+    if named is None:
         return initial, None
-    weights = open_found(recipe.init, world, say)
+    weights = open_found(named, world, say)
     try:
         assignment = _Assignment(recipe, class_names, weights)
     except VitscaleError as error:
@@ -128,17 +130,17 @@ def initial_source(
         if reader is None:
             return initial(kind, name, start, length)
         values = whole(kind, name, start, length) if reader.piece is None else reader.piece(start, length)
-        _check_finite("init.from", weights, name, values)
+        _check_finite(named, weights, name, values)
         return values
 
     return read, weights.identity
 
 
-def _check_finite(key: str, weights: OpenWeights, name: str, values: Tensor) -> None:
+def _check_finite(named: Named, weights: OpenWeights, name: str, values: Tensor) -> None:
     if not values.isfinite().all():
         raise CheckpointError(
-            f"{key}: {name} of {weights.title} holds values that are NaN or infinite, which makes losses NaN, too: "
-            "the file is damaged, or its training had diverged: take another one, or an earlier step"
+            f"{named.key}.from: {name} of {weights.title} holds values that are NaN or infinite, which makes losses "
+            "NaN, too: the file is damaged, or its training had diverged: take another one, or an earlier step"
         )
 
 
@@ -320,7 +322,7 @@ def load_teacher(
             _check_teacher(recipe, class_names, named, weights, teacher)
             load_weights(teacher, weights.source, report=lambda note: None)
             for name, values in teacher.state_dict().items():
-                _check_finite(f"{_TEACHER}.from", weights, name, values)
+                _check_finite(named, weights, name, values)
         except VitscaleError as error:
             raise error.on_all_ranks() from None
         for note in weights.source.notes:
