@@ -6,6 +6,7 @@ with `cat/1.jpg` give equal datasets.
 """
 
 import heapq
+import json
 import posixpath
 import re
 import unicodedata
@@ -19,10 +20,12 @@ import pyarrow.compute as pc
 
 from vitscale.data.shards import Manifest
 from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.safe_text import without_secrets
 from vitscale.ground.storage import read_text
-from vitscale.ground.wording import counted, quoted, ranges
+from vitscale.ground.wording import counted, quoted, ranges, shortened
 
 _MAX_NUMBER = 10_000_000
+_MAX_CHARACTERS = 1000  # of a name; to normalize n combining marks takes n² steps
 _SHOWN = 20
 _EXAMPLES = 5
 # Common names of splits, and which of them mean the same.
@@ -31,7 +34,7 @@ SPLIT_NAMES = {
     **dict.fromkeys(("val", "valid", "validation", "minival", "dev", "eval", "evaluation", "holdout"), "val"),
     **dict.fromkeys(("test", "testing", "test_dev"), "test"),
 }
-_NUMBER = re.compile(r"(0|[1-9][0-9]*)(\.0+)?")  # 3.0: what integers become in a table with missing values
+_NUMBER = re.compile(r"(0|[1-9][0-9]{0,17})(\.0+)?")  # 3.0: what integers become in a table with missing values
 
 
 class Vocabulary:
@@ -46,6 +49,8 @@ class Vocabulary:
 
     def number(self, name: str) -> int:
         """The provisional number of a class; a new class gets the next one."""
+        if name not in self._numbers:
+            _refuse(name)
         number = self._numbers.setdefault(name, len(self._numbers))
         if number > _MAX_NUMBER:
             raise DataError(
@@ -53,6 +58,17 @@ class Vocabulary:
                 "are these captions? Choose another field with --label-field"
             )
         return number
+
+
+def _refuse(name: str) -> None:
+    """Raise DataError for a name that is too long, or would be stored without what looks like a secret in it."""
+    if len(name) > _MAX_CHARACTERS:
+        raise DataError(
+            f"a label of {len(name):,} characters, {name[:100]!r}...: are these captions? Expected at most "
+            f"{_MAX_CHARACTERS:,}; choose another field with --label-field"
+        )
+    if any(without_secrets(text) != text for text in (name, json.dumps(name))):
+        raise DataError(f"the label {without_secrets(name)!r} held what looks like a password or token; rename it")
 
 
 def order_classes(
@@ -68,7 +84,7 @@ def order_classes(
             numbers, they are the class numbers themselves.
 
     Returns all class names by label, and the label of each of `names`, int32. Raises DataError if a class is not in the
-    given order, or only some of the names are numbers.
+    given order, a name is too long, or only some of the names are numbers.
     """
     order = known or stated
     numbers = [] if from_folders else [int(float(name)) for name in names if _NUMBER.fullmatch(name)]
@@ -80,17 +96,19 @@ def order_classes(
     if order is None and numbers:
         others = [name for name in names if not _NUMBER.fullmatch(name)]
         raise DataError(
-            f"labels are numbers except for {', '.join(map(repr, others[:_SHOWN]))}. Expected numbers or names "
+            f"labels are numbers except for {shortened(quoted(others, _SHOWN))}. Expected numbers or names "
             "throughout; --classes FILE if these are names of classes"
         )
     order = tuple(sorted(names)) if order is None else order
+    for name in order:
+        _refuse(name)
     label_of = {name: label for label, name in enumerate(order)}
     if are_numbers and not label_of.keys() & set(names) and max(numbers) < len(order):
         return order, np.array(numbers, np.int32)
     unknown = sorted(name for name in names if name not in label_of)
     if unknown:
         where = "--classes" if known else "the source's own list of classes"
-        shown = quoted(unknown, _SHOWN)
+        shown = shortened(quoted(unknown, _SHOWN))
         raise DataError(f"{len(unknown)} of {len(names)} classes of the source are not in {where}: {shown}")
     return order, np.array([label_of[name] for name in names], np.int32)
 

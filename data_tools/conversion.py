@@ -115,8 +115,11 @@ def merge(out: str | Path, max_reject_rate: float, work: Path | None = None) -> 
         if begun is None or begun.plan is None:
             raise RecipeError(f"--merge {out}: no unfinished conversion there")
         plan = ConversionPlan.from_json(begun.plan, output.work)
+        output.refuse_foreign([split.name for split in plan.splits])
+        with output.reading_state():
+            indexes = tuple(map(NamedIndex.from_json, begun.indexes))
         try:
-            matcher = open_matcher(tuple(map(NamedIndex.from_json, begun.indexes))) if begun.indexes else None
+            matcher = open_matcher(indexes) if indexes else None
         except DataError as error:
             raise DataError(
                 f"--merge {out}: needs the index that images were compared with. {error}. Put it back, or finish with "
@@ -289,9 +292,11 @@ def _refuse_nested(src: str, out: str) -> None:
 def reports_of(output: Output, tasks: Iterable[int]) -> dict[int, ShardReport]:
     """Reports of the tasks that are done: their shard exists at full size."""
     marked = storage.sizes_in(output.state("done"))
-    markers = [output.of_task(task, "json") for task in tasks]
-    done = [marker for marker in markers if storage.base_name(marker) in marked]
-    reports = [ShardReport.from_json(text) for text in _read_all(output, done)]
+    done = {n: file for n in tasks if storage.base_name(file := output.of_task(n, "json")) in marked}
+    with output.reading_state():
+        reports = [ShardReport.from_json(text) for text in _read_all(output, done.values())]
+        if [report.task for report in reports] != list(done):
+            raise ValueError("a report of another task")
     sizes = {split: storage.sizes_in(output.place(split)) for split in {report.split for report in reports}}
     return {
         report.task: report
@@ -390,7 +395,8 @@ def _write_findings(output: Output, split: str, reports: list[ShardReport], matc
         write_tables(path, _tables(output, reports, "dedup.parquet", DECISIONS), DECISIONS)
     findings = Findings(matcher.names)
     for content in _read_all(output, (output.of_task(report.task, "dedup.json") for report in reports)):
-        findings.add(Findings.from_json(json.loads(content)))
+        with output.reading_state():
+            findings.add(Findings.from_json(json.loads(content)))
     with tempfile.TemporaryDirectory(prefix="report-", dir=output.work) as folder:
         output.fill_folder(split, REPORT_FOLDER, Path(folder), write_report(Path(folder), matcher, findings))
     return findings

@@ -50,7 +50,6 @@ _MAX_BUCKETS = 512  # all of their files are open at once
 REPLACED = "replaced later in the archive"
 _BATCH_ROWS = 1 << 14
 _RUN_BYTES, _LEAST_HELD = 256 << 20, 512  # an empty file takes memory, too
-_MOST_LEFT = 4 << 30  # bytes of a disk that a spool leaves free, or a twentieth of a small one
 # Properties of a stored object that change with its content; stores differ in their names.
 _TELLING = ("size", "ETag", "etag", "md5", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
 _NO_LABEL = ("-1",)  # as many collections write it
@@ -157,8 +156,7 @@ def _spooled(rows: Iterator[Row], spool: BinaryIO, seed: int) -> Iterator[Row]:
 
     def flush() -> Iterator[Row]:
         nonlocal offset
-        disk = shutil.disk_usage(spool.fileno())
-        if disk.free - held < min(_MOST_LEFT, disk.total // 20):  # a stream may be endless, or unpack to anything
+        if not storage.has_room(spool.fileno(), held):  # a stream may be endless, or unpack to anything
             raise DataError(
                 f"{spool.name}: images that can only be read once are kept here, and would fill the disk. Give a "
                 "folder on a larger one with --work"

@@ -22,7 +22,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from glob import has_magic
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from vitscale.data.shards import MANIFEST_NAME
 from vitscale.data.shards.provenance import DECISIONS_NAME, REJECTS_NAME
@@ -40,6 +42,10 @@ _FIXED_NAMES = "|".join(map(re.escape, (REJECTS_NAME, DECISIONS_NAME, REPORT_FOL
 _OURS = re.compile(rf"shard-\d{{5,}}\.(beton|idx\.parquet)|{_FIXED_NAMES}")
 _PART = re.compile(rf"\.({_OURS.pattern})\.[0-9a-f]{{8}}\.part")  # left by workers that were killed
 _SHOWN = 5
+
+SPLIT_NAME = "[A-Za-z0-9][A-Za-z0-9_-]*"
+SplitName = Annotated[str, Field(pattern=f"^({SPLIT_NAME})?$")]
+"""The name of a split, which is its folder's; empty if there are no splits."""
 
 # A task's state files: its report, which marks it as done; the images that it could not store; its decisions (images
 # left out, near misses), absent if there are none; and the findings of its comparison with test sets.
@@ -139,6 +145,15 @@ class Output:
             return storage.read_bytes(self.state(CONVERSION_NAME))
         return None
 
+    @contextmanager
+    def reading_state(self) -> Iterator[None]:
+        """Within this context, state that is not as it was written raises RecipeError."""
+        try:
+            yield
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+            what = f"its state, {self.state('')}, is damaged. Remove the output and start anew"
+            raise RecipeError(f"OUT {self.where}: {what}") from None
+
     def refuse_foreign(self, splits: list[str]) -> None:
         """Raise RecipeError if the output holds anything that vitscale-convert did not put there."""
         if not self.is_remote and Path(self.where).exists() and not Path(self.where).is_dir():
@@ -150,7 +165,7 @@ class Output:
             name
             for name in names
             if (name not in known and not (begun and (_OURS.fullmatch(name) or _PART.fullmatch(name))))
-            or (name in (STATE_NAME, REPORT_FOLDER) and os.path.islink(storage.join(self.where, name)))  # noqa: PTH114
+            or (name in (STATE_NAME, REPORT_FOLDER, *splits) and os.path.islink(storage.join(self.where, name)))  # noqa: PTH114
         ]
         if foreign:
             raise RecipeError(

@@ -20,12 +20,14 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import Field, TypeAdapter
 from rich.markup import escape
 
 from data_tools.classes import class_notes
@@ -33,12 +35,12 @@ from data_tools.dedup.against import Comparison
 from data_tools.dedup.matches import Findings
 from data_tools.dedup.queries import Candidate
 from data_tools.listing import ORDERED, ListingTask, Ordered, PartSummary, fingerprint, order_images
-from data_tools.output import CONVERSION_NAME, Output
+from data_tools.output import CONVERSION_NAME, Output, SplitName
 from data_tools.report import ProgressDisplay, say
 from data_tools.request import Conversion, Request, SplitRule, choosers, refuse_changed
 from data_tools.tasks import run_inline
 from vitscale.data.shards.images import Reject, store_image
-from vitscale.ground.errors import DataError, RecipeError
+from vitscale.ground.errors import DataError, RecipeError, turned
 from vitscale.ground.files.durable import durable_file, write_text
 from vitscale.ground.storage import read_bytes
 from vitscale.ground.wording import counted, quoted
@@ -48,6 +50,7 @@ _REQUEST_FILE = "request.json"
 _REQUESTS_AT_ONCE = 32
 _PROBED = 1000
 MAX_SHARD_SAMPLES = 1 << 24
+_MAX_SHARDS = 10**7
 PLAN = pa.schema([pa.field("uid", pa.int64(), nullable=False), *ORDERED])
 LEFT_OUT = "in none of the splits"
 _MAX_UNLABELLED = 0.01  # share of the images
@@ -69,17 +72,23 @@ class Begun:
         content = output.read_conversion()
         if content is None:
             return None
-        try:
+        with output.reading_state():
             state = json.loads(content)
             if state.pop("version", None) == _VERSION:
-                return cls(**state)
-            what = "was started by another version of vitscale. Finish it with that one, or remove"
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            what = f"its state, {output.state(CONVERSION_NAME)}, is damaged. Remove"
-        raise RecipeError(f"OUT {output.where}: {what} the output and start anew")
+                begun = _BEGUN.validate_python(state)
+                if begun.plan is not None:
+                    ConversionPlan.from_json(begun.plan, output.work)
+                return begun
+        raise RecipeError(
+            f"OUT {output.where}: was started by another version of vitscale. Finish it with that one, or remove the "
+            "output and start anew"
+        )
 
     def write(self, output: Output) -> None:
         output.write(output.state(CONVERSION_NAME), json.dumps({"version": _VERSION, **vars(self)}))
+
+
+_BEGUN = TypeAdapter(Begun)
 
 
 @dataclass(frozen=True)
@@ -102,9 +111,9 @@ class Probe:
 class PlannedSplit:
     """One dataset of the plan: its name (empty if there are no splits), images, shards, and its manifest's options."""
 
-    name: str
-    images: int
-    shards: int
+    name: SplitName
+    images: Annotated[int, Field(ge=0, le=1 << 40)]
+    shards: Annotated[int, Field(ge=0, le=_MAX_SHARDS)]
     options: dict[str, Any]
 
 
@@ -116,13 +125,17 @@ class ConversionPlan:
     splits: tuple[PlannedSplit, ...]  # the datasets, in order
     class_names: tuple[str, ...]  # names by label
     several_labels: bool  # whether any image has more than one label
-    shard_samples: int  # number of images per shard
+    shard_samples: Annotated[int, Field(ge=1, le=MAX_SHARD_SAMPLES)]  # number of images per shard
     shuffle_seed: int
     ignored: dict[str, int]  # number of files that are not images, by reason
     parts: list[list[str]]  # [name, fingerprint] of every part of the source that the plan refers to
     sha256: str  # digest of the order, keys and labels of all images, and the class names
     unlabelled: int = 0  # number of images without a label; plans of earlier versions lack this field and the next
     notes: list[str] = field(default_factory=list)  # likely mistakes in the classes, one line each
+
+    def __post_init__(self) -> None:
+        if any(split.shards != -(-split.images // self.shard_samples) for split in self.splits):
+            raise ValueError("another number of shards than the images need")
 
     @property
     def images(self) -> int:
@@ -148,15 +161,22 @@ class ConversionPlan:
 
     def rows(self, tasks: Iterable[int]) -> Iterator[tuple[int, pa.RecordBatch]]:
         """The images of each task, one task in memory at a time."""
+        damaged = partial(turned, f"{self.folder}: the plan is damaged. Remove the output and start anew", RecipeError)
         with ExitStack() as files:
-            readers = {
-                split.name: pa.ipc.open_file(files.enter_context(pa.OSFile(str(_plan_file(self.folder, i)))))
-                for i, split in enumerate(self.splits)
-                if split.shards
-            }
+            readers = {}
+            for i, split in enumerate(self.splits):
+                if split.shards:
+                    with damaged(ValueError):
+                        file = files.enter_context(pa.OSFile(str(_plan_file(self.folder, i))))
+                        readers[split.name] = pa.ipc.open_file(file)
             for task in tasks:
                 split, shard = self.place(task)
-                yield task, readers[split.name].get_batch(shard)
+                with damaged(ValueError):
+                    batch = readers[split.name].get_batch(shard)
+                    batch.validate(full=True)
+                    if batch.schema != PLAN:
+                        raise ValueError(f"its columns are {batch.schema.names}")
+                yield task, batch
 
     @classmethod
     def load(cls, folder: Path) -> "ConversionPlan | None":
@@ -168,12 +188,14 @@ class ConversionPlan:
     @classmethod
     def from_json(cls, content: dict[str, Any], folder: Path) -> "ConversionPlan":
         """The plan that `described` gave `content` for."""
-        splits = tuple(PlannedSplit(**split) for split in content["splits"])
-        return cls(**content | {"folder": folder, "splits": splits, "class_names": tuple(content["class_names"])})
+        return _PLAN.validate_python(content | {"folder": folder})
 
     def described(self) -> dict[str, Any]:
         """The plan without its images, as plain values."""
         return {name: value for name, value in asdict(self).items() if name != "folder"}
+
+
+_PLAN = TypeAdapter(ConversionPlan)
 
 
 def make_plan(conversion: Conversion) -> ConversionPlan:
@@ -190,7 +212,8 @@ def make_plan(conversion: Conversion) -> ConversionPlan:
     if not _says(output.work / _REQUEST_FILE, mine):  # the plan there is another conversion's
         (output.work / "plan.json").unlink(missing_ok=True)
         write_text(output.work / _REQUEST_FILE, mine)
-    plan = ConversionPlan.load(output.work)
+    with output.reading_state():
+        plan = ConversionPlan.load(output.work)
     if plan is None:
         plan = _make(conversion, allow_unlabelled=conversion.machine.allow_unlabelled)
         if not streams:

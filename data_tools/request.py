@@ -26,7 +26,7 @@ from data_tools.dedup.against import NamedIndex, open_matcher
 from data_tools.dedup.matching import Matcher
 from data_tools.listing import Spool, fingerprint, order_hash
 from data_tools.machine import Machine
-from data_tools.output import Output
+from data_tools.output import SPLIT_NAME, Output
 from data_tools.sources import Kind, Source, SourceOptions, open_source
 from vitscale.data.shards import DEFAULT_CAPACITY
 from vitscale.data.shards.images import IMAGE_SUFFIXES, ImageOptions
@@ -37,7 +37,6 @@ from vitscale.ground.table import Console
 
 _COUNT = re.compile(r"([0-9][0-9_]{0,20}(?:\.[0-9]{1,9})?)([kmb]?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
-_NAME = re.compile(r"[A-Za-z0-9][\w-]*", re.ASCII)
 _OTHER_SEED = 1 << 63
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)%")
 
@@ -75,7 +74,7 @@ def parse_splits(texts: list[str]) -> tuple[SplitRule, ...]:
     rules = []
     for text in texts:
         name, equals, what = text.partition("=")
-        if not equals or not what or not _NAME.fullmatch(name):
+        if not equals or not what or not re.fullmatch(SPLIT_NAME, name):
             raise RecipeError(
                 f"--split {text}: expected NAME=WHAT, such as val=2%, val=10000, test=@keys.txt, 'train=a*/b?/*' or "
                 "train=rest"
@@ -104,8 +103,8 @@ def choosers(rules: tuple[SplitRule, ...], seed: int) -> list[Chooser]:
             made.append(Chooser(_share(start, end, seed)))
             start = end
         elif rule.what.isdecimal():
-            if int(rule.what) == 0:
-                raise RecipeError(f"--split {rule}: expected at least one image")
+            if len(rule.what) > 18 or int(rule.what) == 0:
+                raise RecipeError(f"--split {rule}: expected at least one image, and fewer than 10^18")
             made.append(Chooser(_first(int(rule.what)), int(rule.what)))
         elif rule.what.startswith("@"):
             keys = _listed(rule)

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from pydantic import TypeAdapter
 
 from data_tools.dedup.against import Comparison, NamedIndex, open_matcher
 from data_tools.dedup.fingerprint import ALGORITHM
 from data_tools.dedup.queries import Candidate
 from data_tools.listing import Spool
-from data_tools.output import Output
+from data_tools.output import Output, SplitName
 from data_tools.sources.source import Source, without_surrogates
 from data_tools.tasks import Progress, Task
 from vitscale.data.shards import ShardEntry
@@ -44,7 +45,7 @@ class ShardReport:
     """The result of a task, stored in its marker."""
 
     task: int  # its number in the plan
-    split: str  # name of the dataset that the shard belongs to
+    split: SplitName
     entry: ShardEntry | None = None  # the shard's entry in the manifest; None if no image was left
     passed_through: int = 0  # samples stored with the source's bytes
     transcoded: int = 0  # samples stored as a new JPEG
@@ -62,9 +63,10 @@ class ShardReport:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "ShardReport":
-        content = json.loads(text)
-        entry = content.pop("entry")
-        return cls(entry=entry and ShardEntry.model_validate(entry), **content)
+        return _REPORT.validate_json(text)
+
+
+_REPORT = TypeAdapter(ShardReport)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import gzip
 import lzma
 import os
 import posixpath
+import re
 import tarfile
 import zlib
 from collections import Counter
@@ -34,7 +35,9 @@ TAR_SUFFIXES: dict[str, Callable[..., Any] | None] = {
 }
 
 _COPY_BYTES = 4 << 20
-_MAX_HEADER_BYTES = 64 << 20  # names and attributes of one member, in extended headers
+_MAX_HEADER_BYTES = 16 << 20  # names and attributes of one member, in extended headers
+_MAX_DIGITS = 100  # in a row there: tarfile takes n² steps for n of them (CVE-2024-6232)
+_MAX_GLOBAL_RECORDS = 1000  # tarfile applies each of them to each member
 # tarfile itself fails on maliciously odd headers, hence the last line.
 _DAMAGE = (
     *(tarfile.TarError, EOFError, lzma.LZMAError, zlib.error),
@@ -124,6 +127,8 @@ class _Reader:
         self.last = self._raw.read(size)
         self._position += len(self.last)
         self._empty_reads += not self.last
+        if max(map(len, re.findall(rb"\d+", self.last)), default=0) > _MAX_DIGITS:
+            raise tarfile.ReadError("a header with a number of too many digits")
         return self.last
 
 
@@ -142,6 +147,8 @@ class Archive:
                 for header in archive:
                     if not 0 <= header.size < 1 << 63:
                         raise tarfile.ReadError(f"a file of {header.size:,} bytes")
+                    if len(archive.pax_headers) > _MAX_GLOBAL_RECORDS:
+                        raise tarfile.ReadError(f"{len(archive.pax_headers):,} global records")
                     yield header
                     archive.members = []  # type: ignore[attr-defined]  # else it keeps every header in memory
                 self._check_end(reader, archive.offset)

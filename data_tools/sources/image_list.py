@@ -4,7 +4,8 @@
     a/1.jpg,cat             {"file_name": "a/2.jpg", "label": ["cat", "dog"]}
     a/2.jpg,cat|dog         {"file_name": "https://host/3.jpg", "label": null}
 
-Relative paths start at the list's own folder. Lists have millions of rows, so the code that runs per row is kept plain.
+Relative paths start at the list's own folder; a list at a URL names no files of this machine. Lists have millions of
+rows, so the code that runs per row is kept plain.
 """
 
 import csv
@@ -32,7 +33,7 @@ from data_tools.sources.source import (
 from vitscale.data.shards.images import IMAGE_SUFFIXES, refuse_too_large
 from vitscale.ground.errors import DataError, RecipeError, turned
 from vitscale.ground.safe_text import without_secrets
-from vitscale.ground.storage import is_url, read_bytes
+from vitscale.ground.storage import is_url, read_bytes, without_file_scheme
 from vitscale.ground.wording import counted
 
 CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -41,6 +42,7 @@ LIST_SUFFIXES = tuple(f"{kind}{zipped}" for kind in (*CSV_DELIMITERS, *JSON_SUFF
 
 _MAX_LINE_BYTES = 1 << 20
 _MAX_CACHED = 100_000
+_ELSEWHERE = {"http", "https", "s3", "s3a", "gs", "gcs", "hf", "abfs", "az"}  # schemes that never read this machine
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -118,8 +120,15 @@ def _rows(where: str, options: SourceOptions) -> Generator[Item, None, None]:
 
 def _key(path: str, where: str, line: int) -> str:
     # Nearly all paths are clean already, and this runs for every row.
-    if path and path[0] not in "./" and "/." not in path and "//" not in path and "=" not in path:
+    if path and path[0] not in "./" and "/." not in path and "//" not in path and "::" not in path and "=" not in path:
         return path
+    if is_url(without_file_scheme(where)):
+        scheme, own = path.partition("://")[0].lower(), where.partition("://")[0].lower()
+        if path.startswith("/") or "::" in path or (is_url(path) and scheme not in {own, *_ELSEWHERE}):
+            raise DataError(
+                f"{where}, line {line}: {path!r} may be on this machine. Expected a path beside the list, or a URL of "
+                f"{', '.join(sorted(_ELSEWHERE))}; for others, copy the list to this machine"
+            )
     folder = f"{posixpath.dirname(where)}/"  # keys of images below the list's own folder are relative to it
     key = clean_path(path.removeprefix(folder))
     key = without_secrets(key) if is_url(where) else key

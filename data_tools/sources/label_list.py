@@ -31,6 +31,7 @@ _NAME_COLUMNS = ("path", "filepath", "file_path", "filename", "file_name", "file
 _LABEL_COLUMNS = ("label", "labels", "cls", "class", "class_name", "target", "predictionstring")
 _BOXES = "predictionstring"  # Kaggle's: class, x, y, x, y; class, ...
 _MAX_MEMBER_BYTES = 64 << 20
+_MAX_LINE = 1 << 20
 _MOST_SYNSETS = 100_000
 _EXAMPLES = 5
 
@@ -61,7 +62,9 @@ class LabelList:
                 )
         if not known:
             raise DataError(f"{where}: no labels in it")
-        self._only_counts = all(len(each) == 1 and each[0].isdecimal() and int(each[0]) > 0 for each in known)
+        self._only_counts = all(len(each) == 1 and re.fullmatch("[1-9][0-9]{0,17}", each[0]) for each in known)
+        # How many parts the names have: to try each tail of a path of n parts takes n² steps.
+        self._depths = sorted({name.count("/") + 1 for name in self._rows}, reverse=True)
 
     def labels_of(self, path: str) -> tuple[str, ...] | None:
         """The labels of the image at a path; None if the list does not name it.
@@ -82,10 +85,10 @@ class LabelList:
 
     def _by_name(self, path: str) -> int | None:
         parts = path.split("/")
-        for start in range(len(parts)):
-            tail = "/".join(parts[start:])
+        for depth in self._depths:
+            tail = "/".join(parts[-depth:])
             for name in (tail, tail.rpartition(".")[0]):
-                if (at := self._rows.get(_clean(name))) is not None:
+                if (at := self._rows.get(name)) is not None:
                     return at
         return None
 
@@ -136,15 +139,21 @@ def read_label_list(path: str) -> LabelList:
         return LabelList(where, _devkit_rows(path, where))
     try:
         with open_part(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
-            return LabelList(where, _text_rows(where, text))
+            return LabelList(where, _text_rows(where, _lines(where, text)))
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{where}: expected a text in UTF-8, or a table ({error})") from error
     except OSError as error:
         raise RecipeError(f"{where}: {error.strerror or error}") from error
 
 
-def _text_rows(where: str, text: Iterable[str]) -> Iterator[Row]:
-    lines = iter(text)
+def _lines(where: str, text: io.TextIOWrapper) -> Iterator[str]:
+    while line := text.readline(_MAX_LINE):
+        if len(line) == _MAX_LINE:
+            raise DataError(f"{where}: a line of more than {_MAX_LINE:,} characters; expected a label a line")
+        yield line
+
+
+def _text_rows(where: str, lines: Iterator[str]) -> Iterator[Row]:
     first = next(lines, "")
     lines = chain([first], lines)
     delimiter = CSV_DELIMITERS.get(where[-4:].lower())

@@ -19,6 +19,8 @@ from vitscale.ground.errors import DataError, RecipeError
 
 HIDDEN = "hidden"
 NO_IMAGE = "no image suffix"
+_MAX_PATH_BYTES = 4096  # PATH_MAX of Linux
+LONG = f"of a path of more than {_MAX_PATH_BYTES:,} bytes"
 NO_FILE = "neither file nor folder"
 RANGE = struct.Struct("<QQ")  # an image's offset and size in the file that holds it
 
@@ -74,10 +76,13 @@ def without_surrogates(text: str) -> str:
 
 
 def visible_path(path: bytes, ignored: Counter[str]) -> str | None:
-    """A path as it appears in keys, or None (counted in `ignored`) if it is hidden.
+    """A path as it appears in keys, or None (counted in `ignored`) if it is hidden or too long for a file system.
 
     Bytes that are not UTF-8 appear as \\xff in keys. Absolute and upward paths lose only those parts.
     """
+    if len(path) > _MAX_PATH_BYTES:
+        ignored[LONG] += 1
+        return None
     parts = [part for part in path.decode("utf-8", "backslashreplace").split("/") if part not in ("", ".", "..")]
     if not parts or any(part.startswith(".") or part == "__MACOSX" for part in parts):
         ignored[HIDDEN] += 1

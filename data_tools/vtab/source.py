@@ -85,11 +85,11 @@ class PartSource:
             raise DataError(f"{where}: {len(names)} labels; expected one")
         if self.known_names is not None:
             if names[0] not in self.known_names:
-                raise DataError(f"{where}: class {names[0]!r}, which {self.task} does not have")
+                raise DataError(f"{where}: class {names[0][:100]!r}, which {self.task} does not have")
             return self.known_names.index(names[0])
-        if not names[0].isdecimal() or int(names[0]) >= len(self.class_names):
+        if not names[0].isdecimal() or len(names[0]) > 18 or int(names[0]) >= len(self.class_names):
             raise DataError(
-                f"{where}: label {names[0]}; {self.task} has {len(self.class_names)} classes, numbered from 0"
+                f"{where}: label {names[0][:100]}; {self.task} has {len(self.class_names)} classes, numbered from 0"
             )
         return int(names[0])
 

@@ -123,6 +123,9 @@ def test_class_names_that_the_source_states(tmp_path):
     source.class_names = ("dog",)
     with pytest.raises(DataError, match="'ape', 'cat'"):
         plan_of(tmp_path, source)
+    source.class_names = ("cat", "ape", "a" * 1001)
+    with pytest.raises(DataError):
+        plan_of(tmp_path, source)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +137,11 @@ def test_class_names_that_the_source_states(tmp_path):
         [paths("a/1.jpg"), paths("a/1.jpg", "b/1.jpg")],
         [[Item("x", ("a",), b""), Item("x", ("b",), b"")]],
         [[Item("x", ("99999999999",), b"")]],
+        [[Item("x", ("a" * 1001,), b"")]],
+        [[Item("x", ("shop?code=1",), b""), Item("y", ("shop?code=2",), b"")]],
+        [[Item("x", ('authorization=a"b',), b"")]],
+        [paths("a&key=1/1.jpg", "a&key=2/1.jpg")],
+        [[Item("x", ("1" * 400,), b""), Item("y", ("2",), b"")]],
         [[Item("x", ("3",), b""), Item("y", ("nan",), b"")]],
         [[Item("x", ("3",), b""), Item("y", ("007",), b"")]],
         [[Item("x", ("\ud800",), b"")]],
@@ -213,7 +221,7 @@ def test_images_in_no_split_are_counted(tmp_path):
 
 def test_splits_that_mean_nothing():
     alone = ("val", "=2%", "../x=2%", "val=", "val=0%", "val=101%", "a b=1", "val=@/nowhere.txt", "val=0")
-    for text in (*alone, "manifest.json=1"):
+    for text in (*alone, f"val=1{'0' * 18}", "manifest.json=1"):
         with refusal(RecipeError, "plan", text):
             parse_splits([text])
     together = {"val, val": ("val=1", "val=rest"), "val=rest": ("val=rest", "train=1"), "100%": ("val=60%", "b=50%")}

@@ -182,6 +182,13 @@ def test_damage(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=r"x\.parquet"):
             listed(str(path))
+    path.write_bytes(content)
+    footer = pq.read_metadata(path)
+    footer.append_row_groups(footer)  # of the same pages
+    footer.write_metadata_file(tmp_path / "footer")
+    path.write_bytes(content + (tmp_path / "footer").read_bytes())
+    with pytest.raises(DataError):
+        listed(str(path))
     with pytest.raises(DataError, match=r"absent\.parquet"):
         listed(str(tmp_path / "absent.parquet"))
     with pytest.raises(DataError, match="Hugging Face"):

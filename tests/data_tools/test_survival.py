@@ -1,11 +1,14 @@
 """Conversions that are killed, starved and shared; what comes out equals one that was left in peace."""
 
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -146,6 +149,57 @@ def test_task_ranges_and_merge(pictures, in_peace, tmp_path):
     merged = run_here("--merge", out, "--max-reject-rate", 0.2)
     assert merged.exit_code == 0, merged.stderr
     assert contents(out) == in_peace
+
+
+@pytest.fixture(scope="module")
+def unmerged(tmp_path_factory) -> tuple[Path, Path]:
+    """Four pictures, and their conversion, all of it done but the manifest."""
+    folder = tmp_path_factory.mktemp("unmerged")
+    src = write_files(folder / "src", *((f"{i}.png", encoded(make_picture(i, 20, 20), "PNG")) for i in range(4)))
+    for part in ("0/2", "1/2"):
+        assert run_here(src, folder / "out", "--unlabelled", "--shard-samples", 2, "--task-range", part).exit_code == 0
+    return src, folder / "out"
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "value", "merged", "again"),
+    [
+        ("conversion.json", ("plan", "splits", 0, "name"), "../precious", 2, 2),
+        ("conversion.json", ("plan", "splits", 0, "shards"), 10**9, 2, 2),
+        ("conversion.json", ("plan", "splits", 0, "images"), 10**9, 2, 2),
+        ("conversion.json", ("plan",), {}, 2, 2),
+        ("conversion.json", ("plan",), [1], 2, 2),
+        ("conversion.json", ("indexes",), [{}], 2, 0),
+        ("plan.json", ("splits", 0, "name"), "../precious", 0, 2),
+        ("plan.json", (), [1], 0, 2),
+        ("done/000000.json", ("split",), "../precious", 2, 2),
+        ("done/000000.json", ("task",), 1, 2, 2),
+        ("done/000000.json", ("entry", "samples"), "2", 2, 2),
+        ("done/000000.json", (), None, 2, 2),
+        ("plan-00.arrow", None, b"anything", 0, 2),
+    ],
+)
+def test_state_that_a_stranger_wrote_is_refused(unmerged, tmp_path, file, keys, value, merged, again):
+    """None of it leads to another folder."""
+    src, done = unmerged
+    precious = write_files(tmp_path / "precious", ("manifest.json", b"{}"), ("rejects.parquet", b"rows"))
+    for asked, code in ((("--merge",), merged), ((src, "--unlabelled", "--shard-samples", 2), again)):
+        out = tmp_path / f"out-{len(asked)}"
+        shutil.copytree(done, out)
+        path = out / ".vitscale-convert" / file
+        path.write_bytes(
+            value if keys is None else json.dumps(_with(json.loads(path.read_bytes()), keys, value)).encode()
+        )
+        said = run_here(asked[0], out, *asked[1:])
+        assert said.exit_code == code and isinstance(said.exception, SystemExit | None), said.output
+    assert contents(precious) == {"manifest.json": b"{}", "rejects.parquet": b"rows"}
+
+
+def _with(content: Any, keys: tuple[str | int, ...], value: object) -> Any:
+    if not keys:
+        return value
+    content[keys[0]] = _with(content[keys[0]], keys[1:], value)
+    return content
 
 
 def test_two_converters_refuse_each_other(pictures, in_peace, tmp_path):

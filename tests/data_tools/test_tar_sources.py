@@ -7,13 +7,14 @@ import struct
 import subprocess
 import tarfile
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from datasets_on_disk import items_of
 from small_files import tar_bytes, upload, write_files, write_tar
 
-from data_tools.sources.source import Item, SourceOptions
+from data_tools.sources.source import LONG, Item, SourceOptions
 from data_tools.sources.tar import is_tar, open_tars
 from vitscale.ground.errors import DataError, RecipeError
 
@@ -60,8 +61,12 @@ def test_plain_and_compressed_parts(tmp_path):
 
 
 def test_hostile_paths_are_only_keys(tmp_path):
-    path = write_tar(tmp_path / "evil.tar", "/etc/cat/1.jpg", "../../etc/dog/2.jpg", "./etc//cat/../cat/3.jpg")
-    assert [key for key, _, _ in listed(path)] == ["etc/cat/1.jpg", "etc/dog/2.jpg", "etc/cat/cat/3.jpg"]
+    path = write_tar(
+        tmp_path / "evil.tar", "/etc/cat/1.jpg", "../../etc/dog/2.jpg", "./etc//cat/../cat/3.jpg", "x/" * 3000
+    )
+    ignored = Counter()
+    keys = [key for key, _, _ in listed(path, ignored=ignored)]
+    assert keys == ["etc/cat/1.jpg", "etc/dog/2.jpg", "etc/cat/cat/3.jpg"] and ignored == {LONG: 1}
     assert [path.name for path in tmp_path.iterdir()] == ["evil.tar"]
 
 
@@ -183,6 +188,23 @@ def test_endless_sparse_map(tmp_path):
     pax = header("p", b"x", len(record)) + record.ljust(512, b"\0")
     (tmp_path / "a.tar").write_bytes(pax + header("cat/1.jpg", size=512) + b"9" * 512)
     with pytest.raises(DataError, match=r"a\.tar"):
+        listed(tmp_path / "a.tar")
+
+
+@pytest.mark.parametrize("count", [1000, 1001])
+def test_global_records_are_few(tmp_path, count):
+    records = {f"x{number}": "" for number in range(count)}
+    with tarfile.open(tmp_path / "a.tar", "w", pax_headers=records) as archive:
+        archive.addfile(tarfile.TarInfo("cat/1.jpg"))
+    with pytest.raises(DataError) if count > 1000 else nullcontext():
+        assert len(listed(tmp_path / "a.tar")) == 1
+
+
+def test_a_header_of_digits_takes_no_quadratic_time(tmp_path):
+    """CVE-2024-6232, which older versions of Python have."""
+    with tarfile.open(tmp_path / "a.tar", "w", pax_headers={"comment": "1" * 5_000_000}) as archive:
+        archive.addfile(tarfile.TarInfo("cat/1.jpg"))
+    with pytest.raises(DataError):
         listed(tmp_path / "a.tar")
 
 

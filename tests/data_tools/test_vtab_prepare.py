@@ -13,6 +13,7 @@ from datasets_on_disk import samples_of
 from messages import refusal
 from PIL import Image
 from rich.console import Console
+from small_files import write_tar
 from test_tfrecord import encode, write
 from vtab_copies import IMAGES, expected_label, make_folders, make_tars, make_tfds, picture
 
@@ -244,6 +245,10 @@ def test_labels_and_classes_that_a_task_does_not_have(tmp_path):
     (tars / "classnames.txt").unlink()
     tars.rename(tars.with_name(f"wds_vtab-{ORIGINS['camelyon'].tars}"))
     with pytest.raises(DataError, match="label 2"):
+        run_prepare("camelyon", tmp_path / "tars", tmp_path / "out")
+    for path in (tars.parent / f"wds_vtab-{ORIGINS['camelyon'].tars}").glob("*/*.tar"):
+        write_tar(path, "0.png", ("0.cls", b"1" * 5000))
+    with pytest.raises(DataError):
         run_prepare("camelyon", tmp_path / "tars", tmp_path / "out")
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import lzma
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -14,9 +15,10 @@ import tarfile
 import threading
 import traceback
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,7 @@ from hostile.mutate import MEMORY, SECONDS, limit
 from pictures import encoded
 from PIL import Image
 from small_disk import small_disk
+from small_files import edit_manifest
 
 from data_tools.dedup.matches import Match, Pair
 from data_tools.dedup.report import pair_sheet
@@ -37,7 +40,11 @@ from data_tools.listing import ListingTask
 from data_tools.sources import SourceOptions, open_source
 from data_tools.tasks import run_inline
 from data_tools.vtab.source import with_full_contrast
+from vitscale.data.shards import Manifest
+from vitscale.data.shards.export import export
+from vitscale.data.shards.generated import write_generated_dataset
 from vitscale.data.shards.images import Reject, store_image
+from vitscale.data.shards.opening import local_copy
 from vitscale.ground import storage
 from vitscale.ground.errors import DataError, VitscaleError
 from vitscale.ground.images import OK, check, read_header
@@ -235,6 +242,14 @@ def grown(name: str, pack: Callable[[bytes], bytes], size: int) -> Format:
     return one_file(name, lambda: pack(large_tar(size)))
 
 
+def same_folders(folder: Path) -> Path:
+    """A dataset whose classes all become the folder `_____________`."""
+    write_generated_dataset(folder / "d", [3])
+    names = ["".join(name) for name in islice(product("/|", repeat=13), 5000)]
+    edit_manifest(folder / "d", lambda data: data.update(class_names=names))
+    return folder / "d"
+
+
 def packed(record: Callable[[], bytes]) -> Format:
     return one_file("a.tfrecord.gz", lambda: gzip.compress(formats.tfrecord(record())))
 
@@ -318,6 +333,7 @@ ATTACKS = {
     "tfrecord.gz: entries": packed(lambda: b"\n\xfe\xff\xff\x0e" + b"\n\0" * 15_728_639),
     "csv.gz: a line": one_file("a.csv.gz", lambda: gzip.compress(b"image,label\n" + b"x" * (60 << 20))),
     "csv: brackets": one_file("a.csv", f"image,label\na.jpg,{'[' * 40_000}]\n"),
+    "classes of one folder": Format(same_folders, lambda path: export(Manifest.load(path), f"{path}-exported")),
     "features: samples": features((4, 3), 10**12),
     "features: empty rows": features((10**12, 0), 4),
 }
@@ -391,26 +407,42 @@ FETCHES = {
     "packed": storage.read_bytes,
     "piece": lambda url: next(storage.RemoteFile(url).pieces(64 << 20)),
     "names": storage.names_in,
+    "shard": lambda url: local_copy(url, 64 << 20).__enter__(),
 }
 
 
-@pytest.mark.parametrize(("path", "fetch"), FETCHES.items(), ids=FETCHES)
-def test_a_server_fills_no_memory(tmp_path, path, fetch):
+@pytest.fixture
+def endless() -> Iterator[str]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Endless) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/{path}"
-
-        def read() -> None:
-            limit(MEMORY, SECONDS)
-            with pytest.raises(OSError):
-                fetch(url)
-
-        in_a_child(read, tmp_path / "said")
+        yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 
-@pytest.mark.parametrize("url", ["reference://a::{0}", "zip://a::reference://b::{0}", "DASK://a", "zip://a::{0}"])
-def test_no_url_is_a_program(tmp_path, url):
+@pytest.mark.parametrize(("path", "fetch"), FETCHES.items(), ids=FETCHES)
+def test_a_server_fills_no_memory(tmp_path, endless, path, fetch):
+    def read() -> None:
+        limit(MEMORY, SECONDS)
+        with pytest.raises((OSError, DataError)):
+            fetch(f"{endless}/{path}")
+
+    in_a_child(read, tmp_path / "said")
+
+
+def test_a_server_fills_no_disk(tmp_path, endless):
+    with small_disk(tmp_path / "disk", "32m") as disk:
+        with pytest.raises(OSError, match="fill the disk"):
+            storage.get(f"{endless}/shard", disk / "shard")
+        assert shutil.disk_usage(disk).free > 1 << 20
+
+
+CACHES = [f"{kind}://::{{0}}" for kind in ("simplecache", "filecache", "blockcache", "cached")]
+
+
+@pytest.mark.parametrize(
+    "url", ["reference://a::{0}", "zip://a::reference://b::{0}", "DASK://a", "zip://a::{0}", *CACHES]
+)
+def test_no_url_is_a_program_or_a_cache(tmp_path, url):
     (tmp_path / "r.json").write_text('{"version": 1, "refs": {"a": "b"}, "gen": []}')
     with pytest.raises(VitscaleError):
         storage.read_bytes(url.format(f"file://{tmp_path}/r.json"))

@@ -10,6 +10,7 @@ import concurrent.futures
 import errno
 import os
 import re
+import shutil
 import stat
 import time
 from collections import deque
@@ -32,6 +33,7 @@ _PIECE_BYTES = 8 << 20
 _CONNECTIONS = 4
 _MOST_TEXT, _MOST_BYTES = 64 << 20, 1 << 30
 _MOST_AT_ONCE = 200 << 20  # bytes of a whole file that are read into memory from a URL
+_MOST_LEFT = 4 << 30  # bytes of a disk that stay free, or a twentieth of a small one
 _PIPES = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 _INSTALL = {
     "s3": "s3fs",
@@ -60,8 +62,8 @@ _NO_ACCESS = {
 # the size of every object before it reads it, unless max_concurrency is 1. Many servers send the checksum of the whole
 # object with a piece of it (ceph/ceph#61901), which botocore then refuses unless validation is "when_required".
 _S3: dict[str, Any] = {"max_concurrency": 1, "config_kwargs": {"response_checksum_validation": "when_required"}}
-# A URL may be a stranger's, and these make files of templates, in any number, or unpickle what a server sends.
-_REFUSED = {"reference", "dask", "jupyter", "jlab"}
+# A URL may be a stranger's, and these make files of templates, unpickle what a server sends, or copy all to the disk.
+_REFUSED = {"reference", "dask", "jupyter", "jlab", "simplecache", "filecache", "blockcache", "cached"}
 
 _TEMPORARY = (408, 425, 429)  # HTTP: timeout, too early, too many requests
 
@@ -102,7 +104,7 @@ def filesystem(url: str) -> tuple[Any, str]:
     url = f"{scheme}://{path}"
     kinds = {part.partition("://")[0].lower() for part in url.split("::")}  # zip://a.jpg::https://...
     if refused := _REFUSED & kinds:
-        raise RecipeError(f"{url}: {refused.pop()}:// is not read: it is more program than file")
+        raise RecipeError(f"{url}: {refused.pop()}:// is not read: it runs programs or fills disks. Name the file")
     options: dict[str, Any] = dict.fromkeys(kinds & {"s3", "s3a"}, _S3)
     options |= {kind: {"get_client": _http_client} for kind in sorted(kinds & {"http", "https"})}
     try:
@@ -365,10 +367,26 @@ def put(local: Path, url: str) -> None:
     patiently(url, copy)
 
 
-def get(url: str, local: Path) -> None:
-    """Copy a file from a URL. Raises OSError or StorageError."""
+def has_room(where: Path | int, size: int) -> bool:
+    """Whether `size` bytes more leave room on the disk of a folder or an open file."""
+    disk = shutil.disk_usage(where)
+    return disk.free - size >= min(_MOST_LEFT, disk.total // 20)
+
+
+def get(url: str, local: Path, most: int | None = None) -> None:
+    """Copy a file of up to `most` bytes from a URL. Raises OSError, also if it would fill the disk, or StorageError."""
     fs, path = filesystem(url)
-    patiently(url, lambda: fs.get_file(path, str(local)))
+
+    def copy() -> None:
+        with fs.open(path, "rb", block_size=0) as source, local.open("wb") as target:  # 0: no ranges
+            while piece := source.read(_PIECE_BYTES):
+                if most is not None and target.tell() + len(piece) > most:
+                    raise OSError(errno.EFBIG, f"more than {most:,} bytes", url)
+                if not has_room(local.parent, len(piece)):
+                    raise OSError(errno.ENOSPC, f"would fill the disk of {local.parent}; TMPDIR may name a larger", url)
+                target.write(piece)
+
+    patiently(url, copy)
 
 
 def remove(where: str) -> None:
@@ -400,7 +418,7 @@ def patiently(where: str, act: Callable[[], Result], sleep: Callable[[float], No
         except Exception as error:  # each file system has its own exceptions
             if isinstance(error, OSError) and isinstance(error, tuple(_FINAL)) and not _hides_an_outage(error):
                 raise _of_file(error, where) from error
-            if getattr(error, "errno", None) == errno.EFBIG:
+            if getattr(error, "errno", None) in (errno.EFBIG, errno.ENOSPC):
                 raise
             if type(error).__name__ in _NO_ACCESS:
                 raise PermissionError(errno.EACCES, f"no access: {error}", where) from error

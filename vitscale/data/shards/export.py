@@ -7,6 +7,7 @@ OUT/labels.csv      path and all labels of every image: the file for --labels, i
 
 import csv
 import unicodedata
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from hashlib import sha256
@@ -49,6 +50,7 @@ class _Writer:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._image_suffixes = frozenset(Image.registered_extensions())
         self._folder, self._manifest = folder, manifest
+        self._numbers: defaultdict[tuple[str, str], Iterator[int]] = defaultdict(lambda: count(1))
         names = manifest.class_names
         self._class_folders = [""] * len(names)
         # Names that can stay as they are come first, so that no other takes them.
@@ -97,7 +99,7 @@ class _Writer:
         if len(inner.encode()) > _MAX_PATH_BYTES:
             inner = folder
         first = (f"{inner}/{stem}{ending}", f"{inner}/{stem}-{uid}{ending}", f"{folder}/{stem}-{uid}{ending}")
-        for path in chain(first, _numbered(f"{folder}/{stem}-{uid}-", ending)):
+        for path in chain(first, self._numbered(f"{folder}/{stem}-{uid}-", ending)):
             # FileExistsError: the name is taken; NotADirectoryError: a file is where a folder should be.
             with suppress(FileExistsError, NotADirectoryError):
                 (self._folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -111,15 +113,16 @@ class _Writer:
         safe = _safe(name)
         # -1 would read as no label; the other two names are those of files.
         first = otherwise if safe in ("", "-1", CLASSES_NAME, LABELS_NAME) else safe
-        for attempt in chain((first,), _numbered(f"{first}-", "")):
+        for attempt in chain((first,), self._numbered(f"{first}-", "")):
             with suppress(FileExistsError):
                 (self._folder / attempt).mkdir()
                 return attempt
         raise AssertionError
 
-
-def _numbered(before: str, after: str) -> Iterator[str]:
-    return (f"{before}{number}{after}" for number in count(1))
+    def _numbered(self, before: str, after: str) -> Iterator[str]:
+        """Names with the next numbers: to begin at 1 for each name would take quadratic time."""
+        for number in self._numbers[before, after]:
+            yield f"{before}{number}{after}"
 
 
 def _safe(part: str) -> str:

@@ -138,8 +138,8 @@ def open_shard(manifest: Manifest, index: int, with_keys: bool = True) -> Iterat
     not answer.
     """
     keys = keys_of(manifest, index) if with_keys else None
-    where, slots = manifest.location(manifest.shards[index].path), manifest.slots(index)
-    with local_copy(where) as path, open_shard_file(manifest, index, path) as file:
+    entry, slots = manifest.shards[index], manifest.slots(index)
+    with local_copy(manifest.location(entry.path), entry.bytes) as path, open_shard_file(manifest, index, path) as file:
         yield OpenShard(index, file, slots, keys)
 
 
@@ -192,10 +192,11 @@ def names_by_uid(manifest: Manifest) -> dict[int, str]:
 
 
 @contextmanager
-def local_copy(where: str) -> Iterator[Path]:
+def local_copy(where: str, most: int | None = None) -> Iterator[Path]:
     """The path itself if it is on this machine; for a URL, the path of a temporary copy. A context manager.
 
-    Raises DataError if there is nothing at the URL or it may not be read, StorageError if it does not answer.
+    Raises DataError if the URL's file is missing, forbidden, over `most` bytes or too large for the disk, StorageError
+    if it does not answer.
     """
     if not is_url(where):
         yield Path(where)
@@ -203,7 +204,7 @@ def local_copy(where: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="vitscale-") as folder:
         path = Path(folder) / base_name(where)
         try:
-            get(where, path)
+            get(where, path, most)
         except FileNotFoundError as error:
             raise DataError(f"{where}: missing") from error
         except OSError as error:

@@ -161,7 +161,7 @@ def _verify_shard(manifest: Manifest, index: int, decode: bool, stock: "StockRea
     try:
         where = manifest.location(finding.entry.path)
         table = _read_table(where, finding)
-        with local_copy(where) as path:
+        with local_copy(where, finding.entry.bytes) as path:
             _verify_file(manifest, index, path, table, decode, stock, finding)
     except DataError as error:
         finding.add(str(error))

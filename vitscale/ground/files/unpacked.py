@@ -72,6 +72,7 @@ def _page_sizes(content: io.BytesIO, where: str, size: int) -> Iterator[int]:
         content.seek(-8 - footer, io.SEEK_END)
         # Not by pyarrow, which ends the process over some footers.
         columns = [column[3] for group in _fields(content).get(4, ()) for column in group[1]]
+        seen = 0  # bytes, of pages that may overlap in an attack
         for column in columns:
             position = min(start for start in (column[9], column.get(11)) if start)
             end, values = position + column[7], 0
@@ -80,7 +81,8 @@ def _page_sizes(content: io.BytesIO, where: str, size: int) -> Iterator[int]:
                 page = _fields(content)
                 unpacked, packed, head = page[2], page[3], page.get(5, page.get(8, {1: 0}))  # of values, as of 2 kinds
                 values += head[1]
-                if min(packed, unpacked, values) < 0 or values > _MOST_VALUES + size:
+                seen += content.tell() - position + packed
+                if min(packed, unpacked, values) < 0 or values > _MOST_VALUES + size or seen > size:
                     raise ValueError
                 refuse_growth(where, size, unpacked)
                 yield unpacked
