@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from ranks import STEPS, job, launch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from vitscale.about.checks.verifying import Asked, verify_run
 from vitscale.about.report import gather
 from vitscale.about.status import RunReader
 from vitscale.cli.main import app
@@ -103,9 +105,16 @@ def edit_evaluation(folder, step, top1):
         write_done(folder, done)
 
 
-def write_again(checkpoint, path):
-    """Have the index say what the file is now, as somebody who knows the format would."""
+def edit_recipe(checkpoint, validation):
+    """Have an index name another dataset to evaluate on."""
     index = read_index(checkpoint)
+    evaluation = index.recipe["evaluation"] | {"validation": validation}
+    (checkpoint / "index.json").write_text(index_text(replace(index, recipe=index.recipe | {"evaluation": evaluation})))
+
+
+def write_again(checkpoint, path, **others):
+    """Have the index say what the file is now, as somebody who knows the format would."""
+    index = replace(read_index(checkpoint), **others)
     content = path.read_bytes()
     entry = replace(index.files[0], bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
     (checkpoint / "index.json").write_text(index_text(replace(index, files=[entry])))
@@ -153,10 +162,15 @@ def test_one_byte_of_a_shard(copied):
 
 
 @pytest.mark.parametrize(
-    ("step", "again", "bad"), [(5, 2, "steps 5 to 6"), pytest.param(3, STEPS, "steps 3 to 4", marks=pytest.mark.slow)]
+    ("step", "again", "bad", "others"),
+    [
+        (5, 2, "steps 5 to 6", {}),
+        pytest.param(5, 2, "steps 5 to 6", {"world_size": lambda ranks: [ranks]}, marks=pytest.mark.slow),
+        pytest.param(3, STEPS, "steps 3 to 4", {}, marks=pytest.mark.slow),
+    ],
 )
-def test_one_line_of_metrics(copied, step, again, bad):
-    edit_line(copied, step, loss=lambda loss: loss * 0.999)
+def test_one_line_of_metrics(copied, step, again, bad, others):
+    edit_line(copied, step, loss=lambda loss: loss * 0.999, **others)
     assert verified(copied, "run", "--steps", again, "--no-shards", "--no-evaluations")[1] == [bad]
 
 
@@ -285,20 +299,87 @@ def test_an_evaluation_of_a_step_in_between(copied):
 
 @pytest.mark.slow  # takes steps in processes of their own
 @pytest.mark.parametrize(
-    ("part", "factor"),
-    [("master/", 1.0001), ("ema/", 1.0001), ("exp_avg/", 2), ("exp_avg_sq/", 1.0001), ("head.", 1.0001)],
+    "factors",
+    [
+        {"master/": 1.0001},
+        {"ema/": 1.0001},
+        {"exp_avg/": 2},
+        {"exp_avg_sq/": 1.0001},
+        {"head.": 1.0001},
+        {"master/": 2, "exp_avg/": math.nan, "exp_avg_sq/": 1.0001},  # any comparison with NaN is false
+    ],
 )
-def test_the_state_of_the_last_checkpoint(copied, part, factor):
+def test_the_state_of_the_last_checkpoint(copied, factors):
     """Most of them a little, as other hardware might have left them."""
     checkpoint = copied / "run" / "checkpoints" / f"step-{STEPS:08d}"
     path = checkpoint / "rank-00000.safetensors"
     tensors = load_file(path)
-    forged = {key: value * factor if f"/{part}" in f"/{key}" else value for key, value in tensors.items()}
+    forged = {
+        key: value * math.prod(factor for part, factor in factors.items() if f"/{part}" in f"/{key}")
+        for key, value in tensors.items()
+    }
     assert any(not forged[key].equal(tensors[key]) for key in tensors)
     save_file(forged, path)
     write_again(checkpoint, path)
     bad = verified(copied, "run", *LAST_LINK)[1]
     assert bad == [f"checkpoint {STEPS}", f"weights of the result (step {STEPS})"]
+
+
+@pytest.mark.slow  # takes steps in processes of their own
+def test_a_moment_of_another_shape(copied):
+    """In a file and an index that fit each other."""
+    checkpoint = copied / "run" / "checkpoints" / f"step-{STEPS:08d}"
+    path = checkpoint / "rank-00000.safetensors"
+    tensors = load_file(path)
+    key = next(key for key in sorted(tensors) if key.startswith("exp_avg/"))
+    name = key.removeprefix("exp_avg/").removesuffix("@0")
+    tensors[key] = tensors[key].flatten()[:3].clone()
+    save_file(tensors, path)
+    write_again(checkpoint, path, state_shapes={"exp_avg": {name: [3]}})
+    assert f"weights of the result (step {STEPS})" in verified(copied, "run", *LAST_LINK)[1]
+
+
+def test_a_checkpoint_of_a_step_that_no_run_reaches(copied):
+    """Nothing counts up to it."""
+    far, checkpoint = 10**15, copied / "run" / "checkpoints" / f"step-{STEPS:08d}"
+    (checkpoint / "index.json").write_text(index_text(replace(read_index(checkpoint), step=far, position=far)))
+    checkpoint.rename(checkpoint.with_name(f"step-{far}"))
+    assert {"metrics.jsonl", "DONE"} <= set(verified(copied, "run", *NOTHING)[1])
+
+
+@pytest.mark.parametrize("is_best", [True, False])
+def test_an_evaluation_on_another_dataset(copied, is_best):
+    """In the index of its checkpoint alone; its metrics are those of that dataset."""
+    checkpoints, key = copied / "run" / "checkpoints", "eval/validation/loss"
+    edit_recipe(checkpoints / "step-00000002", "easy")
+    if is_best:
+        lines = [line | {key: 0.0} if line["step"] == 2 and key in line else line for line in lines_of(copied)]
+        write_lines(copied, lines)
+        index = read_index(checkpoints / f"step-{STEPS:08d}")
+        state = index.selection | {"best": 0.0, "best_step": 2, "without_better": STEPS // 2 - 1}
+        (checkpoints / f"step-{STEPS:08d}" / "index.json").write_text(index_text(replace(index, selection=state)))
+        write_done(copied, done_of(copied) | {"best_step": 2})
+    rows, bad = verified(copied, "run", *NOTHING)
+    found = {row["what"]: row["is_sound"] for row in rows}
+    assert found["recipe of evaluation 2"] is (False if is_best else None)
+    assert bad == (["recipe of evaluation 2"] if is_best else [])
+
+
+@pytest.mark.parametrize("by_path", [True, False])
+def test_the_dataset_of_an_evaluation_is_named(copied, by_path):
+    """One that the recipe names by a path is none of those under --data-root, which somebody trusts."""
+    test, run = copied / "data" / "test", copied / "run"
+    if by_path:
+        for checkpoint in (run / "checkpoints").glob("step-*"):
+            edit_recipe(checkpoint, str(test))
+        content = yaml.safe_load((run / "recipe.yaml").read_text())
+        content["evaluation"]["validation"] = str(test)
+        (run / "recipe.yaml").write_text(yaml.safe_dump(content))
+    findings = verify_run(run, Asked(steps=0, shards=False, root=str(copied / "data")))
+    found = next(finding for finding in findings if finding.what.startswith("evaluation set"))
+    assert found.is_sound is (None if by_path else True)
+    assert str(test) in found.detail
+    assert json.loads((test / "manifest.json").read_text())["checksum"] in found.detail
 
 
 def test_weights_that_the_run_did_not_begin_with(root, copied):

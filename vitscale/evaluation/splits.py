@@ -1,15 +1,29 @@
 """Checks that a model is not evaluated on samples that it is trained on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.info import overlap
 from vitscale.ground.errors import DataError
 from vitscale.recipe import Recipe
+from vitscale.recipe.evaluation import Evaluation
 
 Overlap = Literal["refuse", "allow"]
 """What samples in both of two splits lead to: an error, or a note."""
+
+
+def evaluated_splits(settings: Evaluation) -> Iterator[tuple[str, str | None, str]]:
+    """(what messages call it, the split that an evaluator learns from besides, the one that it is tested on)."""
+    if settings.validation is not None:
+        yield "evaluation.validation", None, settings.validation
+    for task in settings.fewshot.tasks if settings.fewshot is not None else ():
+        yield f"evaluation.fewshot, the test samples of {task.name}", task.train, task.test
+    if settings.knn is not None:
+        yield "evaluation.knn.test", settings.knn.train, settings.knn.test
+    for number, evaluator in enumerate(settings.evaluators):
+        if (splits := evaluator.splits()) is not None:
+            yield f"evaluation.evaluators.{number}.test", *splits[:2]
 
 
 def check_splits(recipe: Recipe, train: Manifest) -> list[str]:
@@ -18,24 +32,13 @@ def check_splits(recipe: Recipe, train: Manifest) -> list[str]:
     Raises `DataError` if they have samples in common, unless `evaluation.overlap` allows it, and for splits that are
     missing or damaged; `StorageError` for a URL that does not answer.
     """
-    settings, overlaps = recipe.evaluation, []
-    # What messages call it, the split that an evaluator learns from besides, and the one that it is tested on.
-    named: list[tuple[str, str | None, str]] = []
-    if settings.validation is not None:
-        named.append(("evaluation.validation", None, settings.validation))
-    for task in settings.fewshot.tasks if settings.fewshot is not None else ():
-        named.append((f"evaluation.fewshot, the test samples of {task.name}", task.train, task.test))
-    if settings.knn is not None:
-        named.append(("evaluation.knn.test", settings.knn.train, settings.knn.test))
-    for number, evaluator in enumerate(settings.evaluators):
-        if (splits := evaluator.splits()) is not None:
-            named.append((f"evaluation.evaluators.{number}.test", *splits[:2]))
-    for key, learned, tested in named:
+    overlaps = []
+    for key, learned, tested in evaluated_splits(recipe.evaluation):
         test = Manifest.load(recipe.dataset_path(tested))
         for other in (train, *([] if learned is None else [Manifest.load(recipe.dataset_path(learned))])):
             if line := common_samples(test, other):
                 overlaps.append(f"{key}: {line}")
-    judge(overlaps, settings.overlap, "--set evaluation.overlap=allow")
+    judge(overlaps, recipe.evaluation.overlap, "--set evaluation.overlap=allow")
     return overlaps
 
 

@@ -28,20 +28,25 @@ def find_dataset(dataset: str, root: str | None) -> str:
     with turned(f"dataset {dataset!r}", RecipeError, OSError, RuntimeError):  # a name too long, ~ of an unknown user
         is_here = (Path(dataset) / "manifest.json").is_file()  # otherwise such a folder can be the images themselves
         here = f"; the dataset here of this name is ./{dataset}" if is_here else ""
-        is_place = dataset.startswith(("/", "./", "../", "~")) or is_url(dataset)
-        where, said_by = (_folder(dataset), "") if is_place else _place(dataset, root, here)
+        where, said_by = (_folder(dataset), "") if is_place(dataset) else _place(dataset, root, here)
         if is_url(where) or Path(where).exists():
             return where
-    hint = _hint(dataset, Path(where)) if is_place else here or _hint(dataset, Path(where))
+    hint = _hint(dataset, Path(where)) if is_place(dataset) else here or _hint(dataset, Path(where))
     raise DataError(f"dataset {dataset!r}: there is no {Path(where).absolute()}{said_by}{hint}")
 
 
+def is_place(dataset: str) -> bool:
+    """Whether a dataset is named by its path or URL, which no root changes."""
+    return dataset.startswith(("/", "./", "../", "~")) or is_url(dataset)
+
+
 def find_dataset_or_folder(dataset: str, root: str | None) -> str:
-    """As `find_dataset`, or else a folder here that holds a dataset, whose path need not begin with ./."""
+    """As `find_dataset`, or else a folder here, whose path need not begin with ./: one that holds a dataset, or any."""
     try:
         return find_dataset(dataset, root)
-    except (RecipeError, DataError):
-        if os.path.isfile(os.path.join(dataset, "manifest.json")):  # noqa: PTH113, PTH118 (without an error)
+    except (RecipeError, DataError) as error:
+        is_dataset = os.path.isfile(os.path.join(dataset, "manifest.json"))  # noqa: PTH113, PTH118 (without an error)
+        if is_dataset or (isinstance(error, RecipeError) and os.path.isdir(dataset)):  # noqa: PTH112
             return dataset
         raise
 
@@ -89,8 +94,8 @@ def _place(name: str, root: str | None, hint: str) -> tuple[str, str]:
     if os.environ.get(DATA_ROOT_VARIABLE):
         return join(_folder(os.environ[DATA_ROOT_VARIABLE]), name), f" (by {DATA_ROOT_VARIABLE})"
     raise RecipeError(
-        f"the recipe names the dataset {name!r}, but not where it is; set the folder or URL that holds the datasets "
-        f"with --set data.root=DIR or the environment variable {DATA_ROOT_VARIABLE}, or write a line "
+        f"dataset {name!r}: nothing says where it is; give its path, ./{name}, or set the folder or URL that holds the "
+        f"datasets, with --set data.root=DIR or the environment variable {DATA_ROOT_VARIABLE}, or write a line "
         f"`{name.partition('/')[0]}: DIR` into {DATASETS_FILE} (here or in ~/.config/vitscale){hint}"
     )
 

@@ -15,13 +15,15 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vitscale.about.checks.recorded import is_far, keys_apart, mistakes_in, tell
 from vitscale.about.checks.repeating import bare_recipe, repeated
 from vitscale.data.shards import Manifest
 from vitscale.data.shards.verify import verify as verify_shards
+from vitscale.evaluation.splits import evaluated_splits
 from vitscale.flops.accounting import exaflops
 from vitscale.flops.work import recipe_work
 from vitscale.ground.errors import EXIT_DONE, CheckpointError, DataError, VitscaleError
@@ -29,7 +31,7 @@ from vitscale.ground.versions import versions
 from vitscale.ground.wording import counted, listed, ranges
 from vitscale.launch import count_devices
 from vitscale.recipe import Recipe, differences, override
-from vitscale.recipe.datasets import find_dataset
+from vitscale.recipe.datasets import find_dataset, is_place
 from vitscale.runs.checkpoint import MASTER, CheckpointReader, CheckpointStore, checkpoint_directory, is_weights
 from vitscale.runs.checkpoint.opening import trained_recipe
 from vitscale.runs.checkpoint_index import CheckpointIndex, data_root, find_path
@@ -44,12 +46,9 @@ from vitscale.training.loop.state import SelectionState
 
 _Values = Mapping[str, float | None]
 _RESULTS_FILE = "results.json"  # of a study or a report
-# Columns of the metrics that say how fast and where, not what was computed.
-_OF_THE_MACHINE = {
-    *("time", "images_per_s", "data_wait", "data_wait_s", "step_time_s", "world_size", "peak_memory_bytes", "mfu"),
-    *("slowest_rank", "slowest_rank_s", "median_rank_s", "checkpoint_stall_s", "bad_samples"),
-}
+_SHAPES = ("shapes", "kinds", "state_shapes")  # of an index: what is stored
 _MEANS = {"exp_avg", "momentum_buffer"}  # the optimizers' means of gradients
+_WHEN = {"every", "at_start", "batch", "overlap"}  # keys of `evaluation` that change no metric
 _OF_A_SUM = 1e-5  # share by which the same losses or squares, summed up by another number of ranks, may differ
 _FEW = 0.01  # a smaller share of differing numbers is not rounding, which reaches all numbers of a state in one step
 
@@ -138,7 +137,7 @@ class _Verification:
             raise CheckpointError(f"{self.run_dir} has no checkpoint that can be read")
         yield Finding("checkpoints", True, f"{len(readers)} read: every byte is as their indices say")
         self.newest = readers[max(readers)].index
-        self.trained = trained = self._here(self.newest.step)
+        self.trained = trained = self._here()
         self.limits = _LIMITS.get(trained.precision, _LIMITS_OF_BF16)
         yield from self._same_run()
         manifest = Manifest.load(find_dataset(trained.data.train, trained.data.root))
@@ -175,6 +174,7 @@ class _Verification:
             self.say(f"taking steps {first + 1:,} to {last:,} again")
             yield from self._again(first, last)
         due = [step for step in readers if step in self.recorded]
+        yield from self._evaluated_on(due, best)
         for step in due if asked.evaluations else ():
             if asked.everything or step in (due[-1], best):
                 self.say(f"evaluating step {step:,} again")
@@ -183,10 +183,10 @@ class _Verification:
             yield self._compare_evaluation(step)
         yield from self._rests_on(links, possible, results)
 
-    def _here(self, step: int) -> Recipe:
-        """The recipe of a checkpoint, with paths as they are now."""
-        index = self.readers[step].index
-        recipe = trained_recipe(self.readers[step])
+    def _here(self) -> Recipe:
+        """The recipe of the newest checkpoint, with paths as they are now."""
+        index = self.newest
+        recipe = trained_recipe(self.readers[index.step])
         settings = [f"data.root={self.asked.root or data_root(recipe, index) or 'null'}"]
         if recipe.init is not None:
             settings.append(f"init.from={find_path(recipe.init.source, index, self.run_dir).absolute()}")
@@ -220,12 +220,29 @@ class _Verification:
             index = reader.index
             wrong = differences(trained, trained_recipe(reader).dump())
             wrong += differences(newest.data, index.data, free=("working_directory",))
-            wrong += [f"other {key}" for key in ("shapes", "kinds") if getattr(newest, key) != getattr(index, key)]
+            wrong += [f"other {key}" for key in _SHAPES if getattr(newest, key) != getattr(index, key)]
             if before is not None and index.position - before.position < step - before.step:
                 wrong.append(f"position {index.position:,} in the data; step {before.step:,} had {before.position:,}")
             before = index
             if wrong:
                 yield Finding(f"checkpoint {step}", False, "of another run: " + "; ".join(wrong))
+
+    def _evaluated_on(self, due: Sequence[int], best: int | None) -> Iterator[Finding]:
+        """Name the datasets of the evaluations, whose bytes a run does not record, and evaluations of other recipes."""
+        now = self.recipe.dump()["evaluation"]
+        for step in due:  # what a later launch has added is not looked for
+            evaluation = trained_recipe(self.readers[step]).dump()["evaluation"]
+            own = {key: value for key, value in evaluation.items() if value and key not in _WHEN}
+            if wrong := differences(own, {key: now[key] for key in own}, "evaluation.", free=()):
+                told = f"not that of {RECIPE_FILE}: {'; '.join(wrong)}"
+                yield Finding(f"recipe of evaluation {step}", False if step == best else None, told)
+        splits = evaluated_splits(self.trained.evaluation) if self.recorded and self.asked.evaluations else ()
+        for dataset in dict.fromkeys(name for _, *names in splits for name in names if name is not None):
+            manifest = Manifest.load(self.trained.dataset_path(dataset))
+            told = f"{manifest.where} ({manifest.num_samples:,} samples, manifest sha256 {manifest.sha256})"
+            is_elsewhere = bool(self.asked.root) and is_place(dataset)
+            told += "; NOT CHECKED: the recipe names this place, not --data-root" * is_elsewhere
+            yield Finding(f"evaluation set {dataset}", None if is_elsewhere else True, told)
 
     def _exaflops(self, step: int) -> float:
         return exaflops(self.macs, step * self.trained.batch.global_size)
@@ -235,14 +252,15 @@ class _Verification:
         batch, plan, last, before = self.trained.batch.global_size, self.plan, self.newest.step, self.trained.first_step
         wrong = [f"{self.log.damaged} lines cannot be read"] if self.log.damaged else []
         taken, measured = self.rows.keys(), {step for step, _ in self.log.evaluations}
-        lines, due = set[int](), set[int]()
+        lines, due, most = set[int](), set[int](), len(self.log.rows) + len(measured) + 1
         for step, reader in self.readers.items():  # saved by a process that also took the steps before
-            settings, steps = trained_recipe(reader), range(before + 1, step + 1)
-            lines |= {at for at in steps if at % settings.logging.every == 0}
+            settings = trained_recipe(reader)
+            lines |= _multiples(settings.logging.every, before, step, most)
             evaluation = settings.evaluation
             stride = 0 if evaluation.every is None else evaluation.every.to_steps(plan.manifest.num_samples, batch)
             if evaluation.measures:
-                due |= {at for at in steps if at == plan.total_steps or (stride and at % stride == 0)}
+                due |= _multiples(stride, before, step, most)
+                due |= {plan.total_steps} if before < plan.total_steps <= step else set()
             before = step
         not_yet, end = ({last}, math.inf) if self.done is None else (set(), last)
         for what, found in (
@@ -260,7 +278,7 @@ class _Verification:
                 follows["epoch"] = plan.order.epochs(step)
             if step in self.readers:
                 follows["world_size"] = self.readers[step].index.world_size
-            mistakes = _mistakes({key: row[key] for key in follows if key in row}, follows, "by the recipe")
+            mistakes = mistakes_in({key: row[key] for key in follows if key in row}, follows, "by the recipe")
             wrong += [f"step {step:,}: {mistake}" for mistake in mistakes]
         told = "; ".join(wrong[:5]) or f"{len(self.rows):,} lines, as the recipe asks; times cannot be checked"
         yield Finding(METRICS_FILE, not wrong, told)
@@ -276,7 +294,7 @@ class _Verification:
             if step <= (newest.step if "evaluated" not in newest.selection else state.evaluated):
                 finite = {key: value for key, value in said[step].items() if value is not None}
                 best = best.after(rule, step, {rule.metric: math.nan, **finite} if rule else finite)
-        if told := _mistakes(state.state(), best.state() | {"evaluated": state.evaluated}, "by the metrics"):
+        if told := mistakes_in(state.state(), best.state() | {"evaluated": state.evaluated}, "by the metrics"):
             is_lost = best.best_step is not None and best.best_step not in self.readers  # as if its save had failed
             yield Finding(f"checkpoint {newest.step}", None if is_lost else False, ", ".join(told))
         if done is not None:
@@ -284,7 +302,7 @@ class _Verification:
             known: dict[str, Any] = {"total_steps": total, "stopped_early": is_early, "best_step": state.best_step}
             known |= {"step": newest.step if is_early else total, "exaflops": self._exaflops(newest.step)}
             ended = {key: number(value) for key, value in _object(done, "evaluation").items()}
-            wrong[DONE_FILE] = _mistakes(done, known) + _mistakes(ended, said.get(newest.step, ended))
+            wrong[DONE_FILE] = mistakes_in(done, known) + mistakes_in(ended, said.get(newest.step, ended))
             if done.get("step") != newest.step:
                 wrong[DONE_FILE].append(f"the newest checkpoint is of step {newest.step:,}")
             if ended:  # else there is nothing to evaluate again
@@ -305,7 +323,7 @@ class _Verification:
                 known |= {"exaflops": cost.exaflops, "step": cost.step}
                 if "entries" in content:  # of a study: the step is that of the metrics, the cost with the trunk's
                     known = {"step": run.best_step or cost.step, "exaflops": self._exaflops(cost.step)}
-                wrong[where] += _mistakes(entry, known) + _mistakes(_object(entry, "metrics"), run.evaluation)
+                wrong[where] += mistakes_in(entry, known) + mistakes_in(_object(entry, "metrics"), run.evaluation)
         for where, lines in wrong.items():
             yield Finding(where, not lines, "; ".join(lines[:3]) or f"says what the checkpoints and {METRICS_FILE} say")
 
@@ -335,11 +353,11 @@ class _Verification:
     def _compare_rows(self, ours: dict[int, Row], what: str, exact: float | None) -> Finding:
         rows, common = self.rows, sorted(ours.keys() & self.rows.keys())
         limit = self.limits.loss if exact is None else exact
-        apart = {step: _apart({"loss": None, "grad_norm": None, **rows[step]}, ours[step]) for step in common}
+        apart = {step: keys_apart({"loss": None, "grad_norm": None, **rows[step]}, ours[step]) for step in common}
         wrong = [
-            f"step {step:,}: {_told(rows[step], ours[step], far)}"
+            f"step {step:,}: {tell(rows[step], ours[step], far)}"
             for step, keys in apart.items()
-            if (far := [key for key in keys if _far(key, rows[step].get(key), ours[step].get(key), limit)])
+            if (far := [key for key in keys if is_far(key, rows[step].get(key), ours[step].get(key), limit)])
         ]
         if wrong:
             edited = f"{counted(len(wrong), 'line')} edited, as all weights are bit-identical: "
@@ -353,9 +371,9 @@ class _Verification:
         saved, start = self.readers[last], self.readers.get(first)
         what, index, differing, places, worst = f"checkpoint {last}", saved.index, 0, [], (-1.0, "")
         counts: dict[str, int] = defaultdict(int)  # of the numbers of a parameter's state that moved
-        worlds = {row.get("world_size") for step, row in self.rows.items() if first < step <= last}
+        worlds = {count(row.get("world_size")) for step, row in self.rows.items() if first < step <= last}
         is_same_world = {*worlds, index.world_size} == {again.index.world_size}
-        if wrong := _apart(_identity(index), _identity(again.index)):
+        if wrong := keys_apart(_identity(index), _identity(again.index)):
             return Finding(what, False, "its index has another " + " and ".join(wrong))
         for kind in index.kinds:
             squared = moved_squared = 0.0
@@ -370,8 +388,8 @@ class _Verification:
                     differing += here
                     squared += float((ours - theirs).square().sum())
                     places.append(f"{kind}/{name} ({here:,} of {ours.numel():,})")
-            apart = math.sqrt(squared / (moved_squared or 1e-24))
-            worst = worst if apart <= worst[0] else (apart, kind)  # a NaN is worst of all
+            is_finite = math.isfinite(squared + moved_squared)  # max() can lose a NaN
+            worst = max(worst, (math.sqrt(squared / (moved_squared or 1e-24)) if is_finite else math.inf, kind))
         if not differing:
             self.exact[last] = 0.0 if is_same_world else _OF_A_SUM
             return Finding(what, True, "every number is equal to the last bit")
@@ -395,8 +413,9 @@ class _Verification:
         return Finding(what, worst[0] <= limit, f"not to the last bit: {told}; {limit:g} is allowed for rounding")
 
     def _evaluated(self, step: int) -> _Values:
-        reader, recipe = self.readers[step], self._here(step)
-        once = bare_recipe(recipe, recipe.dump()["evaluation"] | {"every": {"steps": step}})
+        reader = self.readers[step]
+        changed = {"every": {"steps": step}, "overlap": self.recipe.evaluation.overlap}
+        once = bare_recipe(self.trained, trained_recipe(reader).dump()["evaluation"] | changed)
         with repeated(once, reader, step, self._ranks(step)) as (log, _):
             return dict(log.evaluations).get(step, {})
 
@@ -404,11 +423,11 @@ class _Verification:
         """Compare an evaluation with what is recorded of it: exactly, if its weights are those recomputed."""
         what, detail, computed = f"evaluation {step}", "equal to the last bit", self.computed[step]
         for where, values in self.recorded[step]:
-            apart = _apart({**dict.fromkeys(computed), **values}, computed)
+            apart = keys_apart({**dict.fromkeys(computed), **values}, computed)
             if far := [key for key in apart if self._is_far(key, values, computed, self.exact.get(step))]:
-                return Finding(what, False, f"{_told(values, computed, far)} ({where})")
+                return Finding(what, False, f"{tell(values, computed, far)} ({where})")
             if apart:
-                detail = f"not to the last bit, but within rounding: {_told(values, computed, apart)}"
+                detail = f"not to the last bit, but within rounding: {tell(values, computed, apart)}"
         return Finding(what, True, detail)
 
     def _is_far(self, metric: str, values: _Values, computed: _Values, exact: float | None) -> bool:
@@ -420,7 +439,7 @@ class _Verification:
         share, (dataset, _) = self.limits.answers, self.trained.measured_on(metric)
         value, ours, loss = values.get(metric), computed.get(metric), f"{metric.rpartition('/')[0]}/loss"
         if exact is not None or dataset is None or value is None or ours is None or metric == loss:
-            return _far(metric, value, ours, share if exact is None else exact)
+            return is_far(metric, value, ours, share if exact is None else exact)
         samples = Manifest.load(self.trained.dataset_path(dataset)).num_samples
         is_equal = loss in computed and values.get(loss) == computed[loss]
         return is_equal or abs(value - ours) > max(1.01 / samples, 3 * math.sqrt(share / samples))
@@ -453,8 +472,13 @@ class _Verification:
 
 def _identity(index: CheckpointIndex) -> dict[str, Any]:
     """What follows from recipe and step, and the digests of the weights that a run began with or learns from."""
-    own = {key: getattr(index, key) for key in ("position", "optimizer_steps", "shapes", "kinds")}
+    own = {key: getattr(index, key) for key in ("position", "optimizer_steps", *_SHAPES)}
     return own | {key: _object(index.data, key).get("files") for key in ("init", "teacher")}
+
+
+def _multiples(every: int, before: int, last: int, most: int) -> set[int]:
+    """The multiples of `every` in (before, last], `most` of them at most: an index can name any step."""
+    return set(islice(range(before - before % every + every, last + 1, every), most)) if every else set()
 
 
 def _chosen(links: Sequence[tuple[int, int]], results: Sequence[int], steps: float, seed: int) -> list[tuple[int, int]]:
@@ -471,37 +495,6 @@ def _chosen(links: Sequence[tuple[int, int]], results: Sequence[int], steps: flo
     return sorted([*found, *((first, first + int(steps)) for first in rest[-1:] if steps)])
 
 
-def _apart(recorded: Mapping[str, Any], computed: Mapping[str, Any]) -> list[str]:
-    """The keys of recorded values that are others than the computed ones, but for those of the machine."""
-    return [key for key in recorded if key not in _OF_THE_MACHINE and recorded[key] != computed.get(key)]
-
-
 def _object(content: Mapping[str, Any], key: str) -> dict[str, Any]:
     found = content.get(key)
     return found if isinstance(found, dict) else {}
-
-
-def _mistakes(told: Mapping[str, Any], known: Mapping[str, Any], how: str = "by the run") -> list[str]:
-    """How figures differ from those that are known; metrics that are not known are wrong, too."""
-    metrics = dict.fromkeys(key for key in told if "/" in key)
-    return [
-        _told(told, known, [key], how) for key, value in {**metrics, **known}.items() if told.get(key, value) != value
-    ]
-
-
-def _far(key: str, value: object, computed: object, limit: float) -> bool:
-    """Whether two values that are not equal differ by more than a share; any do if that is 0."""
-    if limit and isinstance(value, float) and isinstance(computed, float) and key != "epoch":
-        return not math.isclose(value, computed, rel_tol=limit, abs_tol=1e-6)
-    return True
-
-
-def _told(recorded: Mapping[str, Any], other: Mapping[str, Any], keys: Sequence[str], how: str = "computed") -> str:
-    """`loss 2.3020, computed 2.3030`, with as many digits as it takes."""
-    told = []
-    for key in keys:
-        pair = [recorded.get(key), other.get(key)]
-        short = [f"{value:.4f}" if isinstance(value, float) else repr(value) for value in pair]
-        was, now = short if short[0] != short[1] else map(repr, pair)
-        told.append("other images (batch_digest)" if key == "batch_digest" else f"{key} {was}, {how} {now}")
-    return ", ".join(told)
