@@ -47,6 +47,8 @@ WRONG_INDEXES = {
     "files.0.sha256": [{"files": [{"path": "NAME", "bytes": 8, "sha256": digest}]} for digest in DIGESTS],
     "files.0: ": [{"files": [{"path": path, "bytes": 8, "sha256": DIGEST}]} for path in PATHS],
     "shapes": [{"shapes": {"w": shape}} for shape in ([-1, -5], [2**60], [True])],
+    "selection": [{"selection": {"best": [1]}}],
+    "class_names": [{"data": {"class_names": names}} for names in (5, "ab", [1])],
     "kinds": [{"kinds": ["master", kind]} for kind in ("ema.../../x", "ema.\nERROR: b", "", "m" * 201)],
 }
 

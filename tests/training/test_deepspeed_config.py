@@ -46,6 +46,9 @@ def test_one_rank_sums_in_fp32_what_it_accumulates_and_nothing_else(tmp_path):
         ({"zero_optimization": None}, ["deepspeed.zero_optimization", "None", "contradicts"]),
         ({"aio": 5}, ["deepspeed.aio", "5", "block"]),
         ({"elasticity": {}}, ["deepspeed.elasticity"]),
+        ({"flops_profiler": {"output_file": "thesis"}}, ["deepspeed.flops_profiler.output_file"]),
+        ({"zero_optimization": {"offload_param": {"nvme_path": "disk"}}}, ["offload_param.nvme_path"]),
+        ({"torch_autocast": {"lower_precision_safe_modules": ["a.B"]}}, ["lower_precision_safe_modules.0", "a.B"]),
     ],
 )
 def test_what_contradicts_the_recipe_or_does_not_exist_is_refused(tmp_path, extra, words):
@@ -66,6 +69,8 @@ def test_cosines_in_half_precision_are_refused(tmp_path):
 
 def test_additions_are_passed_on(tmp_path):
     extra = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 1000}, "wall_clock_breakdown": True}
+    extra |= {"torch_autocast": {"lower_precision_safe_modules": ["torch.nn.Linear"], "dtype": "bfloat16"}}
+    extra |= {"flops_profiler": {"enabled": True, "output_file": None}}
     config = derive_config(make_recipe(tmp_path, deepspeed=extra), world_size=2)
     added = {"overlap_comm": True, "reduce_bucket_size": 1000}
     assert added.items() <= config["zero_optimization"].items()

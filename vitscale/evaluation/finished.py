@@ -44,7 +44,7 @@ _OF_DINOV2 = {"dinov2": "resampled, bicubic by a factor of (new + 0.1) / old", "
 def empty_objective(recipe: Recipe, reader: CheckpointReader) -> Objective:
     """A checkpoint's objective on the meta device. Raises `CheckpointError` if the checkpoint is of another model."""
     with torch.device("meta"):
-        objective = build_objective(recipe, len(reader.index.data["class_names"]))
+        objective = build_objective(recipe, len(reader.index.data.get("class_names") or ()))
     reader.check_shapes({name: list(parameter.shape) for name, parameter in objective.named_weights()})
     return objective
 

@@ -53,6 +53,13 @@ def is_weights(kind: str) -> bool:
     return kind == MASTER or kind.partition(".")[0] == EMA
 
 
+def _with_names(data: dict[str, Any]) -> dict[str, Any]:
+    names = data.get("class_names")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError("class_names: expected a list of names")
+    return data
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """One file of a checkpoint: its name in the checkpoint's folder (`path`), size in bytes, and sha256 in hex."""
@@ -77,9 +84,9 @@ class CheckpointIndex:
     kinds: list[_Kind]  # what is stored for every parameter, such as `master` or `exp_avg`
     optimizer_steps: int  # the number of updates that the optimizer's moments have seen
     recipe: dict[str, Any]  # the run's, resolved
-    data: dict[str, Any]  # what identifies the dataset and its order
+    data: Annotated[dict[str, Any], pydantic.AfterValidator(_with_names)]  # what identifies the dataset and its order
     versions: dict[str, str]  # of the code and libraries that wrote the checkpoint
-    selection: dict[str, Any] = field(default_factory=dict)  # state of best-checkpoint selection and early stopping
+    selection: dict[str, int | float | None] = field(default_factory=dict)  # of the best checkpoint, and early stopping
     anomalies: dict[str, Any] = field(default_factory=dict)  # state of the anomaly policy: what was skipped
     position: int = -1  # batches of the order consumed: `step`, unless given, and more if some were skipped
     files: list[FileEntry] = field(default_factory=list)  # every other file of the checkpoint

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 RECENT_LINES = 50
 
 _LONGEST_LINE = 1 << 20  # bytes
+_MOST_BYTES = 8 << 30
 OF_EVALUATIONS = "eval/"
 
 _log = logging.getLogger(__name__)
@@ -161,6 +162,8 @@ class MetricsLog:
 
     def _read(self, file: BinaryIO) -> None:
         status = os.fstat(file.fileno())
+        if status.st_size > _MOST_BYTES:  # holes in a file take no room on the disk, but hours to be read
+            raise DataError(f"{self._path}: {status.st_size:,} bytes; expected at most {_MOST_BYTES:,}")
         if status.st_ino != self._inode or status.st_size < self._read_to:
             self._begin(status.st_ino)  # resuming replaces the file
         self.line_at = status.st_mtime if status.st_size else None

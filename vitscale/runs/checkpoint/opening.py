@@ -157,7 +157,8 @@ def kind_of(source: str) -> Kind:
     try:
         architecture(source)
     except ValueError:
-        known = "" if path.suffix else f", and no model of this name; the nearest is {nearest(source)!r}"
+        near = nearest(source)
+        known = "" if path.suffix or near is None else f", and no model of this name; the nearest is {near!r}"
         raise RecipeError(f"{source}: there is no such run, file or folder{known}") from None
     return "a model's name"
 

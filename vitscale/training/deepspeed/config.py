@@ -4,6 +4,7 @@ The configuration is derived from the recipe; a `deepspeed:` block may add to it
 defaults that would change results are overridden here, each with its reason.
 """
 
+import re
 from typing import Any
 
 import pydantic
@@ -45,6 +46,7 @@ _OURS = {
 _NOT_WITH_OVERLAP = ("comms_logger", "torch_autocast")
 _OFFLOADING = ("offload_optimizer", "cpu_offload", "zenflow")
 
+_WORD = re.compile(r"(torch\.nn\.)?\w{1,64}", re.ASCII)
 _BLOCKS = ("activation_checkpointing", "aio", "bf16", "comms_logger", "compile", "data_types", "flops_profiler")
 
 
@@ -93,6 +95,7 @@ def derive_config(recipe: Recipe, world_size: int) -> dict[str, Any]:
             config["data_types"] = {"grad_accum_dtype": "fp32"}
     elif exchanges:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+    _refuse_places(recipe.deepspeed, "deepspeed")
     config = _add(config, recipe.deepspeed)
     # Keys that `overlap` would silently ignore, and those that it or `hpz_size` was not tried with.
     refused = [key for key in _NOT_WITH_OVERLAP if key in config] if exchanges else []
@@ -175,6 +178,15 @@ def _add(config: dict[str, Any], extra: dict[str, Any], prefix: str = "") -> dic
         else:
             merged[key] = value
     return merged
+
+
+def _refuse_places(block: Any, path: str) -> None:
+    """Raise `RecipeError` for a file or module, which DeepSpeed would write or import: recipes may be a stranger's."""
+    for key, value in block.items() if isinstance(block, dict) else enumerate(block) if isinstance(block, list) else ():
+        is_place = str(key).endswith(("_file", "_path")) and value is not None
+        if is_place or (isinstance(value, str) and not _WORD.fullmatch(value)):
+            raise RecipeError(f"{path}.{key}: {value!r}: no files, folders and modules, but those of torch.nn")
+        _refuse_places(value, f"{path}.{key}")
 
 
 def _check_blocks(config: dict[str, Any]) -> None:

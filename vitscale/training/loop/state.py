@@ -37,9 +37,8 @@ class SelectionState:
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "SelectionState":
         """From a checkpoint; old ones do not record what was evaluated, and an empty state begins anew."""
-        if not state:
-            return cls()
-        return cls(state["best"], state["best_step"], state["without_better"], state.get("evaluated", 0))
+        known = ("best", "best_step", "without_better", "evaluated")
+        return cls(**{key: state[key] for key in known if key in state})
 
     def state(self) -> dict[str, Any]:
         """Plain data for a checkpoint."""
