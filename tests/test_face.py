@@ -29,6 +29,7 @@ from vitscale.cli.main import app
 from vitscale.data.shards.generated import CLASS_NAMES, write_generated_dataset
 from vitscale.ground.errors import CheckpointError, DataError, MachineError, RecipeError, VitscaleError
 from vitscale.recipe import load_recipe
+from vitscale.recipe.families import architecture
 from vitscale.runs.done import write_done
 from vitscale.runs.metrics import MetricsLines
 
@@ -155,10 +156,29 @@ def test_it_is_a_module(model, home):
     assert len(model.predict(images)) == len(model.features(images)) == 4
 
 
+def test_weights_that_were_rounded_when_they_were_opened_are_saved_whole(home, tmp_path):
+    """As `vitscale export` writes them; but those that were changed since, as they are now."""
+    stored = load_file(vs.load(home / "run", precision="fp32").save(tmp_path / "whole.safetensors"))
+    rounded = vs.load(home / "run", precision="bf16")
+    assert rounded.backbone.head.weight.dtype == torch.bfloat16
+    found = load_file(rounded.save(tmp_path / "rounded.safetensors"))
+    assert found.keys() == stored.keys() and all(torch.equal(found[name], stored[name]) for name in stored)
+    with torch.no_grad():
+        rounded.backbone.head.bias += 1
+    changed = load_file(rounded.save(tmp_path / "changed.safetensors"))
+    now = rounded.backbone.head.bias.detach().float()
+    assert all(torch.equal(changed[name], now if name == "head.bias" else stored[name]) for name in stored)
+    with pytest.warns(UserWarning, match="fp32"):
+        rounded.train()
+
+
 def test_an_architecture_by_name():
     assert "ViT-B/16" in vs.list_models()
     fresh = vs.load("ViT-Ti/16", class_names=["a", "b", "c"], image_size=32)
     assert fresh.predict(Image.new("RGB", (9, 9)), top=1)[0].classes[0][1] == pytest.approx(1 / 3)
+    with pytest.raises(RecipeError) as refused:
+        vs.load("vit_base_patch16_224")
+    assert not any(name in str(refused.value) for name in vs.list_models())
     assert vs.load("ViT-Ti/16", image_size=32)(torch.zeros(2, 3, 32, 32)).shape == (2, 192)
     with pytest.raises(RecipeError):
         vs.load("ViT-Ti/16", image_size=32).predict(Image.new("RGB", (9, 9)))
@@ -229,12 +249,16 @@ def test_what_is_no_model_is_one_clear_error(home, model, tmp_path, capfd):
         lambda: vs.convert(home / "photos", tmp_path / "out", split={}),
         lambda: vs.convert(home / "photos", tmp_path / "out", workers=0),
         lambda: vs.convert(home / "photos", "a\0b"),
+        lambda: vs.convert(home / "photos", tmp_path / "out", split={"test": 0.2}),
         lambda: vs.train("demo", "a\0b"),
+        lambda: vs.train("demo", ranks=0),
         lambda: vs.Recipe.load("demo", "seed=1"),
         lambda: vs.Recipe.load("demo").flops(-1),
         lambda: vs.Recipe.load("b16_i1k").plan(8, "h100", price=math.nan),
         lambda: vs.Dataset(home / "data/test").loader(8, stop=-1),
         lambda: vs.inspect(model, home / "photos", show=["nose"]),
+        lambda: vs.inspect(model, home / "photos", show="norms"),
+        lambda: vs.fewshot(model, home / "data/train", home / "data/test", shots=5),
         lambda: vs.fewshot(model, home / "data/train", home / "data/test", shots=[1.5]),
         lambda: vs.fewshot(model, home / "data/train", home / "data/test", overlap="maybe"),
     ):
@@ -387,6 +411,16 @@ def test_recipes(tmp_path, home):
     assert vs.Recipe.load("b16_i1k").plan(8, "h100", samples=1_281_167).best is not None
     odd = vs.Recipe.load("b16_i1k", {"data.train": "😀/1e3", "seed": np.int64(3)})
     assert (odd.data.train, odd.seed) == ("😀/1e3", 3)
+    whole = load_recipe("demo", ["seed=3"])
+    assert (
+        vs.Recipe.load(whole.dump()).dump()
+        == whole.dump()
+        == vs.Recipe.load(whole.dump() | {"seed": 0}, {"seed": 3}).dump()
+    )
+    with pytest.raises(RecipeError):
+        vs.Recipe.load({"optimizer.rl": 1})
+    sizes = vs.Recipe.load("demo", {"model": "ViT-S/16"}).model  # demo has a width and depth of its own
+    assert sizes.shape() == architecture("ViT-S/16") and sizes.head == whole.model.head
     for overrides in ({"optimizer.rl": 1}, {"optimizer.lr": object()}, {"": 1}):
         with pytest.raises(RecipeError):
             vs.Recipe.load("b16_i1k", overrides)

@@ -103,7 +103,7 @@ def test_dropout_stands_where_the_paper_has_it():
     assert calls == ["dropout"] + [f"blocks.{i}.{name}" for i in range(2) for name in block]
 
 
-@pytest.mark.parametrize("name", ["ViT-B/0", ""])
+@pytest.mark.parametrize("name", ["ViT-B/0", "vit-b/16"])
 def test_an_unknown_model_suggests_the_nearest(name):
     with pytest.raises(ValueError, match="'ViT-"):
         architecture(name)

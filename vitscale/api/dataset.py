@@ -110,7 +110,8 @@ class Dataset(torch_data.Dataset[Sample]):
 
         Args:
             batch: samples of all ranks together; by default the recipe's, or 256.
-            recipe: where crops, operations, size and seed are taken from; by default those of a recipe's defaults.
+            recipe: where crops, size, seed and the loader's operations are taken from; by default those of a recipe's
+                defaults. Operations on floats (`random_erasing`, other packages') are training's own.
             training: in training's order, with its crops and flips, without end; otherwise evaluation's, once.
             image_size, seed: instead of the recipe's.
             start, stop: the batches, from 0, at which to start and before which to stop.

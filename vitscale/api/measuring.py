@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import get_args
 
@@ -77,13 +77,17 @@ def fewshot(
         l2: the strength of ridge regression; by default 1024, that of the authors' newer code.
         overlap: "allow" test samples that are among the training samples; by default a run's `evaluation.overlap`.
 
-    Returns for each number of shots ("5shot", "all"; of "knn" by neighbours, "all/20nn") the `mean` and standard
-    deviation (`std`) of the accuracy over the draws. Raises `RecipeError` for arguments that cannot be, and `DataError`
-    if the classes differ, or test samples are among the training samples.
+    Returns `train_samples`, `test_samples`, and for each number of shots ("5shot", "all"; of "knn" by neighbours,
+    "all/20nn") a mapping: `mean` and `std`, the standard deviation, of the accuracy over the `draws`; what the method
+    was given or chose (`l2`, `k`, `C`, `lr`); and `scarce_classes`, if some have fewer samples than shots. Raises
+    `RecipeError` for arguments that cannot be, and `DataError` if the classes differ, or test samples are among the
+    training samples.
     """
     for name, value, known in (("method", method, get_args(Method)), ("overlap", overlap, (None, *get_args(Overlap)))):
         if value not in known:
             raise RecipeError(f"{name}={value!r}: expected one of {', '.join(map(repr, known))}")
+    if isinstance(shots, int):
+        raise RecipeError(f"shots={shots}: expected a list of numbers")
     counts = default_counts(method) if shots is None else list(shots)
     check_numbers(1, seeds=seeds)
     for count in counts:
@@ -105,7 +109,7 @@ class Inspection:
         findings: the numbers.
     """
 
-    findings: Findings
+    findings: Findings = field(repr=False)
 
     @cached_property
     def figures(self) -> dict[str, Plot]:
@@ -131,6 +135,8 @@ def inspect(
     Raises `RecipeError` for parts that the model does not have, `DataError` for what is not an image.
     """
     check_numbers(1, count=count, pictures=pictures)
+    if isinstance(show, str):
+        raise RecipeError(f"show={show!r}: expected a list")
     module = opened(model)
     with module.evaluating() as finished:
         if isinstance(images, Dataset):

@@ -5,9 +5,10 @@ Shape legend: B images, S side of the input in pixels, K classes, D width of the
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any, Literal, TypeAlias, get_args
@@ -37,7 +38,7 @@ from vitscale.ground.safe_text import shown
 from vitscale.ground.weight_formats import Format
 from vitscale.models import Outputs
 from vitscale.models.weights import HEAD, write_weights
-from vitscale.recipe import EvalCrop, Normalise
+from vitscale.recipe import EvalCrop, Normalise, model_block
 from vitscale.recipe.families import REGISTRY
 from vitscale.runs.checkpoint.opening import Kind, kind_of
 from vitscale.runs.run import Run
@@ -113,9 +114,9 @@ class Model(nn.Module):
         num_classes: K; None for a model without classes.
     """
 
-    def __init__(self, finished: FinishedModel) -> None:
+    def __init__(self, finished: FinishedModel, reopen: Callable[..., FinishedModel]) -> None:
         super().__init__()
-        self.finished = finished
+        self.finished, self._reopen = finished, reopen
         self.backbone = finished.backbone
         self.preprocess = Preprocess(finished.eval_crop, finished.image_size, finished.normalise)
         self.source, self.step = str(finished.source), finished.step
@@ -170,6 +171,8 @@ class Model(nn.Module):
     ) -> Path:
         """Write the weights as they are now, as `vitscale export` does; returns the file or folder.
 
+        What was rounded to bf16 when it was opened, and not changed since, is read once more, in fp32.
+
         Args:
             out: the file, or the folder of hf and timm; nothing is overwritten.
             format: safetensors (ours), npz (Google's), timm, or hf (transformers).
@@ -181,19 +184,32 @@ class Model(nn.Module):
         if format not in get_args(Format):
             raise RecipeError(f"format={format!r}: expected one of {', '.join(get_args(Format))}")
         self._check_unchanged()
-        values = dict(self.backbone.named_parameters())
+        whole = self.finished if self.finished.precision == "fp32" else self._reopen(precision="fp32", report=_quiet)
+        values, unrounded = (dict(each.backbone.named_parameters()) for each in (self.finished, whole))
+
+        def value(name: str) -> Tensor:
+            now, before = values[name].detach().cpu(), unrounded[name].detach().cpu()
+            is_as_opened = torch.equal(before.bfloat16().to(now.dtype), now)
+            return (before if is_as_opened else now).float().contiguous()
+
         drop_head = drop_head or values.keys().isdisjoint(HEAD)
-        with self.finished.reading([self.backbone]):
+        with self.finished.reading([self.backbone]), whole.reading([whole.backbone]):
             write_weights(
                 Path(out),
                 format,
                 self.finished.description,
-                lambda name: values[name].detach().float().cpu().contiguous(),
+                value,
                 drop_head,
                 report=lambda note: None,
                 as_backbone=as_backbone,
             )
         return Path(out)
+
+    def train(self, mode: bool = True) -> "Model":
+        """As of any module. Warns of weights in bf16, in which most of an optimizer's steps round to nothing."""
+        if mode and self.finished.computes_in[1] != torch.float32:
+            warnings.warn("its weights are bf16: to train them, load(..., precision='fp32')", stacklevel=2)
+        return super().train(mode)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in vars(self).items() if key != "_lock"}
@@ -277,9 +293,10 @@ def load(
         source: a run's directory, the folder of one of its checkpoints, a file or folder of weights, or a name of
             `list_models`: "ViT-B/16".
         step: for a run, the step of the checkpoint; by default the newest.
-        precision: the precision of the weights, in which the model computes; by default a run's own, else fp32.
+        precision: the precision of the weights, in which the model computes; by default a run's own, else fp32. Weights
+            that are to be trained further want fp32.
         use_average: for a run, False for its last weights instead of the average, if it keeps one.
-        model: for weights that do not say it, the name of their model.
+        model: for weights that do not say it, their model: a name, or a recipe.
         image_size: for weights and names, side of the input in pixels; position embeddings are resampled.
         class_names: for weights and names, the names of the classes.
         num_classes: for a name, K; without it, and without `class_names`, the model has no head.
@@ -297,8 +314,9 @@ def load(
     if precision not in (None, "fp32", "bf16"):
         raise RecipeError(f"precision={precision!r}: expected 'fp32' or 'bf16'")
     if kind == "a run":
-        average = use_average is not False
-        return Model(FinishedModel(Path(where), (), step, use_average=average, precision=precision, report=_warn))
+        opening = partial(FinishedModel, Path(where), (), use_average=use_average is not False, report=_warn)
+        finished = opening(step=step, precision=precision)
+        return Model(finished, partial(opening, step=finished.step))
     names = None if class_names is None else list(class_names)
     is_fresh = kind == "a model's name"
     if is_fresh and num_classes is None and names is not None:
@@ -307,10 +325,10 @@ def load(
         raise RecipeError("class_names: expected a list of names")
     check_numbers(1, image_size=image_size, num_classes=num_classes)
     check_numbers(0, seed=seed)
-    block = None if model is None else {"name": model}
-    about = OfWeights(block, image_size, names, precision=precision or "fp32", num_classes=num_classes, seed=seed or 0)
-    # That a fresh head is all zeros is no news.
-    return Model(FinishedModel(Path(where), weights=about, report=(lambda note: None) if is_fresh else _warn))
+    block, seed = model_block(model), seed or 0
+    about = OfWeights(block, image_size, names, precision=precision or "fp32", num_classes=num_classes, seed=seed)
+    opening = partial(FinishedModel, Path(where), weights=about, report=_quiet if is_fresh else _warn)
+    return Model(opening(), opening)
 
 
 def predict(model: "Model | Run | str | os.PathLike[str]", images: Images, top: int = 5) -> Predictions:
@@ -326,6 +344,10 @@ def list_models() -> list[str]:
 def opened(model: "Model | Run | str | os.PathLike[str]") -> Model:
     """The model itself, or the one of a source."""
     return model if isinstance(model, Model) else load(model)
+
+
+def _quiet(note: str) -> None:
+    """That a fresh head is all zeros is no news."""
 
 
 def _warn(note: str) -> None:

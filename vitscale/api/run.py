@@ -26,27 +26,25 @@ if TYPE_CHECKING:
 
 
 class Recipe(recipes.Recipe):
-    """A recipe, by the fields of its YAML file."""
+    """A recipe, by the fields of its YAML file; from `load`. It does not change: `load` another with overrides."""
 
     _name: str = "recipe"
 
     @classmethod
-    def load(cls, recipe: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None) -> Self:
+    def load(
+        cls, recipe: str | os.PathLike[str] | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+    ) -> Self:
         """Read a recipe.
 
         Args:
-            recipe: a file, or the name of a recipe that comes with vitscale.
-            overrides: dotted key -> value: {"optimizer.lr": 1e-3}.
+            recipe: a file, the name of a recipe that comes with vitscale, or the mapping that a file would hold.
+            overrides: dotted key -> value: {"optimizer.lr": 1e-3}; a mapping as a value is merged key by key.
 
         Raises `RecipeError` with everything that is wrong.
         """
-        try:
-            plain = {
-                key: json.dumps(value, default=_plain, ensure_ascii=False) for key, value in (overrides or {}).items()
-            }
-            settings = [f"{key}={value}" for key, value in plain.items()]
-        except (TypeError, ValueError, AttributeError) as error:
-            raise RecipeError(f"overrides: {error}; expected values as a YAML file has them") from None
+        settings = _settings(overrides or {}, "overrides")
+        if isinstance(recipe, Mapping):
+            return cls.of(recipes.override({}, [*_settings(recipe, "recipe"), *settings], "the mapping"), "recipe")
         return cls.of(recipes.load_recipe(os.fspath(recipe), settings), Path(recipe).stem)
 
     @classmethod
@@ -173,6 +171,13 @@ class Run(runs.Run):
             rows |= {"exaFLOPs": cost.exaflops, "images/s": cost.images_per_s, "hours": cost.seconds / 3600}
             rows |= {"devices": None if cost.world_size is None else counted(cost.world_size, "device")}
         return fragment([facts(rows | self.evaluation), *(Text(note, "note") for note in self.notes)])
+
+
+def _settings(values: Mapping[str, Any], what: str) -> list[str]:
+    try:
+        return [f"{key}={json.dumps(value, default=_plain, ensure_ascii=False)}" for key, value in values.items()]
+    except (TypeError, ValueError, AttributeError) as error:
+        raise RecipeError(f"{what}: {error}; expected values as a YAML file has them") from None
 
 
 def _plain(value: Any) -> Any:

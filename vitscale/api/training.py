@@ -102,8 +102,8 @@ def convert(
     """
     check_numbers(1, workers=workers, short_side=short_side)
     check_numbers(0, seed=seed)
-    if split is not None and not split:
-        raise RecipeError("split={}: expected names and what each takes, or None for one dataset")
+    if split is not None and (not split or any(isinstance(what, float) for what in split.values())):
+        raise RecipeError(f"split={split}: expected names and what each takes ('20%', 1000, 'rest'), or None")
     where = _where(out)
     request = Request(
         src=_where(source),
@@ -247,6 +247,7 @@ def train(
 
     Raises `VitscaleError`, of the class that the exit code stands for. Ctrl-C saves, ends training, and is raised.
     """
+    check_numbers(1, ranks=ranks)
     folder = Path(tempfile.mkdtemp(prefix="vitscale-train-"))
     try:
         if isinstance(recipe, AnyRecipe):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from vitscale.cli.options import ModelName, NoEma, Step, model_block, refuse
+from vitscale.cli.options import ModelName, NoEma, Step, refuse
 from vitscale.ground.errors import RecipeError
 from vitscale.ground.weight_formats import Format
 
@@ -53,6 +53,7 @@ def export(
     """
     from vitscale.about.report.card import model_card
     from vitscale.models.weights import HEAD, loading_lines, write_weights
+    from vitscale.recipe import model_block
     from vitscale.runs.checkpoint import EMA, MASTER, weight_kinds
     from vitscale.runs.checkpoint.opening import kind_of, open_model, run_directory
     from vitscale.runs.run import Run

@@ -1,7 +1,7 @@
 """Options that several commands have, declared once, and the models that they open."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -88,6 +88,7 @@ class ModelOptions:
         Raises `RecipeError` for options that have no effect for this source, and as `FinishedModel` does.
         """
         from vitscale.evaluation.finished import FinishedModel, OfWeights
+        from vitscale.recipe import model_block
         from vitscale.runs.checkpoint.opening import is_weights
 
         memory, settings = self.max_memory, self.settings or []
@@ -188,32 +189,6 @@ def _read_names(path: Path) -> list[str]:
     return names
 
 
-def model_block(model: str | None, settings: Sequence[str]) -> dict[str, Any] | None:
-    """The model block that `--model`, a model's or a recipe's name, and `--set` give. Raises `RecipeError`."""
-    from vitscale.recipe import apply_setting, find_recipe, load_recipe
-    from vitscale.recipe.families import architecture, nearest
-
-    if model is None:
-        if settings:
-            raise RecipeError("--set changes the model that --model gives; name that too")
-        return None
-    for setting in settings:
-        if not setting.startswith("model."):
-            raise RecipeError(f"--set {setting}: only the model of a recipe counts here; expected model.KEY=VALUE")
-    try:
-        architecture(model)
-    except ValueError:
-        try:
-            find_recipe(model)
-        except RecipeError as error:
-            raise RecipeError(f"--model: {error}; as a model's name it is nearest to {nearest(model)!r}") from None
-        return load_recipe(model, settings).dump()["model"]
-    content: dict[str, Any] = {"model": {"name": model}}
-    for setting in settings:
-        content = apply_setting(content, setting)
-    return content["model"]
-
-
 def opened_embedder(
     source: Path | None, model: str | None, image_size: int | None, cosine: float | None = None
 ) -> "Embedder | None":
@@ -226,12 +201,13 @@ def opened_embedder(
         return None
     from vitscale.evaluation.embedding import Embedder
     from vitscale.evaluation.finished import OfWeights
+    from vitscale.recipe import model_block
     from vitscale.runs.checkpoint.opening import is_weights
 
     if not is_weights(source):
         refuse(f"{source} is a run", of_weights)
         return Embedder.of(source)
     try:
-        return Embedder.of(source, OfWeights(model_block(model, []), image_size))
+        return Embedder.of(source, OfWeights(model_block(model), image_size))
     except RecipeError as error:  # the message is for commands about a model, whose options have no prefix
         raise RecipeError(str(error).replace("--model", "--embedding-model")) from None

@@ -242,7 +242,7 @@ def _solve(
             return list(accuracies.values()), [{"k": k} for k in accuracies]
         case "logistic":
             strength, accuracy = logistic_probe(few, development(few.train_y, uids))
-            return [accuracy], [{"C": strength}]
+            return [accuracy], [{"C": float(strength)}]
         case "heads":
             assert layout is not None, "heads know what they read"
             head, accuracy = best_of_bank(few, development(few.train_y, uids), layout, device=device)

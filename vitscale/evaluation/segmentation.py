@@ -139,7 +139,7 @@ class SegmentationProbe:
         for tokens, mask, _ in self._seen(test, of_test, num_classes):
             predicted = predicted_classes(((tokens.double() - mean) / std)[None], solution, len(mask))[0].numpy()
             confusion.add(mask, predicted, self.ignored)
-        return {"miou": {**confusion.measures(), "std": 0.0, "draws": 1, "C": strength, "tokens": len(y)}}
+        return {"miou": {**confusion.measures(), "std": 0.0, "draws": 1, "C": float(strength), "tokens": len(y)}}
 
     def _seen(self, dataset: Manifest, masks: Masks, num_classes: int) -> Iterator[tuple[Tensor, np.ndarray, int]]:
         """The tokens (h, w, D) of each image, the mask of what they cover, (S, S), and the image's uid."""

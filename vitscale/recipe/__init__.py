@@ -31,6 +31,7 @@ from vitscale.recipe.reading import (
     find_recipe,
     list_recipes,
     load_recipe,
+    model_block,
     override,
     read_content,
     read_recipe,

@@ -67,14 +67,16 @@ recipes/recipe.schema.json.
 `extends: FILE` names the recipe that this one is based on. A *duration*
 is `{steps: N}`, `{epochs: X}` or `{examples: N}`. On the command line
 `--set KEY=VALUE` replaces a field, with the value in YAML, as in
-`--set schedule.duration.epochs=7`. A block of another kind replaces the
-whole block: after `--set optimizer.name=muon` in a recipe with AdamW,
-`optimizer.weight_decay` and the others have their defaults.
+`--set schedule.duration.epochs=7`, and of a block the keys that are given. A
+block of another kind replaces the whole block: after `--set
+optimizer.name=muon` in a recipe with AdamW, `optimizer.weight_decay` and the
+others have their defaults.
 
-`model: ViT-B/16` is short for `model: {name: ViT-B/16}`. A recipe with dotted
-paths, such as `family: my_package.Mixer`, is a program: only packages that
-declare an entry point `vitscale.extensions` are imported, and those that you
-name in VITSCALE_EXTENSIONS or in ~/.config/vitscale/extensions.txt."""
+`model: ViT-B/16` is short for `model: {name: ViT-B/16}`; it takes the place of
+the width, depth and other sizes of a model without a name. A recipe with
+dotted paths, such as `family: my_package.Mixer`, is a program: only packages
+that declare an entry point `vitscale.extensions` are imported, and those that
+you name in VITSCALE_EXTENSIONS or in ~/.config/vitscale/extensions.txt."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from vitscale.ground.safe_text import without_secrets
 from vitscale.ground.wording import describe_expected, did_you_mean, shortened
 from vitscale.recipe.comparing import changes
 from vitscale.recipe.durations import Duration
-from vitscale.recipe.families import Model, ModelBlock, by_name
+from vitscale.recipe.families import SIZES, Model, ModelBlock, architecture, by_name
+from vitscale.recipe.families import nearest as nearest_model
 from vitscale.recipe.fields import any_of, blocks, keys, keys_in, nearest, without_indices
 from vitscale.recipe.objectives import DEFAULT_KIND
 from vitscale.recipe.schema import Recipe
@@ -127,6 +128,8 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         below = merged.get(key)
         if key == "model":
             below, value = by_name(below), by_name(value)
+            if isinstance(below, dict) and isinstance(value, dict) and value.get("name") and not below.get("name"):
+                below = {key: kept for key, kept in below.items() if key not in SIZES}  # the name says them all
         if isinstance(below, dict) and isinstance(value, dict) and not _is_duration(value):
             merged[key] = value if _is_of_another_kind(key, below, value) else _merge(below, value)
         else:
@@ -200,6 +203,30 @@ def load_recipe(recipe: str | Path, settings: Sequence[str] = ()) -> Recipe:
     """
     path = find_recipe(recipe)
     return override(read_content(path), settings, str(path))
+
+
+def model_block(model: str | None, settings: Sequence[str] = ()) -> dict[str, Any] | None:
+    """The `model` block of a model's or a recipe's name, with settings; None without a name. Raises `RecipeError`."""
+    for setting in settings:
+        if not setting.startswith("model."):
+            raise RecipeError(f"--set {setting}: only the model of a recipe counts here; expected model.KEY=VALUE")
+    if model is None:
+        if settings:
+            raise RecipeError("--set changes the model that --model gives; name that too")
+        return None
+    try:
+        architecture(model)
+    except ValueError:
+        try:
+            find_recipe(model)
+        except RecipeError as error:
+            hint = f"; as a model's name it is nearest to {near!r}" if (near := nearest_model(model)) else ""
+            raise RecipeError(f"--model: {error}{hint}") from None
+        return load_recipe(model, settings).dump()["model"]
+    content: dict[str, Any] = {"model": {"name": model}}
+    for setting in settings:
+        content = apply_setting(content, setting)
+    return content["model"]
 
 
 def refuse_secrets(recipe: Recipe, where: str) -> Recipe:

@@ -176,4 +176,4 @@ def _prepare(out: Path, form: Format, size: int) -> None:
 
 
 def _taken(out: Path) -> RecipeError:
-    return RecipeError(f"--out {out}: is there already; nothing is overwritten")
+    return RecipeError(f"{out}: is there already; nothing is overwritten")

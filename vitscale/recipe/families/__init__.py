@@ -26,11 +26,10 @@ DIMENSIONS = tuple(dict.fromkeys(key for family in FAMILIES for key in family.di
 
 _LONGEST_NAME = 100
 _OPTIONAL = tuple(key for family in FAMILIES for key in family.optional)
+SIZES = tuple(key for key in DIMENSIONS if key not in _OPTIONAL)
+"""Those that a model without a name has to have."""
 UNSET: dict[str, Any] = dict.fromkeys(
-    (
-        *("name", *(key for key in DIMENSIONS if key not in _OPTIONAL)),
-        *("num_classes", "pool", "head", "head_bias", "dropout", "position"),
-    )
+    ("name", *SIZES, "num_classes", "pool", "head", "head_bias", "dropout", "position")
 ) | {"dropout": 0.0, "position": Position().model_dump()}
 """The keys that every resolved recipe has, in this order, as when all families shared one block. A key that a family
 does not have is written with the value given here, and the family accepts it with that value."""
@@ -39,7 +38,7 @@ does not have is written with the value given here, and the family accepts it wi
 def architecture(name: str) -> Shape:
     """Dimensions of a named model such as `ViT-L/16`, `R50+ViT-B/16`, `ResNet152x2` or `Swin-B`.
 
-    Raises `ValueError` naming the nearest known model.
+    Raises `ValueError`, naming the nearest known model if one is near.
     """
     return _named(name)[1]
 
@@ -48,12 +47,15 @@ def _named(name: str) -> tuple[type[Model], Shape]:
     for family in FAMILIES if len(name) <= _LONGEST_NAME else ():
         if (shape := family.named(name)) is not None:
             return family, shape
-    raise ValueError(f"unknown model {shortened(name)!r} (did you mean {nearest(name)!r}?); see `vitscale models`")
+    near = nearest(name)
+    hint = f" (did you mean {near!r}?)" if near else ""
+    raise ValueError(f"unknown model {shortened(name)!r}{hint}; see `vitscale models`")
 
 
-def nearest(name: str) -> str:
-    """The registered name most similar to `name`."""
-    return max(REGISTRY, key=lambda known: _likeness(name[:_LONGEST_NAME], known))
+def nearest(name: str) -> str | None:
+    """The registered name most similar to `name`; None if even that one is of other letters for the most part."""
+    likeness, near = max((_likeness(name[:_LONGEST_NAME], known), known) for known in REGISTRY)
+    return near if likeness[0] > 0.5 else None
 
 
 def _likeness(name: str, known: str) -> tuple[float, float]:
