@@ -177,10 +177,7 @@ def refuse_splits(class_names: Iterable[str], src: str) -> None:
 
 
 class Paths:
-    """The paths of all images: how deep they are, and the directories that all share.
-
-    `batches` gives them anew at each call, at least one path in all.
-    """
+    """All paths: their depth and shared directories. `batches` gives them anew each call, at least one in all."""
 
     def __init__(self, batches: Callable[[], Iterable[pa.StringArray]]) -> None:
         self._batches = batches

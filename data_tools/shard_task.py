@@ -98,10 +98,7 @@ class ShardTask(Task):
         return None if position >= self.rows.num_rows else replace(self, refused=self.refused | {position: reason})
 
     def run(self, progress: Progress) -> ShardReport:
-        """Write the shard, its provenance and its marker.
-
-        Raises DataError if the disk fails or an index has changed, and StorageError.
-        """
+        """Write shard, provenance, marker. Raises DataError if the disk fails or an index has changed, StorageError."""
         started = time.monotonic()
         report = ShardReport(self.index, self.split)
         comparison = Comparison(open_matcher(self.dedup)) if self.dedup else None

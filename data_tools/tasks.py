@@ -53,10 +53,7 @@ class _Counts(Progress):
 
 
 def run_inline(tasks: Iterable[Task], tick: Tick) -> Iterator[Any]:
-    """Run tasks one after the other in this process: for what no other process can see, such as `memory://`.
-
-    Raises what a task raises.
-    """
+    """Run tasks in this process, in turn, for what no other can see (`memory://`). Raises what a task raises."""
     counts = _Counts(tick)
     for task in tasks:
         yield task.run(counts)

@@ -60,10 +60,7 @@ def write_view(
 
 
 def write_subset(dataset: str, out: str, count: int) -> Manifest:
-    """Write a view of the first `count` samples of a dataset, a folder, manifest file or URL.
-
-    Raises as `write_view`, and RecipeError for too many samples.
-    """
+    """Write a view of a dataset's first `count` samples. Raises as `write_view`, and RecipeError for too many."""
     whole = Manifest.load(dataset)
     if not 1 <= count <= whole.num_samples:
         raise RecipeError(f"a subset of {count:,} samples: {dataset} has {whole.num_samples:,}")
@@ -87,10 +84,7 @@ class Part(NamedTuple):
 
 
 def parse_parts(text: str, dataset: str) -> tuple[Part, ...]:
-    """Parses parts such as `98,2` or `train98=98,dev=2`; the default name is `<dataset's folder>-<share>`.
-
-    Raises RecipeError.
-    """
+    """Parses `98,2` or `train98=98,dev=2`; by default `<dataset's folder>-<share>`. Raises RecipeError."""
     folder = storage.base_name(_folder(dataset))
     parts = []
     for each in text.split(","):

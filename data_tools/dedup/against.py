@@ -99,10 +99,7 @@ def _refuse_other_model(index: FingerprintIndex, embedder: Embedder | None, what
 
 @lru_cache(maxsize=1)
 def open_matcher(indexes: tuple[NamedIndex, ...]) -> Matcher:
-    """The matcher for the test sets of these indexes; one per process.
-
-    Raises DataError: an index that is missing, or that has changed since it was named.
-    """
+    """The indexes' matcher, one per process. Raises DataError: an index is missing, or not as it was when named."""
     opened = []
     for named in indexes:
         index = FingerprintIndex(named.path)

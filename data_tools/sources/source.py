@@ -61,10 +61,7 @@ class Source(Protocol):
         """The classes in the source's own order; None if it states none."""
 
     def items(self, part: int, ignored: Counter[str]) -> Iterator[Item]:
-        """The images of a part; files that are not images are counted in `ignored`, by reason.
-
-        Raises DataError for damage, naming the part.
-        """
+        """A part's images; other files count in `ignored`, by reason. Raises DataError for damage in that part."""
 
     def read(self, part: int, content: bytes) -> bytes:
         """The bytes of one image file. Raises OSError (TooLarge, before reading) or StorageError."""
@@ -119,10 +116,7 @@ def numbered_label(number: int, where: str) -> tuple[str, ...]:
 
 
 def labels_of(value: Any, where: str, class_names: tuple[str, ...] | None = None) -> tuple[str, ...]:
-    """Labels from text, a whole number (of one of `class_names`, if there are any), a list of these, or None.
-
-    Raises DataError for anything else.
-    """
+    """Labels from text, a whole number (of `class_names`, if any), a list of these, or None. Else raises DataError."""
     if value is None or value == "":
         return ()
     if isinstance(value, str):

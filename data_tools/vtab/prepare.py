@@ -46,8 +46,7 @@ DATASETS = (SMALL, *VIEWS, TEST)
 _QUALITY = 100  # most tasks have PNGs, which shards hold as JPEGs: lose as little as possible
 _TAKES = Takes()
 
-Rows = Mapping[str, Sequence[int]]
-"""Numbers of images, ascending, by split."""
+Rows = Mapping[str, Sequence[int]]  # numbers of images, ascending, by split
 
 
 class PinnedImage(Strict):

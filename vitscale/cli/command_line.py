@@ -20,8 +20,7 @@ from vitscale.ground.files.durable import forbid_writing_by_everybody
 from vitscale.ground.machine import share_cores
 from vitscale.ground.safe_text import indented, protect_output, shown
 
-HELP = {"help_option_names": ["-h", "--help"]}
-"""A command's settings, which its subcommands inherit."""
+HELP = {"help_option_names": ["-h", "--help"]}  # a command's settings, which its subcommands inherit
 
 _UsageError: Any = BadParameter.__base__  # of the click that typer brings, or of click itself
 _TYPES = {"int": "N", "float": "NUMBER", "str": "TEXT", "path": "PATH"}

@@ -38,8 +38,7 @@ class ImageOperation:
         raise NotImplementedError
 
 
-_Operation = tuple[Any, ImageOperation, int]
-"""Its block, what computes it, and its place in the list of operations."""
+_Operation = tuple[Any, ImageOperation, int]  # its block, what computes it, and its place in the list of operations
 
 
 def to_model_input(images: Tensor, device: torch.device, dtype: torch.dtype, normalise: Normalise = _PAPERS) -> Tensor:

@@ -244,10 +244,7 @@ def _locate(ends: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _overlapping(ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Which shards of a sequence have samples in any of the ranges [starts, stops); `ends` are the shards' ends.
-
-    No range may be empty.
-    """
+    """Which shards, with these `ends`, have samples in any of the ranges [starts, stops), none of them empty."""
     changes = np.zeros(len(ends) + 1, np.int64)
     np.add.at(changes, np.searchsorted(ends, starts, side="right"), 1)
     np.add.at(changes, np.searchsorted(ends, stops - 1, side="right") + 1, -1)

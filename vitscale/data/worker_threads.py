@@ -5,15 +5,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-THREADS = "vitscale-data"
-"""The prefix of the names of a loader's threads."""
+THREADS = "vitscale-data"  # the prefix of the names of a loader's threads
 
 
 class Activity:
-    """What each thread is waiting for, so that a read that never returns can be reported. Thread-safe.
-
-    `stopping` is set once the loader is being closed.
-    """
+    """What each thread waits for, to report a read that never returns. Thread-safe; `stopping`: the loader closes."""
 
     def __init__(self) -> None:
         self.stopping = threading.Event()

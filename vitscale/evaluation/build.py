@@ -65,10 +65,7 @@ def build_evaluators(recipe: Recipe, class_names: Sequence[str], *, rank: int = 
 
 
 def labelled_splits(recipe: Recipe, train: str, test: str) -> tuple[Manifest, Manifest]:
-    """The manifests of a dataset to learn from and of one to be tested on, as a recipe names them.
-
-    Raises `DataError` unless both have the same classes.
-    """
+    """The manifests to learn from and to be tested on. Raises `DataError` unless both have the same classes."""
     test_path = recipe.dataset_path(test)
     learned, tested = Manifest.load(recipe.dataset_path(train)), Manifest.load(test_path)
     if not learned.class_names:

@@ -190,8 +190,7 @@ class NearestNeighbours(OfSplits):
             yield f"{k}nn", accuracy
 
 
-Solved = tuple[list[float], list[dict[str, Any]]]
-"""Test accuracies (fractions), and what to report about each."""
+Solved = tuple[list[float], list[dict[str, Any]]]  # test accuracies (fractions), and what to report about each
 
 
 @dataclass(frozen=True)
@@ -282,10 +281,7 @@ def select_shots(labels: Tensor, uids: Tensor, shots: int, num_classes: int, see
 
 
 def development(labels: Tensor, uids: Tensor) -> Tensor:
-    """A mask (N,) bool of the training samples that settings are chosen on: every tenth.
-
-    Raises `DataError` if there are fewer than ten.
-    """
+    """A mask (N,) bool: every tenth training sample, to choose settings on. Raises `DataError` for fewer than ten."""
     check_enough(len(uids))
     chosen = torch.zeros(len(uids), dtype=torch.bool)
     # Every tenth sample of the classes, each in the order of a hash, so that no class is missing from what is fitted.

@@ -25,8 +25,7 @@ from vitscale.models import BlockTokens, Outputs
 
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
 """DINOv2's learning rates, for a batch of 256."""
-BLOCKS = (1, 4)
-"""The numbers of last blocks that heads read."""
+BLOCKS = (1, 4)  # the numbers of last blocks that heads read
 BATCH = 256
 EPOCHS, FEWEST_STEPS = 10, 1250
 

@@ -23,10 +23,8 @@ from vitscale.ground.errors import DataError, RecipeError, turned
 from vitscale.ground.ranks import reduce_sum
 from vitscale.ground.storage import read_text
 
-BINS = 15
-"""The number of bins of the expected calibration error."""
-OBJECTNET_BORDER = 2
-"""The width in pixels of the red frame of ObjectNet's pictures, which is cut off first."""
+BINS = 15  # the number of bins of the expected calibration error
+OBJECTNET_BORDER = 2  # the width in pixels of the red frame of ObjectNet's pictures, which is cut off first
 
 _REAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
 _REAL_IMAGES, _REAL_CLASSES = 50_000, 1000

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from vitscale.ground.errors import RecipeError, turned
 from vitscale.ground.safe_text import shown
 
-_ROOM = 0.8
-"""The share of a device's free memory that weights may take; the rest is for activations."""
+_ROOM = 0.8  # the share of a device's free memory that weights may take; the rest is for activations
 
 
 def join(on_cpu: bool = False) -> Accelerator:
@@ -40,8 +39,7 @@ def tell(message: str) -> None:
 
 
 Module = TypeVar("Module", bound=nn.Module)
-ReadTensor = Callable[[], Tensor]
-"""Reads a whole parameter into host memory."""
+ReadTensor = Callable[[], Tensor]  # reads a whole parameter into host memory
 
 
 def fill(model: Module, values: Mapping[str, ReadTensor], device: torch.device) -> Module:

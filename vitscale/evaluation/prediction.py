@@ -27,8 +27,7 @@ Picture = str | os.PathLike[str] | bytes | Image.Image | np.ndarray
 """A file, or its bytes, seen as if it had been converted; or pixels, seen as they are: an image of Pillow, or an array,
 uint8 (height, width), (height, width, 3) or (height, width, 4)."""
 _MOST_BYTES = 1 << 30
-AT_ONCE = 64
-"""The number of images that a process forwards at once."""
+AT_ONCE = 64  # the number of images that a process forwards at once
 _PIXELS = "uint8 from 0 to 255 of shape (height, width, 3), (height, width, 4) or (height, width)"
 
 
@@ -51,10 +50,7 @@ class Prediction:
 
 
 def image_files(paths: Sequence[Path]) -> list[Path]:
-    """The given files, and those below given folders with an image's suffix, sorted, without hidden ones.
-
-    Raises `DataError` if there are none.
-    """
+    """The files, and sorted those below folders with an image's suffix, not hidden. Raises `DataError` for none."""
     files = []
     for path in paths:
         if not path.exists():
@@ -77,10 +73,7 @@ def image_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def predict_files(model: FinishedModel, pictures: Sequence[Picture], top: int) -> Iterator[Prediction]:
-    """Predictions in the order of the pictures, on every process; the processes share the work.
-
-    Raises `RecipeError` for a model without classes.
-    """
+    """Predictions in order, on every process; they share the work. Raises `RecipeError` for a model without classes."""
     if model.num_classes is None:
         raise RecipeError(f"{model.source} has no classes to be predicted")
     processes, rank = model.accelerator.num_processes, model.accelerator.process_index
@@ -93,10 +86,7 @@ def predict_files(model: FinishedModel, pictures: Sequence[Picture], top: int) -
 
 
 def pictures_of(model: FinishedModel, pictures: Sequence[Picture], first: int = 0) -> Tensor:
-    """Pictures, numbered from `first`, as the model sees them, uint8 (n, S, S, 3).
-
-    Raises `DataError` for what is not an image.
-    """
+    """Pictures, from number `first` on, uint8 (n, S, S, 3). Raises `DataError` for what is not an image."""
     seen = [view_of(picture, model.eval_crop, model.image_size) for picture in pictures]
     if bad := [(at, view) for at, view in enumerate(seen) if isinstance(view, Reject)]:
         others = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""

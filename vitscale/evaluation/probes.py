@@ -16,8 +16,7 @@ NEIGHBOURS = (10, 20, 100, 200)
 TEMPERATURE = 0.07
 STRENGTHS = tuple(10.0**exponent for exponent in np.linspace(-6, 5, 45))
 """C, the inverse of the L2 penalty of logistic regression: the values among which DINOv2 chooses."""
-DEVELOPMENT = 0.1
-"""The share of the training samples on which C is chosen."""
+DEVELOPMENT = 0.1  # the share of the training samples on which C is chosen
 
 _CHUNK = 1024
 _STD_FLOOR = 1e-5

@@ -180,8 +180,7 @@ def _judge(lines: Sequence[str | None], overlap: Overlap) -> None:
         tell(line)
 
 
-_Folder = tuple[str, Features, dict[str, Any]]
-"""A folder of features: its name, its content, and its meta.json."""
+_Folder = tuple[str, Features, dict[str, Any]]  # a folder of features: its name, its content, and its meta.json
 
 
 def _common_features(train: _Folder, test: _Folder) -> str | None:

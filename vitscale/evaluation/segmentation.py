@@ -29,12 +29,9 @@ from vitscale.ground.errors import DataError, RecipeError
 from vitscale.recipe import EvalCrop
 
 WHOLE = EvalCrop(kind="square", fraction=1.0)
-IGNORED = 255
-"""The number that masks have where there is no class, as those of PASCAL VOC and Cityscapes."""
-STRENGTHS = tuple(10.0**exponent for exponent in range(-5, 2))
-"""C, among which the probe chooses."""
-MOST_TOKENS = 1 << 16
-"""Tokens that are fitted; of more, equally many of each image are drawn by a hash, at least one."""
+IGNORED = 255  # the number that masks have where there is no class, as those of PASCAL VOC and Cityscapes
+STRENGTHS = tuple(10.0**exponent for exponent in range(-5, 2))  # C, among which the probe chooses
+MOST_TOKENS = 1 << 16  # tokens that are fitted; of more, equally many of each image are drawn by a hash, at least one
 _EVERY = round(1 / DEVELOPMENT)  # every so many images choose C
 
 

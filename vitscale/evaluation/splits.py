@@ -9,8 +9,7 @@ from vitscale.ground.errors import DataError
 from vitscale.recipe import Recipe
 from vitscale.recipe.evaluation import Evaluation
 
-Overlap = Literal["refuse", "allow"]
-"""What samples in both of two splits lead to: an error, or a note."""
+Overlap = Literal["refuse", "allow"]  # what samples in both of two splits lead to: an error, or a note
 
 
 def evaluated_splits(settings: Evaluation) -> Iterator[tuple[str, str | None, str]]:
@@ -54,10 +53,7 @@ def judge(overlaps: Sequence[str], overlap: Overlap, allow: str) -> None:
 
 
 def common_samples(dataset: Manifest, train: Manifest) -> str | None:
-    """A line that says how many samples of a dataset are also in another; None if none are.
-
-    Raises as `overlap` does.
-    """
+    """A line on how many samples are also in another dataset; None if none are. Raises as `overlap` does."""
     stored, equal = overlap(dataset, train)
     if not stored and not equal:
         return None

@@ -109,10 +109,7 @@ _MEMORY = {
 
 
 def peak_flops(device_name: str, dtype: Dtype) -> float | None:
-    """Peak dense FLOP/s of one device for matrix products in `dtype`, or None if not known.
-
-    `device_name` is what `torch.cuda.get_device_name()` says.
-    """
+    """Peak dense FLOP/s of matrix products in `dtype`, by `torch.cuda.get_device_name()`; None if not known."""
     found = (device for device in DEVICES if re.fullmatch(device.driver_name, device_name, re.IGNORECASE))
     return next((device.peak.get(dtype) for device in found), None)
 

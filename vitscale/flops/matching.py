@@ -59,9 +59,7 @@ def _is_run(
     optimizer: str = "adamw",
     **changed: Any,
 ) -> bool:
-    """Whether the recipe pre-trains the paper's model of that name, unchanged except for some keys, on one of its data
-    sets for one of these lengths.
-    """
+    """Whether it pre-trains the paper's model of that name, but for some keys, on its data for one of its lengths."""
     name = f"{pretraining}/train"
     if recipe.data.train != name or recipe.data.image_size != 224 or recipe.optimizer.name != optimizer:
         return False

@@ -100,10 +100,7 @@ def cores_near(pci_address: str, root: Path = Path("/")) -> set[int]:
 
 
 def divide_memory_finely() -> None:
-    """Have torch's memory on CUDA grow in place, so that it does not end in pieces, unless the environment says how.
-
-    To be called before torch is imported.
-    """
+    """Before torch's import: have its CUDA memory grow in place, not in pieces, unless the environment says how."""
     if os.environ.keys().isdisjoint({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 

@@ -174,10 +174,7 @@ def read_bytes(where: str | Path) -> bytes:
 
 
 def read_text(path: str | Path, encoding: str = "utf-8") -> str:
-    """A text that a person named, at most 64 MiB of it: a regular file, standard input, or a shell's `<(...)`.
-
-    Raises OSError, UnicodeDecodeError.
-    """
+    """A named text of up to 64 MiB: a regular file, stdin or `<(...)`. Raises OSError, UnicodeDecodeError."""
     with open(path, "rb", opener=None if str(path).startswith(_PIPES) else regular) as file:
         content = file.read(_MOST_TEXT + 1)
     if len(content) > _MOST_TEXT:

@@ -219,10 +219,7 @@ class Patience:
         self._began, self._tell_after = time.monotonic(), _UNTOLD_SECONDS
 
     def wait(self, seconds: float, what: str, failure: str) -> bool:
-        """Wait `seconds` for `what`. Returns False once this launch is told to end.
-
-        Raises `PeerLostError` of the failure when the time is up.
-        """
+        """Wait `seconds` for `what`; False once told to end. Raises the failure's `PeerLostError` after that time."""
         waited = time.monotonic() - self._began
         if waited > self._most:
             raise PeerLostError(failure)

@@ -13,8 +13,7 @@ from vitscale.ground.safe_text import printable
 EXIT_BUG, EXIT_RECIPE, EXIT_DATA = 1, RecipeError.exit_code, DataError.exit_code
 EXIT_NON_FINITE, EXIT_RETRY = NonFiniteError.exit_code, PeerLostError.exit_code
 EXIT_PREEMPTED = PreemptedError.exit_code
-FINAL = (EXIT_RECIPE, EXIT_DATA, EXIT_NON_FINITE)
-"""Exit codes of what repeating the command does not mend."""
+FINAL = (EXIT_RECIPE, EXIT_DATA, EXIT_NON_FINITE)  # exit codes of what repeating the command does not mend
 
 _MEANINGS = {
     EXIT_DONE: "done",

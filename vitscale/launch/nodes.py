@@ -15,8 +15,7 @@ from pydantic import BaseModel, Field
 from vitscale.ground.machine import hold_port
 from vitscale.launch.ends import Code, Count, End, Words
 
-DEFAULT_PORT = 29600
-"""The port on node 0 where the launches of several nodes meet."""
+DEFAULT_PORT = 29600  # the port on node 0 where the launches of several nodes meet
 
 _Host = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[^\s\p{C}]+$")]
 _Ranks = Annotated[int, Field(ge=1, le=1024)]  # of a node, as --ranks has it

@@ -56,14 +56,10 @@ class Supervisor:
     """
 
     def __init__(self, *, grace_s: float = 20.0, silence_s: float = 60.0) -> None:
-        self.told: signal.Signals | None = None
-        """The first signal that this process got."""
-        self.at_once = False
-        """Whether it got a second one."""
-        self.unkillable = False
-        """Whether a rank of the last attempt is still alive, despite SIGKILL."""
-        self.highest_step = 0
-        """The highest step of all heartbeats."""
+        self.told: signal.Signals | None = None  # the first signal that this process got
+        self.at_once = False  # whether it got a second one
+        self.unkillable = False  # whether a rank of the last attempt is still alive, despite SIGKILL
+        self.highest_step = 0  # the highest step of all heartbeats
         self.exchange: Callable[[str], str] = lambda trouble: ""
         """Called again and again with what has gone wrong here, if anything. Returns what has gone wrong elsewhere,
         which counts as a failed rank does.
@@ -244,10 +240,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Keep a process beside the ranks that outlives this one and kills what they have started.
-
-        The ranks themselves die with this process without its help.
-        """
+        """Keep a process that outlives this one and kills what ranks have started; the ranks die with this one."""
         with _signals_held_back():  # which it inherits: only the end of its input ends it
             self._guard = subprocess.Popen(
                 ["/bin/sh", "-c", _GUARD],

@@ -62,9 +62,7 @@ class LeJEPA(JointEmbedding):
     _drawn: Tensor | None
 
     def plan(self, keys: np.ndarray, step: int) -> Plan:
-        """As `Objective.plan`: nothing by row; the directions are those of the batch, which is planned before it is
-        computed.
-        """
+        """As `Objective.plan`: nothing by row; the directions are those of the planned batch."""
         self._batch, self._drawn = step, None
         return ()
 

@@ -51,9 +51,7 @@ class Decoder(nn.Module):
         self.prediction = OutputLayer(shape.width, outputs)
 
     def forward(self, tokens_BTD: Tensor, mask_11E: Tensor, kept_BK: Tensor, removed_BR: Tensor) -> Tensor:
-        """Predictions in fp32, (B, R, outputs), from the backbone's tokens (B, F + K, D); all removed patches are
-        embedded as `mask_11E`.
-        """
+        """Predictions (B, R, outputs) in fp32 from the tokens (B, F + K, D); removed patches are `mask_11E`."""
         x_BTE = self.embedding(tokens_BTD)
         first, removed = x_BTE.shape[1] - kept_BK.shape[1], removed_BR.shape[1]
         positions_NE = sincos_positions(self.grid, x_BTE.shape[2], x_BTE, "mae")[0]

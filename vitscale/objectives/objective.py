@@ -34,8 +34,7 @@ Plan = tuple[Tensor, ...]
 A tensor may also have one row for each group of samples that are computed together (`together` of the block).
 """
 
-Rows = Tensor | Plan
-"""What a first pass has computed of samples, row by row as a plan."""
+Rows = Tensor | Plan  # what a first pass has computed of samples, row by row as a plan
 
 _BACKBONE = "backbone."
 

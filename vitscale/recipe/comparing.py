@@ -37,10 +37,7 @@ def recipe_sha256(dumped: dict[str, Any]) -> str:
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(key, old value, new value) for each difference between two dumped recipes, sorted; None for a missing value.
-
-    `prefix` is put before each key.
-    """
+    """(`prefix` + key, old, new) for each difference of two dumped recipes, sorted; None for a missing value."""
     for name in sorted({*old, *new}):
         before, after = old.get(name), new.get(name)
         if isinstance(before, dict) and isinstance(after, dict):

@@ -91,9 +91,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Block:
-    """A block: its dotted key ("" for the whole recipe), which variant it is, what it means, its fields and its keys,
-    also those of the blocks in it.
-    """
+    """A block: its key ("" for the recipe), variant, meaning, fields, and keys, also those of the blocks in it."""
 
     key: str
     variant: str
@@ -154,10 +152,7 @@ def _named_by_path(tag: str) -> dict[str, Any]:
 
 
 def blocks() -> tuple[Block, ...]:
-    """All blocks of a recipe in the order of the schema, each before those inside it.
-
-    Blocks of other packages that recipes have named so far come last.
-    """
+    """All blocks, in the schema's order, each before those inside it; last those of other packages named so far."""
     named = [(place, path, block) for place, by_path in extensions.named.items() for path, block in by_path.items()]
     return (*_own_blocks(), *(block for each in named for block in _outside_blocks(*each)))
 

@@ -112,10 +112,7 @@ def list_recipes() -> dict[str, str]:
 
 
 def recipe_title(file: Path) -> str:
-    """The title in a recipe's or study's file: its first line, not counting one that names a schema for editors.
-
-    It ends in an ellipsis if the sentence goes on.
-    """
+    """The title of a recipe or study: its first line but the schema's; with an ellipsis if the sentence goes on."""
     with file.open(encoding="utf-8") as lines:
         title = next(line for line in lines if not line.startswith(SCHEMA_LINE)).removeprefix("# ").rstrip("\n")
     return title if title.endswith(".") else f"{title.rstrip(',;')} ..."
@@ -147,10 +144,7 @@ def _is_duration(block: dict[str, Any]) -> bool:
 
 
 def read_content(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A recipe's file merged onto what it extends, as plain data, not validated; `chain`: the files that extend it.
-
-    Raises `RecipeError`.
-    """
+    """A recipe merged onto what it extends, as plain data; `chain`: who extends it. Raises `RecipeError`."""
     if path.resolve() in chain or len(chain) > _MOST_FILES:
         raise RecipeError(f"{path}: extends itself: {' -> '.join(str(p.name) for p in (*chain, path))}")
     content = read_yaml(path)

@@ -24,10 +24,7 @@ _PAUSES = (0.1, 0.5)  # seconds before the second and third try to take a lock
 
 
 def recipe_of_run(run_dir: Path) -> Recipe:
-    """The recipe in a run directory. People can edit that file; a checkpoint's index has its own copy, with a checksum.
-
-    Raises `RecipeError` if there is none.
-    """
+    """A run directory's recipe, which people can edit, unlike a checkpoint's. Raises `RecipeError` without one."""
     saved = run_dir / RECIPE_FILE
     with os_errors(f"{str(run_dir)[:100]} cannot be read", RecipeError):
         if not saved.is_file():

@@ -18,8 +18,7 @@ NEWEST_FILE = "newest-checkpoint.json"
 """Step and place of the newest checkpoint: records that there was one, even after the place has disappeared."""
 ANOMALIES_DIR = "anomalies"
 CHECKPOINTS = "checkpoints"
-INDEX_FILE = "index.json"
-"""The file of each checkpoint that is written last."""
+INDEX_FILE = "index.json"  # the file of each checkpoint that is written last
 
 
 def default_run_dir(recipe: str, *, smoke: bool) -> Path:

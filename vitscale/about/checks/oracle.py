@@ -25,11 +25,9 @@ from vitscale.runs.checkpoint import EMA, MASTER, average_kind
 from vitscale.training.optimizers.rule import Update, rule_of
 from vitscale.training.optimizers.schedule import Rates
 
-State = Mapping[str, Mapping[str, Tensor]]
-"""Values of all parameters, by kind and name."""
+State = Mapping[str, Mapping[str, Tensor]]  # values of all parameters, by kind and name
 
-Kept = Mapping[str, Tensor]
-"""What an optimizer keeps for a parameter, by kind."""
+Kept = Mapping[str, Tensor]  # what an optimizer keeps for a parameter, by kind
 
 
 @dataclass(frozen=True)
@@ -58,10 +56,7 @@ class Oracle:
         return master.to(self._dtype)
 
     def group(self, name: str, waiting: Collection[int] = ()) -> tuple[float, float] | None:
-        """(Factor of the learning rate, weight decay) of a parameter; None for a frozen one.
-
-        `waiting` are the groups that have not begun.
-        """
+        """(Learning rate's factor, weight decay) of a parameter; None if frozen, also by a group that is `waiting`."""
         settings, factor = self.recipe.optimizer, 1.0
         excluded = settings.decay_exclude is not None and matches(settings.decay_exclude, name)
         decay = 0.0 if excluded else settings.weight_decay

@@ -34,8 +34,7 @@ PROOF_FILE = "proof.json"
 _MOST_ON_CPUS = 2
 _SAMPLES = 96
 STEPS = 10
-MOST_ACCUMULATED = 4
-"""The most micro-batches of an update: beyond the first sum, one is like the other."""
+MOST_ACCUMULATED = 4  # the most micro-batches of an update: beyond the first sum, one is like the other
 _MOST_ROWS = 2
 _ALIGNED = 8  # DeepSpeed wants multiples of this many elements
 _USUAL_CLASSES = 1000

@@ -236,10 +236,7 @@ def check_folder(folder: Path) -> None:
 
 
 def write_report(folder: Path, report: Report, page: str) -> None:
-    """Write both files, each complete or absent; an earlier report is replaced.
-
-    Raises `RecipeError` as `check_folder`, and `DataError`.
-    """
+    """Write both files, complete or absent, over an earlier report. Raises as `check_folder`, and `DataError`."""
     check_folder(folder)
     with os_errors(f"--out {folder}: cannot be written"):
         make_folder(folder)

@@ -12,8 +12,7 @@ from vitscale.runs.names import RECIPE_FILE, checkpoints_root
 from vitscale.runs.reading import number
 from vitscale.runs.run import Run
 
-_MOST_POINTS = 300
-"""Points of a curve at most, so that the page of a long run stays small."""
+_MOST_POINTS = 300  # points of a curve at most, so that the page of a long run stays small
 
 
 @dataclass(frozen=True)

@@ -77,10 +77,7 @@ def data_wait(rows: Sequence[Row]) -> float | None:
 
 
 def _spans(rows: Sequence[Row]) -> list[tuple[Row, int]]:
-    """Lines, and the number of steps that each covers.
-
-    A line of one step among others covers the first step of a process, which takes longer, and is left out.
-    """
+    """Lines with the steps that each covers, without a process's slower first step if others have lines of more."""
     steps = [row["step"] - before["step"] for before, row in pairwise(rows)]
     first = [row["step"] for row in rows[:1]] if len(rows) < RECENT_LINES else steps[:1]
     spans = list(zip(rows, first + steps, strict=True))

@@ -138,10 +138,7 @@ class RunReader:
         self._manifest: dict[str, Any] | None = None
 
     def read(self) -> RunStatus:
-        """How the run is doing now.
-
-        Raises `RecipeError` if there is no run, `DataError` if its metrics or launches cannot be read.
-        """
+        """How the run does now. Raises `RecipeError` without a run, `DataError` for unreadable metrics or launches."""
         self._check_is_run()
         self._read_recipe()
         run = RunFiles(self._directory, self._recipe, self._log)

@@ -29,10 +29,8 @@ from vitscale.runs.launches import read_launches
 from vitscale.runs.names import LAUNCH_FILE
 from vitscale.runs.reading import read_object
 
-LOG_FILE = "launch.log"
-"""The file in a run directory that takes what an entry's launch prints."""
-JOBS_FILE = "slurm-jobs.json"
-"""The file in a study's folder of entry -> number of its Slurm job, as ARRAY_INDEX."""
+LOG_FILE = "launch.log"  # the file in a run directory that takes what an entry's launch prints
+JOBS_FILE = "slurm-jobs.json"  # the file in a study's folder of entry -> number of its Slurm job, as ARRAY_INDEX
 _DEVICES, _THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
 _ASK_EVERY_SECONDS = 5.0  # Slurm
 

@@ -17,12 +17,10 @@ from vitscale.ground.wording import counted, did_you_mean
 from vitscale.recipe import Recipe, find_recipe, override, read_content, recipe_sha256, refuse_secrets
 from vitscale.recipe.strict_yaml import parse_yaml
 
-_VALIDATION = "validation/"
-"""The prefix of the metrics of a recipe's `evaluation.validation`."""
+_VALIDATION = "validation/"  # the prefix of the metrics of a recipe's `evaluation.validation`
 
 _MOST_PROBLEMS = 50
-_Candidate = tuple[str, str, dict[str, Any]]
-"""A label, a recipe, and the grid's values."""
+_Candidate = tuple[str, str, dict[str, Any]]  # a label, a recipe, and the grid's values
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from vitscale.ground.wording import describe_mistake
 from vitscale.runs.reading import read_object
 
 METRIC = "validation/loss"
-LEAST_RUNS = 3
-"""Below this a line has no deviation from which an interval could follow."""
+LEAST_RUNS = 3  # below this a line has no deviation from which an interval could follow
 FORECASTS_FILE = "forecasts.json"
 _CONFIDENCE = 0.95
 _MOST = 41.0  # of a logarithm; more than any loss

@@ -23,8 +23,7 @@ _VERSION = 1
 _TOP1 = "validation/top1"
 _Name = Annotated[str, pydantic.StringConstraints(pattern=r"^\w[^/]*$")]  # of a folder in the study's
 _From = Annotated[str | None, pydantic.Field(validation_alias="from")]
-Number = Annotated[int | float, pydantic.Field(ge=-1e18, le=1e18)]
-"""A number of a file, with which can be computed."""
+Number = Annotated[int | float, pydantic.Field(ge=-1e18, le=1e18)]  # a number of a file, with which can be computed
 
 
 @dataclass(frozen=True)

@@ -170,10 +170,7 @@ def store_image(data: bytes, options: ImageOptions = _DEFAULTS) -> StoredImage |
 
 
 def pixels_of(image: Image.Image) -> np.ndarray | Reject:
-    """The pixels of an open image as they would be stored, uint8 (height, width, 3), or why they cannot be.
-
-    Raises MemoryError.
-    """
+    """An open image's pixels as stored, uint8 (height, width, 3), or why they cannot be. Raises MemoryError."""
     width, height = image.size
     if not 0 < width * height <= MAX_PIXELS:
         return Reject(f"{width} x {height} pixels; 1 to {MAX_PIXELS:,} are accepted")

@@ -244,10 +244,7 @@ class Manifest(Strict):
         return self._sha256 or hashlib.sha256(self._content()).hexdigest()
 
     def location(self, path: str) -> str:
-        """Path or URL of a file that the manifest names relative to its directory.
-
-        Raises DataError for a path that leads out of a URL's host or bucket.
-        """
+        """Path or URL of a file relative to the manifest. Raises DataError if it leaves a URL's bucket or host."""
         if not is_url(self.where):
             return str(self.directory / path)
         scheme, _, file = self.where.partition("://")

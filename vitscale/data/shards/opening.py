@@ -54,10 +54,7 @@ class OpenShard:
         return pixels
 
     def image_file(self, slot: int) -> tuple[bytes, str]:
-        """The image of a slot as an image file, and its suffix: the stored JPEG, or a PNG of raw pixels.
-
-        Raises DataError if it is damaged.
-        """
+        """A slot's image file and its suffix: the JPEG, or a PNG of raw pixels. Raises DataError if it is damaged."""
         content = self.image(slot)
         if self.file.raw[slot]:
             return raw_to_png(content, int(self.file.height[slot]), int(self.file.width[slot])), ".png"

@@ -99,10 +99,7 @@ def fingerprint_algorithm(table: pa.Table) -> str | None:
 
 
 def write_tables(path: str | Path, tables: Iterable[pa.Table], schema: pa.Schema) -> None:
-    """Write tables of one schema, concatenated, as one file; complete or not at all.
-
-    Raises OSError, or ValueError for a table of another schema.
-    """
+    """Write tables, all of one schema, as one file, complete or not at all. Raises OSError, ValueError."""
     with (
         durable_file(path) as file,
         pq.ParquetWriter(file, schema, compression="zstd", write_page_checksum=True) as writer,

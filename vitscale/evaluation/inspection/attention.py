@@ -21,8 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from vitscale.models.anatomy import Along, Anatomy, AttentionLayer, Windows
 
-_CHUNK = 2**21
-"""The number of attention weights that exist at once: 8 MB, about what stays in a processor's cache."""
+_CHUNK = 2**21  # the number of attention weights that exist at once: 8 MB, about what stays in a processor's cache
 
 
 class Attending(NamedTuple):
@@ -99,8 +98,7 @@ def chunks(attending: Attending) -> Iterator[Chunk]:
             yield Chunk(these, rows, weights, entropy)
 
 
-POOLING = "pooling"
-"""The layer name for the attention of a model's pooling."""
+POOLING = "pooling"  # the layer name for the attention of a model's pooling
 
 
 @dataclass

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INSPECTION_PAGE = "index.html"
-OUTLIER = 4.0
-"""A token is an outlier if its norm is more than this many times the median of its layer."""
+OUTLIER = 4.0  # a token is an outlier if its norm is more than this many times the median of its layer
 _PANEL = 360  # width of one model's panel in pixels
 _LAYERS_SHOWN = 12
 _TILES_OF_A_SIDE = 16  # most tiles of position similarity on a side; of larger grids every second, third, ... is shown

@@ -176,10 +176,7 @@ def look(
 
 
 def pictures_from(model: FinishedModel, where: str, count: int) -> Tensor:
-    """`count` images as a model sees them, uint8 (n, S, S, 3): spread evenly over a folder, or a dataset's first ones.
-
-    Raises as `first_of`.
-    """
+    """`count` images, uint8 (n, S, S, 3): spread over a folder, or a dataset's first. Raises as `first_of`."""
     path = Path(where)
     if not path.is_file() and (not path.is_dir() or (path / MANIFEST_NAME).exists()):
         return first_of(model, where, count)

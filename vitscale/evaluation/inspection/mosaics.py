@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image, ImageFilter
 
-TILE = 128
-"""The side of a shown picture in pixels."""
+TILE = 128  # the side of a shown picture in pixels
 _GAP = 4
 
 

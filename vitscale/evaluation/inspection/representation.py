@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SHOWN_COMPONENTS = 28
-"""The number of components shown, as in Figure 7."""
-SMALLEST_BATCH = 4
-"""The number of images that the unbiased estimator needs."""
+SHOWN_COMPONENTS = 28  # the number of components shown, as in Figure 7
+SMALLEST_BATCH = 4  # the number of images that the unbiased estimator needs
 
 
 class Components(NamedTuple):

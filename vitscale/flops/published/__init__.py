@@ -135,14 +135,10 @@ def _value(text: str) -> str | int | float | None:
     return text or None
 
 
-table_2 = cache(partial(_read, 2, StateOfTheArt))
-"""Comparison with the state of the art, and TPUv3-core-days."""
-table_5 = cache(partial(_read, 5, DataSize))
-"""Pre-training on ImageNet, ImageNet-21k and JFT-300M (Figure 3)."""
-table_6 = cache(partial(_read, 6, Scaling))
-"""The scaling study (Figure 5)."""
-table_7 = cache(partial(_read, 7, OptimizerChoice))
-"""ResNets pre-trained with Adam and with SGD."""
+table_2 = cache(partial(_read, 2, StateOfTheArt))  # comparison with the state of the art, and TPUv3-core-days
+table_5 = cache(partial(_read, 5, DataSize))  # pre-training on ImageNet, ImageNet-21k and JFT-300M (Figure 3)
+table_6 = cache(partial(_read, 6, Scaling))  # the scaling study (Figure 5)
+table_7 = cache(partial(_read, 7, OptimizerChoice))  # ResNets pre-trained with Adam and with SGD
 table_8 = cache(partial(_read, 8, PositionEmbedding))
 """Position embeddings; `position` and `at` are the words of a recipe's `model.position`."""
 

@@ -11,8 +11,7 @@ _KINDS = "biufcV"  # V: bf16, which is void to numpy
 _MOST_EMPTY = 1 << 20  # rows of no bytes
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
-Header = tuple[tuple[int, ...], bool, np.dtype]
-"""An array's shape, whether it is in column-major order, and its type."""
+Header = tuple[tuple[int, ...], bool, np.dtype]  # an array's shape, whether it is in column-major order, and its type
 
 
 def read_header(file: IO[bytes], size: int) -> Header:

@@ -21,10 +21,7 @@ class FileDigests(NamedTuple):
 
 
 def file_digests(path: str | Path) -> FileDigests:
-    """Size, SHA-256 and XXH3-128 of a file, in one pass and bounded memory.
-
-    Raises OSError, also if it is not a regular file.
-    """
+    """Size, SHA-256 and XXH3-128, in one pass and bounded memory. Raises OSError, also if it is no regular file."""
     sha256, xxh3 = hashlib.sha256(), xxhash.xxh3_128()
     size = 0
     with FileIO(path, opener=regular) as file:

@@ -97,10 +97,7 @@ def _release(folder: Path, in_use: LockFile, owner: int) -> None:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove a folder that a `MachineFolder` made, unless it is in use. Only call this with the lock held.
-
-    Raises RecipeError for anything else.
-    """
+    """With the lock held: remove a `MachineFolder`'s folder, unless used. Raises RecipeError for anything else."""
     try:
         with LockFile(folder / _IN_USE, create=False) as in_use:
             if not folder.is_symlink():

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 SERIES = ("#1f6fb4", "#c2571a", "#2a8a4a", "#8a4fb0", "#b8860b", "#c23b6b", "#3a8f9c", "#7a6a58")
 """Colours for lines and points. Each becomes the page's variable `--series-N`, which has another value in dark mode."""
-FAINT = "#7b8087"
-"""The colour of the background: grid lines, figures of others. Becomes `--faint`."""
+FAINT = "#7b8087"  # The colour of the background: grid lines, figures of others. Becomes `--faint`.
 
 _INK = "#010203"  # the colour of all else; becomes that of the page's text
 _STYLE = {

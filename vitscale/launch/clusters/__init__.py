@@ -70,10 +70,7 @@ def read_pairs(option: str, pairs: Sequence[str]) -> dict[str, str]:
 def launch_command(
     job: Job, program: Sequence[str] = ("vitscale",), *, nodes: int = 1, node_rank: str = "0", master: str = ""
 ) -> list[str]:
-    """The `vitscale launch` to run on a node; without a master, srun tells each node its number.
-
-    `node_rank` may be a placeholder that the cluster replaces.
-    """
+    """The `vitscale launch` of a node; `node_rank` may be a placeholder; without a master srun numbers the nodes."""
     wait = f"{job.wait_for_nodes_minutes:g}"
     meeting = {"--nodes": nodes, "--node-rank": node_rank, "--master": master, "--wait-for-nodes": wait}
     options = {"--ranks": job.what.ranks, **job.what.options, "--max-restarts": job.max_restarts}

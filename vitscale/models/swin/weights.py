@@ -122,10 +122,7 @@ class SwinWeights(ForeignWeights):
         )
 
     def transformers_config(self) -> dict[str, Any]:
-        """As `ForeignWeights.transformers_config`.
-
-        Raises `RecipeError` for images so small that windows of later stages are smaller, which transformers has not.
-        """
+        """As `ForeignWeights`'. Raises `RecipeError` for images so small that windows of later stages are smaller."""
         shape, image_size = self._shape, self._model.image_size
         last = shape.window_of(len(shape.blocks) - 1, image_size)
         if last < shape.window:

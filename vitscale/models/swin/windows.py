@@ -10,8 +10,7 @@ from torch.nn import functional as F
 
 from vitscale.models.layers import Linear, attention
 
-_APART = -100.0
-"""What the authors add to the logits of two positions that a shift has brought into one window."""
+_APART = -100.0  # what the authors add to the logits of two positions that a shift has brought into one window
 
 
 class WindowAttention(nn.Module):

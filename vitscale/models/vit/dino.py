@@ -101,10 +101,7 @@ def resample_positions(positions_1TD: Tensor, old: int, new: int, *, antialias: 
 
 
 def rules(model: "ViT", kind: str) -> Iterator[Rule]:
-    """Every parameter except the head's, by the names in transformers' files of this model_type.
-
-    Layer scales that the model does not have are ones.
-    """
+    """All parameters but the head's, by transformers' names for this model_type; absent layer scales are ones."""
     shape, is_v2 = model.shape, kind in DINOV2
     patches = "embeddings.patch_embeddings.projection" if is_v2 else "embeddings.patch_embeddings"
     yield Rule(

@@ -160,9 +160,7 @@ class EncoderBlock(nn.Module):
 
 
 class AxialBlock(nn.Module):
-    """A row block and a column block, each of attention and MLP, in the place of one block with global attention
-    (axial attention, appendix D.5).
-    """
+    """A row and a column block of attention and MLP instead of one with global attention (appendix D.5)."""
 
     def __init__(
         self,

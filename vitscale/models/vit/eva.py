@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from vitscale.recipe.families import ViTShape
 
 POSITION = "1d_rope"
-Dimensions = tuple[int, int, int, int]
-"""Patch size, width, depth and heads."""
+Dimensions = tuple[int, int, int, int]  # patch size, width, depth and heads
 _BASE, _GRID, _RATIO = 10_000.0, [16, 16], 4 * 2 / 3  # timm's
 # Name without the image size -> norms inside, and dimensions.
 _MODELS: dict[str, tuple[str, Dimensions]] = {

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-Sizes = tuple[tuple[int, int], ...]
-"""(B, T) of each grid; empty where there is one."""
+Sizes = tuple[tuple[int, int], ...]  # (B, T) of each grid; empty where there is one
 
 
 def sizes_of(grids: Sequence[Tensor]) -> Sizes:

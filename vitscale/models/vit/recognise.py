@@ -180,9 +180,7 @@ def _length(shapes: Shapes, key: str, axis: int = 1) -> int:
 
 
 def _side(length: int, first: int) -> tuple[int, bool]:
-    """The patches along one side by the number of positions, 0 if they are no square, and whether the `first` tokens
-    have positions, too.
-    """
+    """Patches along a side by the number of positions, 0 if no square; whether the `first` tokens have any."""
     for before in (0, first):
         side = math.isqrt(max(length - before, 0))
         if side > 0 and side**2 == length - before:

@@ -106,10 +106,7 @@ def _replaced(name: str, renames: Iterable[tuple[str, str]]) -> str:
 
 
 def read_folder(folder: Path, config: dict[str, Any]) -> Source:
-    """Read a folder in transformers' format with this config.json.
-
-    Raises `CheckpointError` for one without a Vision Transformer.
-    """
+    """Read a transformers folder with this config.json. Raises `CheckpointError` without a Vision Transformer."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _DEFAULTS:
         known = ", ".join(map(repr, _DEFAULTS))

@@ -19,10 +19,8 @@ Shapes = dict[str, tuple[int, ...]]
 _MOST_JSON = 64 << 20
 _LONGEST_NAME = 1000
 _INDICES = (".relative_position_index", ".attn_mask")
-MASK = "mask_token"
-"""The mask of self-distillation or of a decoder, in the names of the authors of DINOv2 and of MAE."""
-MOST_PIXELS = 8192
-"""The largest side of an image."""
+MASK = "mask_token"  # the mask of self-distillation or of a decoder, in the names of the authors of DINOv2 and of MAE
+MOST_PIXELS = 8192  # the largest side of an image
 
 
 @dataclass(frozen=True)

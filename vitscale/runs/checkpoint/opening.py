@@ -219,10 +219,7 @@ def is_weights(source: Path) -> bool:
 
 
 def checkpoint_step(path: Path) -> int | None:
-    """The step of the checkpoint whose folder this is, by its name; None for anything else.
-
-    Raises `RecipeError` for a checkpoint in a folder of another name.
-    """
+    """The step by a checkpoint folder's name; None for no checkpoint. Raises `RecipeError` for another name."""
     if not path.is_dir() or is_weights(path) or (path / RECIPE_FILE).exists():
         return None
     if steps := steps_among([path.absolute().name]):

@@ -84,10 +84,7 @@ def _path(named: Named) -> Path:
 
 
 def read_found_index(named: Named, store: CheckpointStore, step: int | None) -> CheckpointIndex:
-    """The index of a checkpoint, or the newest intact one if `step` is None; the checkpoint's files are not looked at.
-
-    Raises `CheckpointError` if there is none.
-    """
+    """A checkpoint's index, by default the newest intact; no files are read. Raises `CheckpointError` without one."""
     problem = None
     with os_errors(f"{named.key}.from: {store.root}: cannot be read", CheckpointError):
         steps = store.steps()

@@ -154,10 +154,7 @@ def has_begun(recipe: Recipe, run_dir: Path) -> bool:
 
 
 class _Assignment:
-    """Where each parameter of a model comes from, all keys accounted for; nothing is read yet.
-
-    Raises as `check_initial_weights`.
-    """
+    """Where each parameter comes from; nothing is read yet. Raises as `check_initial_weights`."""
 
     def __init__(self, recipe: Recipe, class_names: list[str], weights: OpenWeights) -> None:
         if recipe.init is not None and recipe.init.head != "keep":

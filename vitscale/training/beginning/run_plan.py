@@ -87,10 +87,7 @@ def open_loader(plan: RunPlan, world: World, start: int, stop: int) -> Loader:
 
 
 def plan_run(recipe: Recipe, rank: int, world_size: int) -> RunPlan:
-    """Work out one rank's part of a run.
-
-    Raises `RecipeError` for mistakes in the recipe, `DataError` for faults of the data.
-    """
+    """A rank's part of a run. Raises `RecipeError` for mistakes in the recipe, `DataError` for faults of the data."""
     micro_batch, accumulation = recipe.split(world_size)
     config = derive_config(recipe, world_size)
     manifest = Manifest.load(recipe.dataset_path(recipe.data.train))

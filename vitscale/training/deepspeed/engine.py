@@ -31,8 +31,7 @@ from vitscale.training.optimizers.whole_tensors import Piece, WholeTensorOptimiz
 
 _AT_ONCE = 1 << 24  # elements copied at a time while weights and average change places
 
-Average = Mapping[Tensor, Tensor]
-"""Each of an engine's `masters` -> a tensor of its shape."""
+Average = Mapping[Tensor, Tensor]  # each of an engine's `masters` -> a tensor of its shape
 
 
 _Share = tuple[str, int, Tensor]

@@ -223,9 +223,7 @@ class Exchange:
                 bucket.gathering = None
 
     def _wait_before_use(self) -> None:
-        """Have each module wait for its own weights, and a compiled one for those of all within it, which have no hooks
-        of their own.
-        """
+        """Have each module wait for its weights; a compiled one for all within it, which have no hooks of their own."""
         compiled = [module for module in self._engine.module.modules() if is_compiled(module)]
         within = {inner for module in compiled for inner in module.modules()}
         for module in compiled + [module for module in self._engine.module.modules() if module not in within]:

@@ -18,8 +18,7 @@ from vitscale.recipe import Recipe, is_frozen
 from vitscale.runs.checkpoint import bytes_needed, weight_kinds
 from vitscale.training.optimizers.whole_tensors import Piece
 
-Source = Callable[[str, str, int, int], Tensor]
-"""(kind, parameter, start, length) -> the 1-D fp32 values of that piece."""
+Source = Callable[[str, str, int, int], Tensor]  # (kind, parameter, start, length) -> the 1-D fp32 values of that piece
 
 
 def in_pieces(whole: Callable[[str], Tensor]) -> Source:

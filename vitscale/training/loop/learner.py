@@ -98,10 +98,7 @@ class Learner:
         return objective
 
     def load(self, reader: CheckpointReader | None) -> None:
-        """Take everything from a checkpoint, or begin with the initial weights.
-
-        Raises `CheckpointError`, and `RecipeError` for the recipe's `init`.
-        """
+        """Load a checkpoint, or begin with initial weights. Raises `CheckpointError`, and `RecipeError` for `init`."""
         if reader is None:
             shapes, seed = self.engine.shapes, self._recipe.seed
             initial = in_pieces(lambda name: initial_value(self.objective, name, torch.Size(shapes[name]), seed))

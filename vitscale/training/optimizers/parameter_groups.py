@@ -9,12 +9,9 @@ from vitscale.ground.errors import RecipeError
 from vitscale.objectives import Objective
 from vitscale.recipe import Optimizer, Recipe, group_of, matches
 
-LR_FACTOR = "lr_factor"
-"""The key of a group of torch's optimizer that holds its factor of the learning rate."""
-BASE_DECAY = "base_weight_decay"
-"""The key of its weight decay before a schedule changes it."""
-INDEX = "index"
-"""The key of its place in the recipe's `optimizer.groups` if it begins later than the others, else None."""
+LR_FACTOR = "lr_factor"  # the key of a group of torch's optimizer that holds its factor of the learning rate
+BASE_DECAY = "base_weight_decay"  # the key of its weight decay before a schedule changes it
+INDEX = "index"  # the key of its place in the recipe's `optimizer.groups` if it begins later than the others, else None
 
 
 def parameter_groups(recipe: Recipe, objective: Objective) -> list[dict[str, Any]]:

@@ -19,10 +19,8 @@ from vitscale.recipe import Optimizer
 OF_TERMS, OF_CHANGE, LEAST = 2.0**-21, 2.0**-12, 1e-36
 OF_BF16 = 2.0**-7  # relative to what is kept in bf16, and computed there
 
-State = Mapping[str, Tensor]
-"""Kind, as in checkpoints, `MASTER` for the weights -> float64."""
-Expected = dict[str, tuple[Tensor, Tensor]]
-"""Kind -> the value that it should have, and by how much it may differ."""
+State = Mapping[str, Tensor]  # kind, as in checkpoints, `MASTER` for the weights -> float64
+Expected = dict[str, tuple[Tensor, Tensor]]  # kind -> the value that it should have, and by how much it may differ
 _Settings = TypeVar("_Settings", bound=Optimizer)
 
 

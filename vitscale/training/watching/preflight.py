@@ -296,10 +296,7 @@ def _appears(path: Path) -> bool:
 
 
 def _check_room(recipe: Recipe, directory: LocalDirectory, checkpoint_bytes: int) -> tuple[int, list[str]]:
-    """Tidy the folder of checkpoints. Returns (bytes free, warnings).
-
-    Raises `RecipeError` if not even the first fits, `StorageError` if the next one does not.
-    """
+    """Tidy checkpoints -> (bytes free, warnings). `RecipeError`: the first does not fit, `StorageError`: the next."""
     with os_errors(f"{directory.root} cannot be read", RecipeError):
         directory.tidy()  # a save that was killed may have left as much as a checkpoint
         free, present = shutil.disk_usage(directory.root).free, len(directory.steps())

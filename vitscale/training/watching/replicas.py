@@ -37,10 +37,7 @@ def checksum(tensor: Tensor, first: int = 0) -> int:
 
 
 def compare_weights(module: nn.Module, step: int) -> None:
-    """Check that all ranks hold the same weights, under ZeRO 0 to 2; all ranks call it together.
-
-    Raises `ReplicaError` on all ranks.
-    """
+    """On all ranks: check that they hold the same weights, ZeRO 0 to 2. Raises `ReplicaError` on all."""
     total = sum(index * checksum(parameter) for index, parameter in enumerate(module.parameters(), 1)) % 2**64
     _compare(total, f"step {step:,}: the ranks' weights, which should be equal, differ")
 

@@ -79,8 +79,7 @@ class MetricsWriter(MetricsLines):
             follower.leave(seconds)
 
 
-_Item = tuple[int, Mapping[str, float]]
-"""A step, and its numbers."""
+_Item = tuple[int, Mapping[str, float]]  # a step, and its numbers
 
 
 class _Known(NamedTuple):
