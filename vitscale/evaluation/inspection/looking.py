@@ -79,7 +79,7 @@ class Findings:
 def parts_of(model: Model, title: str, wanted: Sequence[Part] | None) -> list[Part]:
     """The parts of a model to inspect: the wanted ones, or all that it has. Raises `RecipeError` if one is missing."""
     if unknown := [part for part in wanted or () if part not in PARTS]:
-        raise RecipeError(f"show: {unknown[0]!r} is none; expected some of {','.join(PARTS)}")
+        raise RecipeError(f"--show: {unknown[0]!r} is none; expected some of {','.join(PARTS)}")
     anatomy = model.anatomy()
     missing: dict[Part, str] = {}
     if not anatomy.attention:
@@ -95,7 +95,7 @@ def parts_of(model: Model, title: str, wanted: Sequence[Part] | None) -> list[Pa
     for part in wanted or ():
         if part in missing:
             raise RecipeError(
-                f"show {part}: {title} {missing[part]}; it has {', '.join(p for p in PARTS if p not in missing)}"
+                f"--show {part}: {title} {missing[part]}; it has {', '.join(p for p in PARTS if p not in missing)}"
             )
     return [part for part in PARTS if part in (wanted or PARTS) and part not in missing]
 
