@@ -157,21 +157,23 @@ def test_keys_below_the_list_are_relative_to_it(tmp_path):
 def test_relative_paths_start_at_the_list(tmp_path, monkeypatch):
     folder = tmp_path / "lists"
     write_files(tmp_path, ("1.jpg", b"one"), ("2.jpg", b"two"))
-    paths = ["../1.jpg", "memory://images/2.jpg", "absent.jpg", "memory://images/absent.jpg"]
-    content = "path,label\n" + "".join(f"{path},cat\n" for path in paths)
-    write_files(folder, ("x.csv", content.encode()), ("far.csv", content.replace("../1.jpg", "../2.jpg").encode()))
+    paths = ["../1.jpg", str(tmp_path / "1.jpg"), "memory://images/2.jpg", "absent.jpg", "memory://images/absent.jpg"]
+    near, far = (
+        "path,label\n" + "".join(f"{path},cat\n" for path in each) for each in (paths, ["../2.jpg", *paths[2:]])
+    )
+    write_files(folder, ("x.csv", near.encode()), ("far.csv", far.encode()))
     upload(tmp_path / "2.jpg", "memory://images/2.jpg")
     upload(folder / "far.csv", "memory://images/lists/x.csv")
     monkeypatch.chdir(folder)
     for where, expected in (
-        (str(folder / "x.csv"), [b"one", b"two"]),
-        ("x.csv", [b"one", b"two"]),
+        (str(folder / "x.csv"), [b"one", b"one", b"two"]),
+        ("x.csv", [b"one", b"one", b"two"]),
         ("memory://images/lists/x.csv", [b"two", b"two"]),
     ):
         source = open_image_list("source", [where], SourceOptions())
         contents = [item.content for item in source.items(0, Counter())]
-        assert [source.read(0, content) for content in contents[:2]] == expected
-        for content in [*contents[2:], b"a\0b.jpg"]:
+        assert [source.read(0, content) for content in contents[:-2]] == expected
+        for content in [*contents[-2:], b"a\0b.jpg"]:
             with pytest.raises(OSError):
                 source.read(0, content)
 

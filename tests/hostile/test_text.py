@@ -63,6 +63,9 @@ WITH_SECRETS = {
     r"https:\/\/u:TOPSECRET@h\/x?a=1\u0026sig\u003dTOPSECRET": r"https:\/\/h\/x?a=1",
     "{'Authorization': 'Basic TOPSECRET', 'Range': 'x'}": "{'Authorization': '...', 'Range': 'x'}",
     "authorization: Bearer TOPSECRET": "authorization: ...",
+    r"authorization: Basic TOP\SECRET": "authorization: ...",
+    r'{"a": "authorization=TOPSECRET\"b"}': r'{"a": "authorization=...\"b"}',
+    r'{"a": "authorization=TOPSECRET\\"}': '{"a": "authorization=..."}',
     "{'tracking.token': 'TOPSECRET', 'hub': {'API_KEY': \"a'TOPSECRET\"}}": (
         "{'tracking.token': '...', 'hub': {'API_KEY': \"...\"}}"
     ),

@@ -34,7 +34,9 @@ _KEYED = re.compile(
     r"""(?:api|access|secret|auth|private|account)[_-]?key)\\*["']\s*:\s*)(\\*["'])(?:(?!\2)(?:\\.|[^\\]))+\2""",
     re.IGNORECASE,
 )
-_HEADER = re.compile(r"""(authorization["']?\s*[:=,]\s*["']?)(?:[a-z]+\s+)?[^\s"'\\,;)}\]]+""", re.IGNORECASE)
+_HEADER = re.compile(
+    r"""(authorization["']?\s*[:=,]\s*["']?)(?:[a-z]+\s+)?(?:[^\s"'\\,;)}\]]|\\[^\s"'])+""", re.IGNORECASE
+)
 
 
 def without_secrets(text: str) -> str:
