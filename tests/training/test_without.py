@@ -281,10 +281,10 @@ def test_mistakes_are_told(root, tmp_path):
     run = root / "runs" / "run"
     for error, match, words, stdin in (
         (DataError, r"\b2\b.* 4711, 100000000000000000000000", [0, 4711, 10**23], None),
-        (DataError, "", ["-"], "\n# nothing\n"),
+        (DataError, None, ["-"], "\n# nothing\n"),
         (DataError, "line 2", ["-"], "1\nno number\n"),
-        (DataError, "", [tmp_path / "missing.txt"], None),
-        (RecipeError, "", [0, "--out", root / "train"], None),
+        (DataError, None, [tmp_path / "missing.txt"], None),
+        (RecipeError, None, [0, "--out", root / "train"], None),
     ):
         with pytest.raises(error, match=match):
             without(*words, run=run, stdin=stdin)
