@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from data_tools.dedup.against import NamedIndex
 from data_tools.output import Output
-from data_tools.planning import PLAN
+from data_tools.plan import PLAN
 from data_tools.shard_task import ShardReport, ShardTask
 from data_tools.sources.folder import FolderSource
 from data_tools.tasks import Progress

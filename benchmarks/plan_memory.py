@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.listing import ListingTask, order_images
-from data_tools.planning import write_plan
+from data_tools.plan import write_plan
 from data_tools.request import Request
 from data_tools.sources.image_list import open_image_list
 from data_tools.sources.source import SourceOptions

@@ -16,9 +16,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy
 import PIL
@@ -32,7 +31,8 @@ from data_tools.dedup.matching import Matcher
 from data_tools.dedup.report import tables, write_report
 from data_tools.machine import ALL_TASKS, Machine, TaskRange, alone, claimed
 from data_tools.output import LOG_NAME, REPORT_FOLDER, Output
-from data_tools.planning import Begun, ConversionPlan, Probe, make_plan, make_trial
+from data_tools.plan import ConversionPlan
+from data_tools.planning import Begun, Probe, make_plan, make_trial
 from data_tools.report import ProgressDisplay, Totals, say
 from data_tools.request import Conversion, Request
 from data_tools.shard_task import ShardReport, ShardTask
@@ -50,8 +50,7 @@ _SHOWN_REJECTS = 20
 _REQUESTS_AT_ONCE = 32
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The result of a conversion."""
 
     manifests: dict[str, Manifest]  # the datasets, by split; empty while other machines still have tasks

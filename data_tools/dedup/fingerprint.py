@@ -9,7 +9,6 @@ turned into a bit that says whether it is above their median. The bits equal tho
 decides them, as in drawings. The luma is computed in our own way, so hashes are comparable only with others from here.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -116,8 +115,7 @@ _COSINES = _cosines()
 _HUNDREDTHS = (np.arange(256, dtype=np.float32) * 100 / 255).astype(np.int64)
 
 
-@dataclass(frozen=True)
-class Fingerprint:
+class Fingerprint(NamedTuple):
     """The fingerprint of one picture."""
 
     pixels: int  # XXH3-64 of the pixels, seeded by the width

@@ -13,8 +13,8 @@ Uniform borders are left out: two pale pictures in one kind of frame correlate b
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,8 +37,7 @@ _GRID = 32  # pixels per side that are compared
 _MARGIN = 1.0  # pixels of 64 beside a border that are left out too, because it bleeds into them
 
 
-@dataclass(frozen=True)
-class _Near:
+class _Near(NamedTuple):
     """A query and a test image with near hashes: distances and variants of the nearest ones, in order."""
 
     query: int

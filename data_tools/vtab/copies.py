@@ -11,9 +11,8 @@ taken in the copy's own order, and a list of ids is needed to get the published 
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from data_tools.classes import SPLIT_NAMES
 from data_tools.vtab.tasks import ORIGINS, Slice, folder_names
@@ -26,8 +25,7 @@ _RECORDS = re.compile(r".+-(?P<split>\w+)\.tfrecord-(?P<index>\d{5})-of-(?P<coun
 _TFDS_NAMES = {"train": "train", "val": "validation", "test": "test"}
 
 
-@dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """A copy of a task's dataset."""
 
     task: str
@@ -41,8 +39,7 @@ class Copy:
     doubt: str | None = None  # why these are not the published images, unless a list of ids selects them, if so
 
 
-@dataclass(frozen=True)
-class Search:
+class Search(NamedTuple):
     """The result of looking for a task: a copy or None, the places searched, and problems of unusable copies there."""
 
     copy: Copy | None

@@ -15,9 +15,8 @@ orientation applied, JPEGs decoded as libjpeg does with its accurate integer tra
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field, ValidationError
@@ -129,8 +128,7 @@ def contents(entries: Iterable[PinnedImage]) -> Counter[tuple[str, int]]:
     return Counter(entry.content for entry in entries)
 
 
-@dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """The result of preparing a task."""
 
     task: str

@@ -71,9 +71,20 @@ def test_dry_run_and_view(place, found, tmp_path):
     assert (manifest.num_samples, manifest.num_removed) == (17, 3)
 
 
-@pytest.mark.parametrize("src", ["pets", "pets.tar.gz", "pets.tar", "s3://bucket/pets.parquet", "a/pets/manifest.json"])
+@pytest.mark.parametrize(
+    "src",
+    [
+        "pets",
+        "pets.tar.gz",
+        "pets.tar",
+        "s3://bucket/pets.parquet",
+        "a/pets/manifest.json",
+        "pets/test",
+        "a/pets/Val.tar.xz",
+    ],
+)
 def test_names_of_test_sets(place, src):
-    """The last part without suffixes, which two cannot have: told before anything is opened."""
+    """The last part that names no split, without suffixes, which two cannot have: told before anything is opened."""
     with pytest.raises(RecipeError, match=f"'pets'.*NAME={src}"):
         dedup("index", src, place / "pets", "--out", place / "never")
     with pytest.raises(RecipeError, match="'cats'"):

@@ -94,6 +94,12 @@ def test_steps_that_are_known_from_elsewhere(run_dir):
     assert status(run_dir)[0]["step"] == 10
 
 
+def test_a_branch_has_cost_what_its_own_steps_have(run_dir):
+    write_recipe(run_dir, "init={from: runs/trunk, step: 5, continue: true}")
+    (found,) = status(run_dir)
+    assert found["exaflops"] == pytest.approx(LINES[-2]["exaflops"] * (1 - 5 / LINES[-2]["step"]))
+
+
 def test_the_pace_without_the_first_step_of_a_process(run_dir):
     first = LINES[0] | {"step": 1, "step_time_s": 50.0, "data_wait_s": 40.0}
     later = LINES[0] | {"step": 11, "step_time_s": 2.0, "data_wait_s": 0.5}

@@ -248,7 +248,8 @@ def test_a_file_that_is_emptied_while_it_is_read_is_an_error(manifest, policy):
         next(loader)
         for index in range(4):
             os.truncate(manifest.shard_path(index), 5000)
-        with pytest.raises(DataError, match=r"shard-0000\d\.beton: slot \d+, uid \d+: .*\b[08] of\b"):  # 8: a first slot
+        # A shard's first sample keeps its first 8 bytes.
+        with pytest.raises(DataError, match=r"shard-0000\d\.beton: slot \d+, uid \d+: .*\b[08] of\b"):
             for _ in loader:
                 pass
         assert list(loader) == []  # it has ended

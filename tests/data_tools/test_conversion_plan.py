@@ -10,7 +10,7 @@ from messages import refusal
 
 from data_tools import listing
 from data_tools.listing import ListingTask, Spool, order_images
-from data_tools.planning import ConversionPlan, write_plan
+from data_tools.plan import ConversionPlan, write_plan
 from data_tools.request import Request, parse_splits
 from data_tools.sources.source import Item
 from data_tools.tasks import run_inline

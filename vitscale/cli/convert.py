@@ -15,7 +15,8 @@ from data_tools.conversion import Outcome, convert, dry_run, merge
 from data_tools.dedup.against import name_indexes
 from data_tools.dedup.report import tables
 from data_tools.machine import ALL_TASKS, Machine, TaskRange
-from data_tools.planning import MAX_SHARD_SAMPLES, ConversionPlan, Probe
+from data_tools.plan import MAX_SHARD_SAMPLES, ConversionPlan
+from data_tools.planning import Probe
 from data_tools.report import say, summary
 from data_tools.request import Request, parse_count, parse_splits
 from data_tools.sources import Kind, SourceOptions

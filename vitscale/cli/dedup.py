@@ -218,11 +218,11 @@ def _named(testsets: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _name_of(src: str) -> str:
-    """The last part of a path or URL, without suffixes."""
+    """The last part of a path or URL that does not merely name a split, without suffixes."""
     src = without_secrets(src)
     if storage.base_name(src) == MANIFEST_NAME:
         src = src.rstrip("/").removesuffix(MANIFEST_NAME)
-    name = storage.base_name(src if storage.is_url(src) else str(Path(src).absolute()))
+    name = storage.collection_name(src if storage.is_url(src) else str(Path(src).absolute()))
     return _SUFFIXES.sub("", name) or name
 
 

@@ -10,7 +10,6 @@ operation changes nothing, as in Pillow.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -24,8 +23,7 @@ _SOFT = np.array([Interpolation.BILINEAR, Interpolation.BICUBIC], np.int32)
 _DEGREE = 0.017453292519943295
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """The random draws for k images of `side` pixels that one operation is applied to."""
 
     part: np.ndarray  # magnitude / 10, float64 (k,)

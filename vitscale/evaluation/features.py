@@ -15,9 +15,8 @@ import shutil
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -40,8 +39,7 @@ Rows = tuple[Tensor, ...]
 """Features (B, D) or tokens (B, h, w, D), fp32, labels (B,) and uids (B,) int64, in host memory."""
 
 
-@dataclass(frozen=True)
-class Features:
+class Features(NamedTuple):
     """Representations of a whole split, sorted by uid: fp32 (N, D), with labels and uids int64 (N,), in host memory.
 
     Of tokens (N, T, D).

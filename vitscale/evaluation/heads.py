@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,8 +54,7 @@ class Layout:
         return slice(0 if head.patches else before, before + head.blocks * self.width)
 
 
-@dataclass(frozen=True)
-class Head:
+class Head(NamedTuple):
     """One linear head of the bank.
 
     It reads the tokens of the last `blocks` blocks and, with `patches`, the mean of the last block's patches; `rate` is

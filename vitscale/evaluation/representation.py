@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -37,8 +36,7 @@ FEWSHOT_CROP = EvalCrop(kind="square")
 PAPERS_L2 = 2.0**10
 
 
-@dataclass(frozen=True)
-class Measuring:
+class Measuring(NamedTuple):
     """How representations are measured.
 
     Attributes:

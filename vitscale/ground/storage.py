@@ -34,6 +34,7 @@ _CONNECTIONS = 4
 _MOST_TEXT, _MOST_BYTES = 64 << 20, 1 << 30
 _MOST_AT_ONCE = 200 << 20  # bytes of a whole file that are read into memory from a URL
 _MOST_LEFT = 4 << 30  # bytes of a disk that stay free, or a twentieth of a small one
+_SPLITS = ("train", "training", "dev", "val", "valid", "validation", "test")  # names of folders that say nothing more
 _PIPES = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 _INSTALL = {
     "s3": "s3fs",
@@ -93,6 +94,12 @@ def join(where: str, name: str) -> str:
 def base_name(where: str) -> str:
     """The last part of a path or URL."""
     return where.rstrip("/").rsplit("/", 1)[-1]
+
+
+def collection_name(where: str) -> str:
+    """The last part that does not merely name a split: `photos` of `DATA/photos`, `DATA/photos/test` and its tar."""
+    folder, _, last = where.rstrip("/").rpartition("/")
+    return base_name(folder) or last if last.lower().split(".")[0] in _SPLITS else last
 
 
 def filesystem(url: str) -> tuple[Any, str]:

@@ -1,9 +1,8 @@
 """VTAB-1k: its 19 tasks in three groups, and the means and table of results by group."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from statistics import mean
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from vitscale.ground.errors import DataError
 from vitscale.ground.table import Column, ResultTable, Row, number
@@ -12,8 +11,7 @@ Group = Literal["natural", "specialized", "structured"]
 GROUPS: tuple[Group, ...] = get_args(Group)
 
 
-@dataclass(frozen=True)
-class VtabTask:
+class VtabTask(NamedTuple):
     """One task.
 
     Attributes:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vitscale.ground.heartbeat import HEARTBEAT_VARIABLE, Beat, why_of
 
@@ -15,8 +15,7 @@ _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None).prctl  # looked up here: the less is done between fork and exec the better
 
 
-@dataclass(frozen=True)
-class RankCommand:
+class RankCommand(NamedTuple):
     """What to start as one rank, and what to add to the environment for it."""
 
     rank: int

@@ -123,7 +123,7 @@ class Data(Block):
 
     _later_keys: ClassVar[tuple[str, ...]] = ("views",)
 
-    train: str = Field(description="a dataset: NAME or NAME/SPLIT under data.root, a path, or a URL")
+    train: str = Field(description="a dataset: NAME or NAME/SPLIT under data.root, a path (/, ./, ../, ~), or a URL")
     root: str | None = None
     """the folder or URL that holds the datasets; default: from datasets.yaml or $VITSCALE_DATA_ROOT"""
     image_size: int = Field(224, ge=1, le=8192, description="side of the model's input in pixels")

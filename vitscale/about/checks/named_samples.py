@@ -2,9 +2,9 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 
 from vitscale.about.checks.seen import Content, History, SampleLocation
 from vitscale.data.shards.images import IMAGE_SUFFIXES, ImageOptions, Reject, store_image
@@ -20,8 +20,7 @@ Near = Callable[[Sequence[Path], str], Sequence[tuple[str, int, str]]]
 """(files of images, a dataset's path or URL) -> the file, the copy's uid and the rule that found it, for each copy."""
 
 
-@dataclass(frozen=True)
-class NamedSample:
+class NamedSample(NamedTuple):
     """What a person named, why a sample is shown for it, and the sample's place; None if there is no such sample."""
 
     name: str

@@ -9,8 +9,7 @@ where it does); an update and its moments are in double precision.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +29,7 @@ State = Mapping[str, Mapping[str, Tensor]]  # values of all parameters, by kind 
 Kept = Mapping[str, Tensor]  # what an optimizer keeps for a parameter, by kind
 
 
-@dataclass(frozen=True)
-class Gradient:
+class Gradient(NamedTuple):
     """The gradient of one parameter."""
 
     value: Tensor  # in double precision and host memory, clipped

@@ -11,7 +11,7 @@ from vitscale.data.shards import Manifest
 from vitscale.data.shards.opening import local_copy
 from vitscale.data.shards.provenance import DECISIONS, DECISIONS_NAME, read_table
 from vitscale.ground.errors import VitscaleError
-from vitscale.ground.storage import base_name, size_of
+from vitscale.ground.storage import collection_name, size_of
 from vitscale.runs.run import Run
 
 _AGAINST = "dedup_against"  # a key of a manifest's options
@@ -98,14 +98,14 @@ def record_of(dataset: Dataset) -> DatasetRecord:
 def deduplication(train: Dataset, test: Dataset, role: str) -> Deduplication:
     """What a training set's manifest records about a test set.
 
-    Test sets are compared by name: that of an index covers the dataset of the same name, or the one whose first part is
-    its name (`pets` for `pets/test`).
+    Test sets are compared by name: that of an index covers the dataset of the same name, and the splits of the
+    collection of that name (`pets` covers `pets/test`; `test` covers no split of any).
     """
     found, manifest = Deduplication(train.name, role, test.name), train.manifest
     if manifest is None:
         return found
     found = replace(found, left_out_in_all=_removed(manifest), samples_left=manifest.num_samples)
-    names = {test.name, test.name.rpartition("/")[0], base_name(test.name)} - {""}
+    names = {test.name, test.name.rpartition("/")[0], collection_name(test.name)} - {""}
     for index in _indexes(manifest):
         for covered in index.get("test_sets", []):
             if covered in names:

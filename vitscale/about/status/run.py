@@ -108,7 +108,7 @@ class RunStatus:
     data_wait: float | None  # the share of the last lines' time that was spent waiting for data, a fraction
     peak_memory_bytes: float | None
     left_s: float | None  # that the remaining steps take at the mean pace of the last lines
-    exaflops: float | None  # so far
+    exaflops: float | None  # so far, without those of a branch's trunk
     hours: float | None  # as the next one, for the steps so far, without evaluations, checkpoints and lost steps
     device_hours: float | None
     evaluation: Evaluation | None  # the last one
@@ -156,6 +156,8 @@ class RunReader:
         step = _step(log, saved) if step is None else step
         total = run.steps_for(self._num_samples(run.index)) if total is None else total
         figures: dict[str, Any] = {key: number(last.get(key)) for key in _FIGURES}
+        if (first := 0 if run.recipe is None else run.recipe.first_step) and figures["exaflops"]:
+            figures["exaflops"] *= 1 - first / last["step"]  # the `first` steps were another run's
         pace = recent.pace(rows)
         left_s = None if step is None or total is None or pace is None else max(0, total - step) * pace
         state, why = _state(run, done, pace)

@@ -1,8 +1,8 @@
 """The first samples of a dataset for people to look at: their facts, and a contact sheet of their pictures."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import ceil, sqrt
+from typing import NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -17,8 +17,7 @@ _LINE = 18
 _BACKGROUND, _MARGIN, _TEXT, _FAINT = "white", "#ececec", "black", "#666666"
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """One sample: its uid, its key if known, its classes' names, its size in pixels and bytes, and a small picture."""
 
     uid: int

@@ -3,8 +3,8 @@
 import hashlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from io import FileIO
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -16,8 +16,7 @@ from vitscale.ground.images import OK, check, crc32c, states_size
 _BLOCK_BYTES = 8 << 20
 
 
-@dataclass(frozen=True)
-class Scan:
+class Scan(NamedTuple):
     """What a shard's bytes actually are, to be compared with what is stated about them."""
 
     digests: FileDigests

@@ -7,8 +7,7 @@ but is wrong: a damaged transfer, or a file that is being replaced at that momen
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from vitscale.ground.storage import RemoteFile, never, pause
 
@@ -25,8 +24,7 @@ class Digest(Protocol):
     def hexdigest(self) -> str: ...
 
 
-@dataclass(frozen=True)
-class Promise:
+class Promise(NamedTuple):
     """What a file should be: its size in bytes, its digest and that digest's name, and which file says so."""
 
     bytes: int

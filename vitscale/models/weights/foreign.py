@@ -1,8 +1,7 @@
 """The contract of a family with other libraries' formats: names and layouts of its parameters, and configurations."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,7 @@ HEAD = (*("head.weight", "head.bias", "pre_logits.weight", "pre_logits.bias"), *
 """Our parameters that only a head has: those that `--drop-head` leaves out."""
 
 
-@dataclass(frozen=True)
-class Resampling:
+class Resampling(NamedTuple):
     """How a parameter of another resolution becomes ours.
 
     Args:
@@ -30,8 +28,7 @@ class Resampling:
     resample: Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class TimmModel:
+class TimmModel(NamedTuple):
     """A model as `timm.create_model` builds it.
 
     Args:
@@ -49,8 +46,7 @@ class TimmModel:
     fixed_size: bool
 
 
-@dataclass(frozen=True)
-class Backbone:
+class Backbone(NamedTuple):
     """A model as one of transformers' backbones, those of `AutoBackbone`, which have feature maps and no head.
 
     Args:

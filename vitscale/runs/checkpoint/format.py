@@ -11,9 +11,8 @@ A checkpoint exists if and only if its index.json is there and every file in it 
 
 import hashlib
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,8 +32,7 @@ Layout = dict[str, int]
 """Key -> its tensor's length, in the order in which the tensors follow each other to the end of a rank's file."""
 
 
-@dataclass(frozen=True)
-class Fragment:
+class Fragment(NamedTuple):
     """A contiguous piece of one flattened parameter, with its optimizer state.
 
     `start` is the piece's offset in elements. `tensors` maps a kind (`master`, `ema`, `exp_avg`, `exp_avg_sq`,

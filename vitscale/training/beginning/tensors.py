@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -39,8 +39,7 @@ DeviceType = Literal["cpu", "cuda"]
 _IN_A_BLOCK = re.compile(r"^backbone\.blocks\.(\d+)\.")
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """A module that has parameters of its own."""
 
     block: int | None  # the index of its encoder block; None outside the blocks
@@ -92,8 +91,7 @@ def model_parameters(recipe: Recipe, num_classes: int) -> Parameters:
     return Parameters(tuple(layers), kept, kept_bytes, of_teacher)
 
 
-@dataclass(frozen=True)
-class StepTensors:
+class StepTensors(NamedTuple):
     """The activation memory of one micro-batch, in bytes."""
 
     saved: int  # what the forward pass and the loss keep for the backward pass, without parameters

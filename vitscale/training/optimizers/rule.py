@@ -6,8 +6,7 @@ was done, in fp32 and divided among ranks.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,8 +23,7 @@ Expected = dict[str, tuple[Tensor, Tensor]]  # kind -> the value that it should 
 _Settings = TypeVar("_Settings", bound=Optimizer)
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """How one parameter is updated this time."""
 
     shape: tuple[int, ...]  # of the whole parameter, as the optimizer sees it
