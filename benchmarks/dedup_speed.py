@@ -31,7 +31,7 @@ from data_tools.dedup.fingerprint import fingerprint
 from data_tools.dedup.index import FingerprintIndex
 from data_tools.dedup.matching import Matcher, near_pairs, words
 from data_tools.dedup.queries import Candidate
-from data_tools.dedup.variants import DEFAULT_LEVEL, variants_of
+from data_tools.dedup.variants import DEFAULT_LEVEL, LEVELS
 from data_tools.sources.folder import FolderSource
 from vitscale.data.shards.images import ImageOptions, StoredImage, store_image
 
@@ -161,7 +161,7 @@ def main() -> None:
 
 def show(level: int, result: dict, found: dict[str, Interval]) -> None:
     """One level, and what it comes to for 300 million images."""
-    print(f"level {level}, {variants_of(level)} variants: {result['hashes']:,} hashes")
+    print(f"level {level}, {2 * LEVELS[level]} variants: {result['hashes']:,} hashes")
     for name, value in result["cpu_ms"].items():
         print(f"  {name:28s} {value:7.3f} CPU ms an image")
     print(f"  {found['images_per_s']:,.0f} images/s a core from JPEG bytes to decision")
@@ -171,9 +171,9 @@ def show(level: int, result: dict, found: dict[str, Interval]) -> None:
     )
     print(f"  search: {result['pairs_per_s'] / 1e9:.1f} * 10^9 pairs/s a core")
     for test_images in (50_000, 500_000):
-        pairs = 300e6 * test_images * variants_of(level)
+        pairs = 300e6 * test_images * 2 * LEVELS[level]
         print(
-            f"  300M images x {test_images:,} test images x {variants_of(level)} variants = {pairs:.1e} pairs = "
+            f"  300M images x {test_images:,} test images x {2 * LEVELS[level]} variants = {pairs:.1e} pairs = "
             f"{pairs / result['pairs_per_s'] / HOUR:,.0f} core-hours of search; fingerprints "
             f"{300e6 * result['cpu_ms']['fingerprints'] / 1000 / HOUR:,.0f}"
         )

@@ -23,7 +23,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -224,8 +224,7 @@ def fingerprint(part: str) -> str:
     return "" if Path(part).is_dir() else f"{status.st_size}-{status.st_mtime_ns}"
 
 
-@dataclass(frozen=True)
-class Ordered:
+class Ordered(NamedTuple):
     """All images of a source in shuffled order, in batches of schema `ORDERED`, and their classes."""
 
     batches: Iterator[pa.RecordBatch]  # the images; can be iterated once

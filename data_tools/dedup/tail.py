@@ -10,6 +10,7 @@ histogram tells them from copies. The contact sheets are for them.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,8 +59,7 @@ class Estimate:
     fit: Fit | None  # behind these numbers
 
 
-@dataclass(frozen=True)
-class Expected:
+class Expected(NamedTuple):
     """The estimates for pairs removed by their hashes alone, and for candidates removed by their correlation."""
 
     hash: Estimate

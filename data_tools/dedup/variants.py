@@ -49,12 +49,7 @@ _FIRST = [Crop(1), Crop(1, square=True), Crop(0.95), Crop(0.9)]
 _SECOND = [Crop(0.85), Crop(0.8), Crop(0.975), Crop(0.875, square=True)]
 _THIRD = [*_grid(0.95, 3), *_grid(0.9, 3), *_grid(0.85, 3), *_grid(0.8, 4)]
 CROPS = tuple(dict.fromkeys([*_FIRST, *_SECOND, *_THIRD]))
-LEVELS = (1, len(_FIRST), len(_FIRST) + len(_SECOND), len(CROPS))  # crops per level; each is also mirrored
-
-
-def variants_of(level: int) -> int:
-    """The number of fingerprints per picture at a level, at most: 2, 8, 16 or 96, and 2 more if it has a border."""
-    return 2 * LEVELS[level]
+LEVELS = (1, len(_FIRST), len(_FIRST) + len(_SECOND), len(CROPS))  # crops per level; mirrored, too: 2, 8, 16, 96
 
 
 def crops_of(rgb: np.ndarray, level: int) -> tuple[np.ndarray, list[tuple[int, Box]]]:

@@ -16,6 +16,7 @@ from vitscale.ground.errors import DataError
 
 _STATE = struct.Struct("<qq")  # size in bytes, time of the last change in ns
 _UNKNOWN = (-1, -1)
+_DEEPEST = 100  # folders in each other at a URL
 CIRCLE = "link to a folder above"
 TOO_LARGE = f"of more than {MAX_IMAGE_BYTES:,} bytes"
 
@@ -109,6 +110,8 @@ def _files_at(url: str, ignored: Counter[str]) -> Iterator[bytes]:
             if name == folder.rstrip("/"):
                 continue  # some stores list a folder in itself
             if entry["type"] == "directory":
+                if name.count("/") - root.count("/") > _DEEPEST:  # a server's links may go on for ever
+                    raise DataError(f"{url}: more than {_DEEPEST} folders in each other: .../{name[-60:]}")
                 pending.append(name)
             elif (entry.get("size") or 0) > MAX_IMAGE_BYTES:  # asking for sizes later would cost a request per image
                 ignored[TOO_LARGE] += 1

@@ -74,9 +74,7 @@ def read_records(file: BinaryIO, where: str) -> Iterator[Record]:
         if not is_record_head(head):
             what = "this is no TFRecord file" if number == 0 else "the file is damaged"
             raise DataError(f"{spot}: the checksum of its length is wrong: {what}")
-        size = _LENGTH.unpack(head)[0]
-        if size > _MAX_RECORD_BYTES:
-            raise DataError(f"{spot}: {size:,} bytes; at most {_MAX_RECORD_BYTES:,} are possible")
+        size = _size(head, spot)
         data = file.read(size)
         tail = file.read(_CRC.size)
         if len(data) < size or len(tail) < _CRC.size:
@@ -94,9 +92,20 @@ def count_records(file: BinaryIO, where: str) -> int:
     while head := file.read(_LENGTH.size):
         if not is_record_head(head):
             raise DataError(f"{where}: record {number}: the checksum of its length is wrong: the file is damaged")
-        file.seek(_LENGTH.unpack(head)[0] + _CRC.size, io.SEEK_CUR)
+        rest = _size(head, f"{where}: record {number}") + _CRC.size
+        if file.seekable():
+            file.seek(rest, io.SEEK_CUR)
+        else:  # compressed
+            file.read(rest)
         number += 1
     return number
+
+
+def _size(head: bytes, spot: str) -> int:
+    size: int = _LENGTH.unpack(head)[0]
+    if size > _MAX_RECORD_BYTES:
+        raise DataError(f"{spot}: {size:,} bytes; at most {_MAX_RECORD_BYTES:,} are possible")
+    return size
 
 
 def parse_example(data: bytes, where: str) -> dict[str, Feature]:

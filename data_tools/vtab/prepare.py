@@ -34,6 +34,7 @@ from vitscale.data.shards.manifest import Sha256, Strict
 from vitscale.data.shards.opening import open_shard
 from vitscale.ground.errors import DataError, RecipeError, turned
 from vitscale.ground.files.durable import write_text
+from vitscale.ground.storage import read_text
 from vitscale.ground.table import Console
 from vitscale.ground.wording import describe_mistake
 
@@ -94,7 +95,9 @@ class Ids(Strict):
     def read(cls, path: Path) -> "Ids":
         """The list in a file. Raises RecipeError if it cannot be read, DataError if it is damaged."""
         try:
-            ids = cls.model_validate_json(path.read_bytes())
+            ids = cls.model_validate_json(read_text(path))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: no text in UTF-8 ({error})") from error
         except OSError as error:
             raise RecipeError(f"{path}: cannot be read ({error.strerror or error})") from error
         except ValidationError as error:

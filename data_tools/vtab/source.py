@@ -18,8 +18,9 @@ from data_tools.sources.tar import open_tars
 from data_tools.sources.tfrecord import count_records, open_records, open_tfrecords
 from data_tools.vtab.copies import Copy
 from data_tools.vtab.tasks import ORIGINS
+from vitscale.data.shards.images import Reject, store_image
 from vitscale.ground.errors import DataError
-from vitscale.ground.files.unpacked import most_pixels
+from vitscale.ground.storage import read_bytes
 from vitscale.ground.vtab import TASKS
 
 
@@ -107,15 +108,12 @@ def taken(piece: FileRows, ignored: Counter[str]) -> Iterator[tuple[int, Item]]:
 
 
 def with_full_contrast(image: bytes) -> bytes:
-    """An image with values 0 and 1 as a PNG with 0 and 255; any other image unchanged. Raises OSError."""
-    with Image.open(io.BytesIO(image)) as opened:
-        if opened.width * opened.height > most_pixels(len(image)):
-            return image  # refused when it is stored
-        pixels = np.asarray(opened)
-    if pixels.dtype != bool and pixels.max() > 1:
+    """A picture with values 0 and 1 as a PNG with 0 and 255; any other image unchanged."""
+    stored = store_image(image)
+    if isinstance(stored, Reject) or stored.pixels.max() > 1:
         return image
     out = io.BytesIO()
-    Image.fromarray(pixels.astype(np.uint8) * np.uint8(255)).save(out, "PNG")
+    Image.fromarray(stored.pixels * np.uint8(255)).save(out, "PNG")
     return out.getvalue()
 
 
@@ -228,7 +226,7 @@ def _class_names(copy: Copy, known: tuple[str, ...] | None) -> tuple[str, ...]:
         if names is None and (copy.folder / file).is_file():
             where = str(copy.folder / file)
             with reading(where):
-                lines = Path(where).read_bytes().decode("utf-8", "backslashreplace").splitlines()
+                lines = read_bytes(where).decode("utf-8", "backslashreplace").splitlines()
                 names = tuple(line for line in lines if line.strip())
     if names is not None and (len(names) != num_classes or len(set(names)) != num_classes):
         raise DataError(f"{where}: names {len(set(names))} different classes; {copy.task} has {num_classes}")

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from messages import assert_messages
+from small_files import write_files
 from status_of_runs import LINES, NOW, save_checkpoint, shown, status, write_metrics, write_recipe
 from typer.testing import CliRunner
 
@@ -234,6 +235,29 @@ def test_what_is_damaged_is_noted_and_the_rest_is_told(run_dir, spoil, note):
     (found,) = status(run_dir)
     assert found["step"] == 20 and note in found["notes"][0] and "\n" not in found["notes"][0]
     assert note in shown(run_dir)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda run_dir: append(
+            run_dir / "launch.jsonl", b'{"event": "restart", "time": "9999-12-31T23:59:59-12:00"}\n'
+        ),
+        lambda run_dir: append(
+            run_dir / "launch.jsonl", b'{"event": "restart", "time": "0001-01-01T00:00:00+12:00"}\n'
+        ),
+        lambda run_dir: write_metrics(run_dir, [LINES[0] | {"step": 9 * 10**17 + i} for i in range(19)]),
+        lambda run_dir: write_metrics(run_dir, [LINES[0] | {"step_time_s": 1e-300, "data_wait_s": 1e17}]),
+        lambda run_dir: write_metrics(run_dir, [LINES[0] | {"step": i, "world_size": i} for i in range(1, 60_000)]),
+        *(
+            lambda run_dir, step=step: write_files(run_dir, ("anomalies/step-1.json", b'{"step": %s}' % step))
+            for step in (b"1e999", b"[" * 900 + b"]" * 900, b'"\\u001b[2J"')
+        ),
+    ],
+)
+def test_values_that_nobody_measured(run_dir, spoil):
+    spoil(run_dir)
+    assert status(run_dir)[0]["state"] and "\x1b" not in shown(run_dir) + shown(run_dir, run_dir.parent / "run/.")
 
 
 def test_before_the_first_step(run_dir):

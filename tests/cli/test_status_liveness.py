@@ -123,6 +123,13 @@ def test_finished_runs(run_dir):
     (run_dir / "DONE").write_text(json.dumps(done))
     (found,) = status(run_dir)
     assert (found["state"], found["step"], found["total_steps"], found["left_s"]) == ("stopped early", 60, 100, None)
+    verified = {"version": 1, "time": "2026-01-01", "findings": [], "files": {}, "versions": {"vitscale": "0"}}
+    (run_dir / "verified.json").write_text(json.dumps(verified))
+    folder = run_dir / "checkpoints" / "step-x"
+    folder.mkdir(parents=True)
+    (folder / "index.json").touch()
+    os.truncate(folder / "index.json", 1 << 42)  # holes, which it would take an hour to read
+    assert status(run_dir)[0]["verified"].startswith("no")
     (run_dir / "DONE").write_text('{"st')
     (found,) = status(run_dir)
     assert found["state"] not in ("done", "stopped early") and found["step"] == 20

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from messages import refusal
-from small_files import tar_bytes, write_files, write_tar
+from small_files import tar_bytes, upload, write_files, write_tar
 
 from data_tools.sources import SourceOptions, open_source
 from data_tools.sources.folder import FolderSource
@@ -129,3 +129,13 @@ def test_labels_from_a_list(tmp_path):
     (tmp_path / "labels.csv").write_text("x/1.jpg,cat\n2.jpg,dog\n")
     _, items, _ = listed(root, options=SourceOptions(labels=str(tmp_path / "labels.csv")))
     assert [(item.key, item.labels) for item in items] == [("2.jpg", ("dog",)), ("x/1.jpg", ("cat",))]
+
+
+def test_folders_of_a_server_that_lead_into_each_other(tmp_path):
+    """Links of a web server may go on for ever."""
+    (tmp_path / "x.jpg").touch()
+    for depth in (50, 150):
+        upload(tmp_path / "x.jpg", f"memory://deep-{depth}" + "/a" * depth + "/x.jpg")
+    assert len(list(open_source("memory://deep-50", "folder", NONE).items(0, Counter()))) == 1
+    with pytest.raises(DataError):
+        list(open_source("memory://deep-150", "folder", NONE).items(0, Counter()))

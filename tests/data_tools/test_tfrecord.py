@@ -10,7 +10,14 @@ from small_files import upload
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from data_tools.sources.source import Item, SourceOptions
-from data_tools.sources.tfrecord import bytes_values, int_values, open_tfrecords, parse_example
+from data_tools.sources.tfrecord import (
+    bytes_values,
+    count_records,
+    int_values,
+    open_records,
+    open_tfrecords,
+    parse_example,
+)
 from vitscale.ground.errors import DataError, RecipeError
 
 PROTO = """
@@ -218,6 +225,12 @@ def test_lengths_that_cannot_be(tmp_path):
     (tmp_path / "x").write_bytes(length + masked(length) + b"short")
     with pytest.raises(DataError, match=r"record 0 .*1,125,899,906,842,624"):
         listed(str(tmp_path / "x"))
+
+
+def test_records_are_counted_in_compressed_files_too(tmp_path):
+    (tmp_path / "x.gz").write_bytes(gzip.compress(framed(*RECORDS)))
+    with open_records(str(tmp_path / "x.gz")) as file:
+        assert count_records(file, "x") == len(RECORDS)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 import hashlib
 import io
 import json
+import os
+import struct
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +14,11 @@ import pytest
 from commands import command
 from datasets_on_disk import samples_of
 from messages import refusal
+from pictures import encoded
 from PIL import Image
 from rich.console import Console
 from small_files import write_tar
-from test_tfrecord import encode, write
+from test_tfrecord import encode, masked, write
 from vtab_copies import IMAGES, expected_label, make_folders, make_tars, make_tfds, picture
 
 from data_tools.machine import Machine
@@ -22,7 +26,7 @@ from data_tools.sources.source import SourceOptions
 from data_tools.sources.tfrecord import LabelRule, open_tfrecords
 from data_tools.vtab.copies import find_copy
 from data_tools.vtab.prepare import DATASETS, Ids, Prepared, prepare
-from data_tools.vtab.source import open_copy
+from data_tools.vtab.source import open_copy, with_full_contrast
 from data_tools.vtab.tasks import (
     CLEVR_METRES,
     KITTI_METRES,
@@ -188,10 +192,39 @@ def test_a_list_of_ids_is_verified(tmp_path, pinned):
 def test_a_damaged_list_of_ids(tmp_path, pinned):
     path = tmp_path / "first" / "pets" / "ids.json"
     content = json.loads(path.read_text())
-    for damaged in ("{", '{"version": 2}', json.dumps(content | {"val200": content["train800"][:2]})):
-        path.write_text(damaged)
+    for damaged in ("{", '{"version": 2}', "\xff", json.dumps(content | {"val200": content["train800"][:2]})):
+        path.write_text(damaged, "latin-1")
         with pytest.raises(DataError, match=r"ids\.json"):
             Ids.read(path)
+    os.truncate(path, 1 << 40)
+    os.mkfifo(tmp_path / "pipe")
+    for endless in (path, tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(RecipeError):
+            Ids.read(endless)
+
+
+def test_pictures_of_strangers(tmp_path, monkeypatch):
+    """What Pillow would give to Ghostscript, or unpack without end, is left to the conversion, which refuses it."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/called\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    drawing = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\n(hello) print\n"
+    text = b"zTXtwords\0\0" + zlib.compress(bytes(80_000_000))
+    plain = encoded(Image.new("L", (8, 8), 1), "PNG")
+    bomb = plain[:33] + struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text)) + plain[33:]
+    for image in (drawing, bomb, plain[:40], b""):
+        assert with_full_contrast(image) == image
+    assert not (tmp_path / "called").exists()
+    assert np.asarray(Image.open(io.BytesIO(with_full_contrast(plain)))).min() == 255
+
+
+def test_records_of_a_length_that_cannot_be(tmp_path):
+    folder = make_tfds(tmp_path, "dtd")
+    file = sorted(folder.glob("*test*"))[0]
+    length = struct.pack("<Q", (1 << 63) - 1)
+    file.write_bytes(file.read_bytes() + length + masked(length))
+    with pytest.raises(DataError, match=file.name):
+        open_copy(find_copy("dtd", [tmp_path]).copy)
 
 
 def test_repeating_goes_on(tmp_path):

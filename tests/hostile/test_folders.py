@@ -233,6 +233,16 @@ def test_folders_of_others_beside_remote_checkpoints_stay(tmp_path: Path) -> Non
     assert (tmp_path / "cache" / "checkpoints" / "vit-l-of-last-year" / "model.pth").read_bytes() == PRECIOUS
 
 
+@pytest.mark.parametrize("name", ["*/vit", "lr[12]", "lr?"])
+def test_a_place_for_checkpoints_is_no_pattern(name: str, tmp_path: Path) -> None:
+    """fsspec removes whatever a pattern matches: other people's."""
+    root = f"memory://test-folders/{tmp_path.name}"
+    others = [saved(RemoteDirectory(f"{root}/{one}", tmp_path / "cache")) for one in ("vit", "lr1", "lr2")]
+    with pytest.raises(RecipeError):
+        saved(RemoteDirectory(f"{root}/{name}", tmp_path / "cache"))
+    assert [store.steps() for store in others] == [[1]] * 3
+
+
 # ---- The cache of shards ---------------------------------------------------------------------------------------------
 
 

@@ -185,6 +185,30 @@ def test_a_host_with_many_connections_keeps_no_other_host_out(tmp_path):
     assert first.layout.world_size == 2
 
 
+def test_many_hosts_with_one_connection_each_keep_no_node_out(cluster):
+    """They come again whenever they are shown out: their queue is longer than a node waits in it."""
+    ended = threading.Event()
+
+    def come_again(host: str) -> None:
+        place = ("127.0.0.1", cluster.port)
+        while not ended.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(place, 5, (host, 0)) as idle:
+                while idle.recv(1 << 16) and not ended.is_set():
+                    pass
+
+    first = cluster.start(0, DONE)
+    secret_of(cluster.run_dir)  # it listens
+    crowd = [threading.Thread(target=come_again, args=(f"127.0.0.{n + 2}",)) for n in range(140)]
+    for one in crowd:
+        one.start()
+    time.sleep(2)  # all are there
+    codes = [code for code, _ in ends(first, cluster.start(1, DONE), within=60)]
+    ended.set()
+    for one in crowd:
+        one.join()
+    assert codes == [0, 0]
+
+
 def test_single_bytes_do_not_keep_a_node_waiting(tmp_path):
     """Whoever has taken node 0's place sends a byte now and then, and never a line."""
     write_secret(tmp_path, os.urandom(32))

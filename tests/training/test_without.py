@@ -4,12 +4,14 @@ Compared with logs of the samples of every update, which the tests keep beside r
 """
 
 import json
+import shutil
 from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from outcomes import checkpoint as checkpoint_of
 from outcomes import column, equal, metrics, seen_again, stored_bytes, uids_of
 from rank_faults import log_samples, poison
@@ -250,6 +252,17 @@ def test_a_branch_is_branched_again(root, gone, tmp_path):
     assert read_recipe(tmp_path / "again" / "branch.yaml").init is None
 
 
+def test_runs_that_continue_each_other(root, tmp_path):
+    first = next(uid for uid, step in first_seen(root, "run").items() if step == 1)
+    for one, other in (("a", "b"), ("b", "a")):
+        shutil.copytree(root / "runs" / "branch", tmp_path / one)
+        recipe = read_recipe(tmp_path / one / "recipe.yaml").dump()
+        recipe["init"]["from"] = str(tmp_path / other)
+        (tmp_path / one / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.raises(CheckpointError, match="itself"):
+        without(first, run=tmp_path / "a")
+
+
 def test_a_run_on_its_way_goes_on_from_where_it_is(root):
     by_run, seen = first_seen(root, "run"), first_seen(root, "on-its-way")
     assert all(by_run[uid] == step for uid, step in seen.items())
@@ -283,6 +296,8 @@ def test_mistakes_are_told(root, tmp_path):
         (DataError, r"\b2\b.* 4711, 100000000000000000000000", [0, 4711, 10**23], None),
         (DataError, None, ["-"], "\n# nothing\n"),
         (DataError, "line 2", ["-"], "1\nno number\n"),
+        (DataError, "line 1", ["-"], "9" * 5000),
+        (DataError, None, ["9" * 5000], None),
         (DataError, None, [tmp_path / "missing.txt"], None),
         (RecipeError, None, [0, "--out", root / "train"], None),
     ):

@@ -96,13 +96,7 @@ def on_splits(
 
 
 def evaluation_loader(
-    recipe: Recipe,
-    manifest: Manifest,
-    crop: EvalCrop,
-    rows: np.ndarray | None = None,
-    *,
-    rank: int = 0,
-    world: int = 1,
+    recipe: Recipe, manifest: Manifest, crop: EvalCrop, rows: np.ndarray | None = None, *, rank: int = 0, world: int = 1
 ) -> MakeLoader:
     """Makes loaders over a dataset's samples, or some rows, at the recipe's size. Raises `DataError` if it has none."""
     reading = Reading.of(recipe.data, pinned=torch.cuda.is_available())

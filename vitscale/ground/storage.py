@@ -35,6 +35,7 @@ _MOST_TEXT, _MOST_BYTES = 64 << 20, 1 << 30
 _MOST_AT_ONCE = 200 << 20  # bytes of a whole file that are read into memory from a URL
 _MOST_LEFT = 4 << 30  # bytes of a disk that stay free, or a twentieth of a small one
 _SPLITS = ("train", "training", "dev", "val", "valid", "validation", "test")  # names of folders that say nothing more
+PATTERNS = frozenset("*?[")  # to fsspec
 _PIPES = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 _INSTALL = {
     "s3": "s3fs",
@@ -402,7 +403,8 @@ def remove(where: str) -> None:
 
 
 def remove_folder(url: str) -> None:
-    """Remove all objects below a URL. Raises StorageError."""
+    """Remove all objects below a URL without patterns, all of whose matches would go. Raises StorageError."""
+    assert not PATTERNS & set(url), url
     _ask(url.rstrip("/"), "rm", recursive=True)
 
 

@@ -31,6 +31,7 @@ from vitscale.launch.supervisor import Supervisor, say
 
 _MOST_STRANGERS = 64  # connections that are yet to prove themselves, beside one for each node that is missing
 _STRANGER_SECONDS = 10.0  # that they have for it
+_PROOF_SECONDS = 1.0  # that they have if others wait; an answer takes one round trip
 _MOST_AT_ONCE = 1024  # that are accepted before any is read
 _CONNECT_SECONDS = 3.0
 
@@ -138,9 +139,9 @@ class FirstNode:
         most = _MOST_STRANGERS + self._place.nodes - sum(not other.connection.lost for other in self._others.values())
         with contextlib.suppress(OSError):  # nobody else is there, or whoever was has gone, or files have run out
             for _ in range(_MOST_AT_ONCE):
-                oldest = self._oldest_of_a_crowd() if len(self._strangers) >= most else None
+                oldest = self._oldest() if len(self._strangers) >= most else None
                 if len(self._strangers) >= most and oldest is None:
-                    break  # each is from a host of its own: the others wait for their turn
+                    break  # each may still prove itself: the others wait for their turn
                 new, (host, *_) = self._listener.accept()
                 self._strangers[Connection(new, self._silence, self._secret, ToFirst)] = host
                 if oldest is not None:
@@ -158,10 +159,11 @@ class FirstNode:
             for message in other.connection.receive():
                 other.take(message)
 
-    def _oldest_of_a_crowd(self) -> Connection | None:
-        """The oldest stranger of the host that has most of them; None if no host has two."""
+    def _oldest(self) -> Connection | None:
+        """The oldest stranger of the host that has most of them; if no host has two, the oldest, once it is late."""
         [(busiest, count)] = Counter(self._strangers.values()).most_common(1)
-        return next((one for one, host in self._strangers.items() if host == busiest and count > 1), None)
+        oldest = next(one for one, host in self._strangers.items() if host == busiest or count == 1)
+        return oldest if count > 1 or time.monotonic() - oldest.began_at > _PROOF_SECONDS else None
 
     def _welcome(self, stranger: Connection, first: ToFirst, *messages: ToFirst) -> None:
         """Register a node by its hello message, or refuse it; then handle the messages that came with it."""

@@ -117,7 +117,7 @@ class MetricsLog:
         self.rows: deque[Row] = deque(maxlen=None if self._whole else RECENT_LINES)
         self.seconds = 0.0  # that all steps took, by `step_time_s`
         self.device_seconds: float | None = 0.0  # summed over devices; None if a line does not say how many there were
-        self.world_sizes: list[int] = []  # the numbers of devices, in the order in which they first appear
+        self.world_sizes: dict[int, None] = {}  # the numbers of devices, in the order in which they first appear
         # (step, values by evaluator/metric; None for one that is not finite), in the order of the file.
         self.evaluations: list[tuple[int, dict[str, float | None]]] = []
         self.damaged = 0  # unusable lines
@@ -197,8 +197,8 @@ class MetricsLog:
     def _add(self, row: Row) -> None:
         seconds = (row["step"] - max(self._step, count(row.get("first_step")) or 0)) * row["step_time_s"]
         world_size = count(row.get("world_size"))
-        if world_size is not None and world_size not in self.world_sizes:
-            self.world_sizes.append(world_size)
+        if world_size is not None:
+            self.world_sizes[world_size] = None
         self.rows.append(row)
         self._step = row["step"]
         self.seconds += seconds

@@ -9,6 +9,7 @@ from typing import Any
 from vitscale.ground.storage import read_bytes
 
 _MOST = 1e18
+_YEAR_9999 = 253_370_764_800  # in seconds since 1970
 
 
 def parse_object(text: bytes) -> dict[str, Any] | None:
@@ -44,7 +45,8 @@ def text(value: Any) -> str:
 
 
 def timestamp(value: Any) -> float | None:
-    """A time in ISO 8601 as seconds since 1970; None if `value` is no such time."""
+    """A time in ISO 8601 as seconds since 1970; None if `value` is no such time from then to 9998."""
     with suppress(ValueError, OverflowError):
-        return datetime.fromisoformat(text(value)).timestamp()
+        seconds = datetime.fromisoformat(text(value)).timestamp()
+        return seconds if 0 <= seconds < _YEAR_9999 else None
     return None

@@ -1,5 +1,6 @@
 """The samples that people name: by uids, image files, folders, and lists of these."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
@@ -69,9 +70,9 @@ def _entries(name: str) -> Iterator[int | Path]:
     path = Path(name)
     if name == "-":
         yield from _lines(sys.stdin.read(), "standard input")
-    elif name.isdecimal() and not path.exists():
+    elif name.isdecimal() and len(name) < 100 and not path.exists():
         yield int(name)
-    elif path.is_dir():
+    elif os.path.isdir(path):  # noqa: PTH112 (of any text)
         yield from image_files([path])
     elif _is_list(path):
         with turned(f"{name}: cannot be read", DataError, OSError, UnicodeDecodeError):
@@ -96,9 +97,9 @@ def _lines(text: str, where: str) -> Iterator[int | Path]:
         entry = line.strip()
         if not entry or entry.startswith("#"):
             continue
-        if entry.isdecimal():
+        if entry.isdecimal() and len(entry) < 100:
             yield int(entry)
-        elif Path(entry).is_file():
+        elif os.path.isfile(entry):  # noqa: PTH113 (of any text)
             yield Path(entry)
         else:
             raise DataError(f"{where}: line {number}: {entry[:200]!r}: expected a uid, or a file of an image")

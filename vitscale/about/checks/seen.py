@@ -68,8 +68,7 @@ class Sighting:
     view: int = 0  # its number among the views of the sample in this slot
 
 
-@dataclass(frozen=True)
-class _Stretch:
+class _Stretch(NamedTuple):
     """Batches [start, stop) of the order of one dataset."""
 
     manifest: Manifest

@@ -42,10 +42,14 @@ class Start:
 def _start_before(run_dir: Path, step: int) -> Start:
     """The newest checkpoint before an update, from the run or the trunks that it branched from; or the beginning.
 
-    Only indices are read. Raises `CheckpointError` if a trunk that would have the checkpoint no longer exists.
+    Only indices are read. Raises `CheckpointError` if a trunk that would have the checkpoint no longer exists, or if
+    runs continue each other.
     """
-    recipe, limit = recipe_of_run(run_dir), step - 1
+    recipe, limit, seen = recipe_of_run(run_dir), step - 1, set[Path]()
     while True:
+        if run_dir.resolve() in seen:
+            raise CheckpointError(f"{run_dir} continues itself, by way of other runs")
+        seen.add(run_dir.resolve())
         place = checkpoint_directory(recipe, run_dir)
         for saved in sorted((each for each in place.steps() if each <= limit), reverse=True):
             try:
@@ -88,7 +92,7 @@ def _cost_of(run: Run, steps: int) -> dict[str, Any]:
     return {
         "steps": steps,
         "exaflops": steps * (spent.exaflops * batch / spent.images),
-        "hours": steps * batch / spent.images_per_s / 3600,
+        "hours": steps * batch / spent.images_per_s / 3600 if spent.images_per_s else None,
         "images_per_s": spent.images_per_s,
         "world_size": spent.world_size,
     }

@@ -47,7 +47,8 @@ class SlowestRank:
 
 def trend(rows: Sequence[Row]) -> Trend | None:
     """The trend of the loss; None if there are too few lines."""
-    points = [(row["step"], loss) for row in rows if (loss := number(row.get("loss"))) is not None]
+    first = rows[0]["step"] if rows else 0  # from which steps count: no float tells large ones apart
+    points = [(row["step"] - first, loss) for row in rows if (loss := number(row.get("loss"))) is not None]
     if len(points) < _FEWEST_FOR_A_TREND:
         return None
     steps, losses = zip(*points, strict=True)
@@ -73,7 +74,7 @@ def data_wait(rows: Sequence[Row]) -> float | None:
         wait = number(row.get("data_wait_s", row.get("data_wait")))
         if wait is not None:
             waited, seconds = waited + steps * wait, seconds + steps * row["step_time_s"]
-    return waited / seconds if seconds else None
+    return number(waited / seconds) if seconds else None
 
 
 def _spans(rows: Sequence[Row]) -> list[tuple[Row, int]]:

@@ -22,7 +22,7 @@ from vitscale.runs.done import verification
 from vitscale.runs.launches import Event
 from vitscale.runs.metrics import MetricsLog, Row
 from vitscale.runs.names import ANOMALIES_DIR, CHECKPOINTS, DONE_FILE, LAUNCH_FILE, METRICS_FILE, RECIPE_FILE
-from vitscale.runs.reading import count, number, read_object
+from vitscale.runs.reading import count, number, read_object, text
 from vitscale.runs.run import RunFiles
 
 _MANIFEST = "manifest.json"  # the name in shards.manifest, which would import NumPy
@@ -177,7 +177,7 @@ class RunReader:
             line_age_s=None if log.line_at is None else _age(log.line_at),
             trend=recent.trend(rows),
             world_size=count(last.get("world_size")),
-            world_sizes=log.world_sizes,
+            world_sizes=list(log.world_sizes),
             data_wait=recent.data_wait(rows),
             left_s=left_s if done is None else None,
             **figures,
@@ -297,8 +297,9 @@ def _anomalies(run: RunFiles, last: Row) -> Anomalies | None:
     if not reports and not left_out:
         return None
     newest = read_object(reports[-1]) if reports else None
-    report = None if newest is None else {key: newest.get(key) for key in ("step", "kind", "policy")}
-    return Anomalies(left_out, None if run.recipe is None else run.recipe.anomalies.limit, len(reports), report)
+    if newest is not None:
+        newest = {"step": count(newest.get("step")), **{key: text(newest.get(key)) for key in ("kind", "policy")}}
+    return Anomalies(left_out, None if run.recipe is None else run.recipe.anomalies.limit, len(reports), newest)
 
 
 def _age(at: float) -> float:

@@ -159,7 +159,7 @@ class SlurmEngine:
         self._asked_at = time.monotonic()
         known = read_object(folder / JOBS_FILE) or {}
         queued = _queued()
-        self._jobs = {str(name): str(job) for name, job in known.items() if job in queued}
+        self._jobs = {str(name): str(job) for name, job in known.items() if str(job) in queued}
 
     @property
     def running(self) -> Collection[str]:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from vitscale.about.studies.expansion import Choice, Entry, Expansion
 from vitscale.about.studies.forecast import Forecast
@@ -24,8 +24,7 @@ from vitscale.runs.run import Run
 State = Literal["waiting", "running", "done", "failed", "not run"]
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """A finished run."""
 
     metrics: dict[str, float]  # by evaluator/metric: of the best step if the recipe selects one, else of the last

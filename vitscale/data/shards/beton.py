@@ -74,8 +74,7 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@dataclass(frozen=True)
-class StoredSample:
+class StoredSample(NamedTuple):
     """One sample as it goes to disk."""
 
     image: bytes  # of a JPEG file

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
@@ -125,8 +125,7 @@ class StoredImage:
     pixels: np.ndarray = field(compare=False, repr=False)
 
 
-@dataclass(frozen=True)
-class Reject:
+class Reject(NamedTuple):
     """Why an image cannot be stored; depends only on the file's bytes and the options."""
 
     reason: str

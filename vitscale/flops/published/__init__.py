@@ -15,7 +15,7 @@ import csv
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 _FOLDER = Path(__file__).parent
 
@@ -97,8 +97,7 @@ class PositionEmbedding:
     imagenet_5shot: float
 
 
-@dataclass(frozen=True)
-class PaperSet:
+class PaperSet(NamedTuple):
     """A training set of the paper: samples and classes."""
 
     samples: int

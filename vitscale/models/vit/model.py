@@ -15,13 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vitscale.models.anatomy import Anatomy, AttentionLayer
-from vitscale.models.initialise import (
-    Initialiser,
-    constant,
-    lecun_normal,
-    normal,
-    xavier_uniform,
-)
+from vitscale.models.initialise import Initialiser, constant, lecun_normal, normal, xavier_uniform
 from vitscale.models.layers import (
     CHANNELS,
     Linear,
@@ -203,10 +197,7 @@ class ViT(Model):
                 )
 
     def _outputs(
-        self,
-        images: Sequence[Tensor],
-        edits: Sequence[Edit | None],
-        kept: Sequence[Tensor | None],
+        self, images: Sequence[Tensor], edits: Sequence[Edit | None], kept: Sequence[Tensor | None]
     ) -> list[Outputs]:
         embedded = [
             x_BND if edit is None else edit(x_BND) for x_BND, edit in zip(self._embed(images), edits, strict=True)
@@ -250,10 +241,7 @@ class ViT(Model):
         return self._encode([x_BTD], [kept_BC], keep)[0]
 
     def _encode(
-        self,
-        embedded: Sequence[Tensor],
-        kept: Sequence[Tensor | None],
-        keep: Callable[[str, Tensor], None] = no_record,
+        self, embedded: Sequence[Tensor], kept: Sequence[Tensor | None], keep: Callable[[str, Tensor], None] = no_record
     ) -> list[Tensor]:
         """As `encode`, for batches of several sizes."""
         values_1TD = position_values(self.pos_embedding)

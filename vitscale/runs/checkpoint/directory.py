@@ -17,12 +17,13 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import TypeVar
 
-from vitscale.ground.errors import CheckpointError
+from vitscale.ground.errors import CheckpointError, RecipeError
 from vitscale.ground.files.durable import make_folder, remove_leftovers, rename, write_text
 from vitscale.ground.files.fetching import Promise, WrongContentError, fetch, with_pauses
 from vitscale.ground.files.locks import locked, noted
 from vitscale.ground.files.machine_folder import MachineFolder
-from vitscale.ground.storage import is_url, join, names_in, put, read_bytes, remove, remove_folder
+from vitscale.ground.storage import PATTERNS, is_url, join, names_in, put, read_bytes, remove, remove_folder
+from vitscale.ground.wording import quoted
 from vitscale.recipe import Recipe
 from vitscale.runs.checkpoint.format import Fragment, verify_file, write_rank_file
 from vitscale.runs.checkpoint_index import (
@@ -201,6 +202,8 @@ class RemoteDirectory:
 
     def __init__(self, root: str, cache: Path) -> None:
         self.root = root.rstrip("/")
+        if found := PATTERNS & set(self.root):  # what they match is removed, and may be anybody's
+            raise RecipeError(f"checkpoints at {root}: a file system reads {quoted(found, 3)} as a pattern; rename it")
         self._machine = cache / "vitscale-checkpoints"
 
     def _url(self, step: int, name: str = "") -> str:
