@@ -81,6 +81,8 @@ def test_dry_run_and_view(place, found, tmp_path):
         "a/pets/manifest.json",
         "pets/test",
         "a/pets/Val.tar.xz",
+        "pets/test_dev.tar",
+        "pets/test-clean",
     ],
 )
 def test_names_of_test_sets(place, src):

@@ -218,7 +218,7 @@ def _named(testsets: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _name_of(src: str) -> str:
-    """The last part of a path or URL that does not merely name a split, without suffixes."""
+    """The last part of a path or URL that names no split, without suffixes."""
     src = without_secrets(src)
     if storage.base_name(src) == MANIFEST_NAME:
         src = src.rstrip("/").removesuffix(MANIFEST_NAME)

@@ -34,7 +34,7 @@ _CONNECTIONS = 4
 _MOST_TEXT, _MOST_BYTES = 64 << 20, 1 << 30
 _MOST_AT_ONCE = 200 << 20  # bytes of a whole file that are read into memory from a URL
 _MOST_LEFT = 4 << 30  # bytes of a disk that stay free, or a twentieth of a small one
-_SPLITS = ("train", "training", "dev", "val", "valid", "validation", "test")  # names of folders that say nothing more
+_SPLIT = re.compile(r"(train(ing)?|dev|val(id(ation)?)?|test)(?![a-z0-9])", re.IGNORECASE)  # and perhaps which part
 PATTERNS = frozenset("*?[")  # to fsspec
 _PIPES = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 _INSTALL = {
@@ -98,9 +98,9 @@ def base_name(where: str) -> str:
 
 
 def collection_name(where: str) -> str:
-    """The last part that does not merely name a split: `photos` of `DATA/photos`, `DATA/photos/test` and its tar."""
+    """The last part that names no split: `photos` of `DATA/photos`, `photos/test` and `photos/test-clean.tar`."""
     folder, _, last = where.rstrip("/").rpartition("/")
-    return base_name(folder) or last if last.lower().split(".")[0] in _SPLITS else last
+    return base_name(folder) or last if _SPLIT.match(last) else last
 
 
 def filesystem(url: str) -> tuple[Any, str]:
