@@ -228,7 +228,7 @@ def but_for_the_seed(
 
 def _entry(entry: Entry, study: StudyState) -> EntryResult:
     progress, label = study.progress[entry.name], study.label_of(entry)
-    known: dict[str, Any] = {} if progress.outcome is None else {**vars(progress.outcome)}
+    known: dict[str, Any] = {} if progress.outcome is None else progress.outcome._asdict()
     if label is not None:
         option = entry.option(label)
         known |= {"recipe": recipe_name(option.source), "recipe_sha256": option.recipe_sha256}
